@@ -1,0 +1,171 @@
+"""gMLP and aMLP ("Pay Attention to MLPs", arXiv 2105.08050; Figures 1 and 6, equations 1 to 4).
+
+    y = LayerNorm(x)
+    z = gelu(y U)                                   # d_model -> d_ffn
+    z1, z2 = split(z)                               # for the split gating, the paper's Spatial Gating Unit
+    gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions; the attention in aMLP only
+    x + (z1 * gate) V
+
+Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F / 2 if split, else F), K head width.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from gmlp_scale.models.toeplitz import toeplitz
+
+Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
+
+SPATIAL_INIT_SCALE = 0.002
+"""std(W) * sqrt(n) at the start. The paper says "near-zero" and gives no number. The normalised operand has unit
+variance, so this is also the root mean square of W LayerNorm(Z); it stays small beside the hidden layer (about 0.1 to
+0.3 at the start) to which the additive gating adds it."""
+
+
+class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
+    kind: Literal["gmlp"] = "gmlp"
+    num_blocks: PositiveInt
+    """gMLP blocks; each is one layer (36 at the size of BERT base)."""
+    d_model: PositiveInt
+    """Width of the residual stream."""
+    d_ffn: PositiveInt
+    """Width after the channel expansion, before any split."""
+    spatial: Literal["toeplitz", "dense"] = "toeplitz"
+    """W from one number per offset (the paper's choice for text), or a free n x n matrix (images)."""
+    gating: Gating = "multiplicative_split"
+    """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
+    sequence_length: PositiveInt
+    """Positions n that the spatial projection is made for; shorter inputs take its central part."""
+    vocab_size: PositiveInt
+
+    @model_validator(mode="after")
+    def _even_split(self):
+        if self.gating == "multiplicative_split" and self.d_ffn % 2:
+            raise ValueError(f"d_ffn is {self.d_ffn}: gating multiplicative_split halves it, so make it even")
+        return self
+
+    @property
+    def d_gate(self) -> int:
+        return self.d_ffn // 2 if self.gating == "multiplicative_split" else self.d_ffn
+
+    @property
+    def multiply_adds_per_block(self) -> int:
+        """Of one forward pass of one sequence: n (d f + g d) + n^2 g."""
+        n = self.sequence_length
+        return n * self.d_model * (self.d_ffn + self.d_gate) + n * n * self.d_gate
+
+
+class AmlpConfig(GmlpConfig, frozen=True, extra="forbid"):
+    kind: Literal["amlp"] = "amlp"
+    d_attn: PositiveInt
+    """Width of the tiny attention's single head."""
+
+    @property
+    def multiply_adds_per_block(self) -> int:
+        """gMLP's, and n (3 d a + a g) + 2 n^2 a for the tiny attention."""
+        n, a = self.sequence_length, self.d_attn
+        return super().multiply_adds_per_block + n * a * (3 * self.d_model + self.d_gate) + 2 * n * n * a
+
+
+class GmlpBlock(nn.Module):
+    """x_BND -> x_BND. With an AmlpConfig it holds a TinyAttention on the block's normalised input (Figure 6)."""
+
+    def __init__(self, config: GmlpConfig):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.d_model)
+        self.expand = nn.Linear(config.d_model, config.d_ffn)
+        self.gating = SpatialGatingUnit(config)
+        self.attention = (
+            TinyAttention(config.d_model, config.d_attn, config.d_gate) if isinstance(config, AmlpConfig) else None
+        )
+        self.project = nn.Linear(config.d_gate, config.d_model)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        y_BND = self.norm(x_BND)
+        z_BNF = F.gelu(self.expand(y_BND))
+        attended_BNG = self.attention(y_BND) if self.attention is not None else None
+        return x_BND + self.project(self.gating(z_BNF, attended_BNG))
+
+
+class SpatialGatingUnit(nn.Module):
+    """s(Z) of equations 2 to 4 and Table 3, f(Z) = W LayerNorm(Z) + b: one W for all channels, one b per position.
+
+    `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b.
+    """
+
+    def __init__(self, config: GmlpConfig):
+        super().__init__()
+        n = config.sequence_length
+        self.variant = config.gating
+        self.spatial = config.spatial
+        self.sequence_length = n
+        self.norm = nn.LayerNorm(config.d_gate)
+        self.weight = nn.Parameter(torch.empty(2 * n - 1) if config.spatial == "toeplitz" else torch.empty(n, n))
+        self.bias = nn.Parameter(torch.empty(n))
+
+    @torch.no_grad()
+    def init_special_weights(self, generator: torch.Generator) -> None:
+        """Starts the block as a feed-forward layer: s(Z) = Z, or Z1 if split, but for SPATIAL_INIT_SCALE.
+
+        W is near zero. b is one where the gate multiplies, and zero where it is added to Z. The linear gating passes
+        nothing but f(Z), so its W starts near the identity with b zero: a feed-forward layer whose hidden layer is
+        normalised. (W near zero and b one would make each such block a constant.)
+        """
+        n = self.sequence_length
+        noise = torch.randn(self.weight.shape, generator=generator, device="cpu")
+        self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(n)))
+        if self.variant == "linear":
+            diagonal = self.weight[n - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
+            diagonal.add_(1.0)
+        self.bias.fill_(1.0 if self.variant.startswith("multiplicative") else 0.0)
+
+    def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """W and b for the first m <= n positions: the m central offsets to each side, or the leading m x m part."""
+        n, m = self.sequence_length, num_positions
+        if self.spatial == "toeplitz":
+            return toeplitz(self.weight[n - m : n + m - 1]), self.bias[:m]
+        return self.weight[:m, :m], self.bias[:m]
+
+    def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None) -> Tensor:
+        u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.variant == "multiplicative_split" else (z_BNF, z_BNF)
+        weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
+        return spatial_gating(u_BNG, self.norm(v_BNG), weight_NN, bias_N, attended_BNG, self.variant)
+
+
+def spatial_gating(
+    u_BNG: Tensor, v_BNG: Tensor, weight_NN: Tensor, bias_N: Tensor, attended_BNG: Tensor | None, variant: Gating
+) -> Tensor:
+    """Combines u with the gate W v + b (+ attention), v already normalised.
+
+    The product is a batched one whose left operand has batch stride 0: a Linear over positions, matmul or einsum would
+    copy v transposed, forward and backward.
+    """
+    batch_size, num_positions, _ = v_BNG.shape
+    gate_BNG = torch.bmm(weight_NN.expand(batch_size, num_positions, num_positions), v_BNG) + bias_N[:, None]
+    if attended_BNG is not None:
+        gate_BNG = gate_BNG + attended_BNG
+    match variant:
+        case "linear":
+            return gate_BNG
+        case "additive":
+            return u_BNG + gate_BNG
+        case "multiplicative" | "multiplicative_split":
+            return u_BNG * gate_BNG
+
+
+class TinyAttention(nn.Module):
+    """One head over all positions, no mask and no positions (Figure 6): y_BND -> attended_BNG."""
+
+    def __init__(self, d_model: int, d_attn: int, d_out: int):
+        super().__init__()
+        self.qkv = nn.Linear(d_model, 3 * d_attn)
+        self.out = nn.Linear(d_attn, d_out)
+
+    def forward(self, y_BND: Tensor) -> Tensor:
+        q_B1NK, k_B1NK, v_B1NK = self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)
+        return self.out(F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK).squeeze(1))

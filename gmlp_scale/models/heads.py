@@ -1,0 +1,73 @@
+"""What stands on the trunk: masked language modelling with the output matrix tied to the token embedding.
+
+Shape suffixes: B batch, N positions, M masked positions, D width, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gmlp_scale.data.batch import IGNORED, MaskedBatch
+from gmlp_scale.models.backbone import Backbone
+
+MAX_LOGITS_PER_CHUNK = 2**26
+"""256 MiB in float32. A batch with more logits is worked off in chunks of rows, computed again in the backward pass
+(0.5 % of a step at gMLP base), so that the loss needs no more memory than that whatever the batch."""
+
+
+class MaskedTokenHead(nn.Module):
+    """x_BMD -> float32 logits_BMV = x E^T. No bias and no transform: with them the paper's counts do not come out."""
+
+    def __init__(self, embedding_weight_VD: nn.Parameter):
+        super().__init__()
+        # Registered here as well, so that engines which shard parameters know that this module needs it.
+        self.weight = embedding_weight_VD
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        return F.linear(x_BMD, self.weight).float()
+
+
+class MaskedLanguageModel(Backbone):
+    """MaskedBatch -> scalar float32 loss."""
+
+    def __init__(self, *, multiply_adds_per_block: int, **backbone):
+        super().__init__(**backbone)
+        self.multiply_adds_per_block = multiply_adds_per_block
+        self.head = MaskedTokenHead(self.embedding.weight)
+
+    def forward(self, batch: MaskedBatch) -> Tensor:
+        """Mean over rows of each row's mean cross-entropy in nats over its valid masked positions.
+
+        So the mean over equal micro-batches and ranks is the loss of the global batch. A row without any valid
+        position counts as zero.
+        """
+        x_BMD = self._masked_states(batch)
+        rows_per_chunk = max(1, MAX_LOGITS_PER_CHUNK // (x_BMD.shape[1] * self.embedding.num_embeddings))
+        if len(x_BMD) <= rows_per_chunk:
+            return self._row_losses(x_BMD, batch.labels_BM).mean()
+        chunks = zip(x_BMD.split(rows_per_chunk), batch.labels_BM.split(rows_per_chunk), strict=True)
+        losses = [
+            checkpoint(self._row_losses, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
+        ]
+        return torch.cat(losses).mean()
+
+    def predict(self, batch: MaskedBatch) -> Tensor:
+        """Float32 logits_BMV at the masked positions."""
+        return self.head(self._masked_states(batch))
+
+    def flops_per_sample(self, num_masked: int) -> int:
+        """Forward FLOPs of one sequence of full length (2 per multiply-add; matrix products only), as in Table 5."""
+        head = num_masked * self.embedding.embedding_dim * self.embedding.num_embeddings
+        return 2 * (len(self.blocks) * self.multiply_adds_per_block + head)
+
+    def _masked_states(self, batch: MaskedBatch) -> Tensor:
+        # The final LayerNorm is per position, so only the masked ones need it.
+        x_BND = self.encode(batch.token_ids_BN)
+        return self.norm(x_BND.take_along_dim(batch.masked_positions_BM.unsqueeze(-1), dim=1))
+
+    def _row_losses(self, x_BMD: Tensor, labels_BM: Tensor) -> Tensor:
+        logits_BMV = self.head(x_BMD)
+        losses = F.cross_entropy(logits_BMV.flatten(0, 1), labels_BM.flatten(), ignore_index=IGNORED, reduction="none")
+        num_valid_B = (labels_BM != IGNORED).sum(dim=1)
+        return losses.view_as(labels_BM).sum(dim=1) / num_valid_B.clamp(min=1)

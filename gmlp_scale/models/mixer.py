@@ -1,0 +1,55 @@
+"""MLP-Mixer (arXiv 2105.01601) for masked language modelling, as in the fourth row of the paper's Table 3.
+
+    x = x + (W2 gelu(W1 LayerNorm(x) + b1) + b2)    # over positions, the same for every channel
+    x = x + gelu(LayerNorm(x) U) V                  # over channels, the same for every position
+
+Shape suffixes: B batch, N positions, D width.
+"""
+
+from typing import Literal
+
+import torch.nn.functional as F
+from pydantic import BaseModel, PositiveInt
+from torch import Tensor, nn
+
+
+class MixerConfig(BaseModel, frozen=True, extra="forbid"):
+    kind: Literal["mixer"] = "mixer"
+    num_blocks: PositiveInt
+    """Mixer layers, each mixing positions and then channels."""
+    d_model: PositiveInt
+    """Width of the residual stream."""
+    d_spatial: PositiveInt
+    """Hidden width of the two-layer network over positions."""
+    d_ffn: PositiveInt
+    """Hidden width of the two-layer network over channels."""
+    sequence_length: PositiveInt
+    """Positions n that the network over positions is made for; shorter inputs take its leading part."""
+    vocab_size: PositiveInt
+
+    @property
+    def multiply_adds_per_block(self) -> int:
+        """Of one forward pass of one sequence: 2 n d s + 2 n d f."""
+        return 2 * self.sequence_length * self.d_model * (self.d_spatial + self.d_ffn)
+
+
+class MixerBlock(nn.Module):
+    """x_BND -> x_BND."""
+
+    def __init__(self, config: MixerConfig):
+        super().__init__()
+        self.spatial_norm = nn.LayerNorm(config.d_model)
+        self.spatial_expand = nn.Linear(config.sequence_length, config.d_spatial)
+        self.spatial_project = nn.Linear(config.d_spatial, config.sequence_length)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.expand = nn.Linear(config.d_model, config.d_ffn)
+        self.project = nn.Linear(config.d_ffn, config.d_model)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        num_positions = x_BND.shape[1]
+        y_BDN = self.spatial_norm(x_BND).transpose(1, 2)
+        # For shorter rows zeros at the end leave out the unused columns of the first matrix.
+        y_BDN = F.pad(y_BDN, (0, self.spatial_expand.in_features - num_positions))
+        mixed_BDN = self.spatial_project(F.gelu(self.spatial_expand(y_BDN)))[..., :num_positions]
+        x_BND = x_BND + mixed_BDN.transpose(1, 2)
+        return x_BND + self.project(F.gelu(self.expand(self.norm(x_BND))))

@@ -1,0 +1,143 @@
+"""The Transformer encoders that the paper compares with (Tables 3 to 5): BERT's layers with LayerNorm before each part.
+
+    x = x + Attention(LayerNorm(x))
+    x = x + gelu(LayerNorm(x) U) V
+
+The paper does not say where its LayerNorms stand. BERT puts them after the sum (and one after the embedding); here they
+stand before, with one after the last layer. The parameters are the same in number; these train without clipping at the
+depths of Table 4 and at the ablations' rate of 7e-4, and share gMLP's trunk, so that a comparison is of the blocks.
+
+Shape suffixes: B batch, N positions, D width, H heads, K head width.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from gmlp_scale.models.toeplitz import toeplitz
+
+NUM_BUCKETS = 32
+MAX_DISTANCE = 128
+
+
+class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
+    kind: Literal["transformer"] = "transformer"
+    num_blocks: PositiveInt
+    """Transformer layers, attention and feed-forward together: 12 for what the paper writes as 12+12."""
+    d_model: PositiveInt
+    """Width of the residual stream."""
+    d_ffn: PositiveInt
+    """Width of the feed-forward part's hidden layer."""
+    num_heads: PositiveInt
+    positions: Literal["absolute", "relative", "relative_only"]
+    """Learned embeddings added to the tokens'; T5's biases in the softmax, per layer and head; or those biases alone,
+    with no query, key or content term (third row of Table 3)."""
+    sequence_length: PositiveInt
+    """Longest input."""
+    vocab_size: PositiveInt
+
+    @model_validator(mode="after")
+    def _whole_heads(self):
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model is {self.d_model} and num_heads {self.num_heads}: make d_model a multiple of num_heads"
+            )
+        return self
+
+    @property
+    def multiply_adds_per_block(self) -> int:
+        """Of one forward pass of one sequence: n (4 d^2 + 2 d f) + 2 n^2 d; without queries and keys half of the first
+        and of the last term's attention."""
+        n, d = self.sequence_length, self.d_model
+        attention = 2 * (n * d * d) + n * n * d
+        if self.positions != "relative_only":
+            attention *= 2
+        return attention + 2 * n * d * self.d_ffn
+
+
+class TransformerBlock(nn.Module):
+    """One layer, x_BND -> x_BND."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        attention = PositionalAveraging if config.positions == "relative_only" else SelfAttention
+        self.attention = attention(config)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.expand = nn.Linear(config.d_model, config.d_ffn)
+        self.project = nn.Linear(config.d_ffn, config.d_model)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        x_BND = x_BND + self.attention(self.attention_norm(x_BND))
+        return x_BND + self.project(F.gelu(self.expand(self.norm(x_BND))))
+
+
+class SelfAttention(nn.Module):
+    """softmax(q k^T / sqrt(K) + relative biases) v over all positions, no mask."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)
+        self.relative_bias = RelativeBias(config.num_heads) if config.positions == "relative" else None
+        self.out = nn.Linear(config.d_model, config.d_model)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
+        q_BHNK, k_BHNK, v_BHNK = (part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
+        bias_1HNN = self.relative_bias(x_BND.shape[1]).unsqueeze(0) if self.relative_bias is not None else None
+        attended_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias_1HNN)
+        return self.out(attended_BHNK.transpose(1, 2).flatten(2))
+
+
+class PositionalAveraging(nn.Module):
+    """softmax(relative biases) v: what is left of self-attention without its content term (a Random Synthesizer)."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.value = nn.Linear(config.d_model, config.d_model)
+        self.relative_bias = RelativeBias(config.num_heads)
+        self.out = nn.Linear(config.d_model, config.d_model)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        v_BNHK = self.value(x_BND).unflatten(-1, (self.num_heads, -1))
+        bias_HNN = self.relative_bias(x_BND.shape[1])
+        softmax_in = torch.promote_types(bias_HNN.dtype, torch.float32)
+        weights_HNN = bias_HNN.softmax(-1, dtype=softmax_in).to(bias_HNN.dtype)
+        return self.out(torch.einsum("hij,bjhk->bihk", weights_HNN, v_BNHK).flatten(2))
+
+
+class RelativeBias(nn.Module):
+    """T5's relative position biases in its bidirectional scheme (arXiv 1910.10683): 32 buckets, up to distance 128.
+
+    16 buckets look back and 16 ahead. Of each 16, eight are for the distances 0 to 7 and eight for the ranges up to
+    128, equal in the logarithm; whatever lies beyond shares the last. T5 has one table for all its layers; here each
+    layer has its own ("both layer- and head-specific", section 4.1 of the paper).
+    """
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.table = nn.Embedding(NUM_BUCKETS, num_heads)
+
+    def forward(self, num_positions: int) -> Tensor:
+        """bias_HNN[h, i, j] for query i and key j."""
+        offsets = torch.arange(1 - num_positions, num_positions, device=self.table.weight.device)
+        return toeplitz(self.table(relative_bucket(offsets)).T)
+
+
+def relative_bucket(offsets: Tensor) -> Tensor:
+    """T5's bucket, 0 to 31, of each offset (position of the key less that of the query)."""
+    num_per_side = NUM_BUCKETS // 2
+    num_exact = num_per_side // 2
+    distance = offsets.abs()
+    # The logarithm is a whole number at 16, 32 and 64. The last term keeps a device's rounding from falling below it;
+    # no other distance comes as near to the next bucket.
+    ranges = torch.log(distance.clamp(min=1) / num_exact) / math.log(MAX_DISTANCE / num_exact)
+    far = num_exact + (ranges * (num_per_side - num_exact) + 1e-3).long()
+    bucket = torch.where(distance < num_exact, distance, far.clamp(max=num_per_side - 1))
+    return bucket + num_per_side * (offsets > 0)
