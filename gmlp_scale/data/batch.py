@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 def num_masked_positions(sequence_length: int, masked_fraction: float = 0.15) -> int:
-    """Masked positions of every row, a fixed count: 77 of 512, 19 of 128 (section 4 of the paper's recipes)."""
+    """Masked positions of every row, a fixed count: 77 of 512, 19 of 128 (BERT's 15 %, as in the paper's section 4)."""
     return round(sequence_length * masked_fraction)
 
 

@@ -1,0 +1,206 @@
+"""From a step to this rank's micro-batches: order, rows, masks, and a thread that stays some steps ahead."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, Field, model_validator
+
+from gmlp_scale.data.batch import IGNORED, MaskedBatch, num_masked_positions
+from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.masking import mask_rows
+from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
+from gmlp_scale.data.order import RowOrder
+from gmlp_scale.data.shards import Manifest, Shard, read_manifest
+
+_HELDOUT_SEED = 0
+_MOST_OPEN_SHARDS = 4096  # well below Linux's limit on memory maps
+
+
+class DataConfig(BaseModel, frozen=True, extra="forbid"):
+    shards: str
+    """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
+    cache_dir: str | None = None
+    """Local folder that shards are copied to when first read; needed for a URL."""
+    packing: Literal["packed", "document"] = "packed"
+    """How documents were laid into rows; the shards must agree."""
+    masked_fraction: float = Field(default=0.15, gt=0, lt=1)
+    shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
+    """Rows are shuffled among the shards of a group of about this size."""
+    prefetch_steps: int = Field(default=4, ge=1)
+    on_corrupt_shard: Literal["error", "skip"] = "error"
+    max_corrupt_shards: int = Field(default=0, ge=0)
+    """How many distinct corrupt shards a run may skip."""
+
+    @model_validator(mode="after")
+    def _settings_take_effect(self):
+        if (self.on_corrupt_shard == "skip") != (self.max_corrupt_shards > 0):
+            raise ValueError(
+                f"on_corrupt_shard={self.on_corrupt_shard} with max_corrupt_shards={self.max_corrupt_shards}: "
+                "skip needs max_corrupt_shards of at least 1, error needs 0"
+            )
+        return self
+
+
+class Loader:
+    """The batches of a run for one rank.
+
+    Step t, counted from 0, takes the positions [t*B, (t+1)*B) of the order, whatever the number of ranks; this rank
+    takes its consecutive slice of them. Every batch is a pure function of the step.
+
+    run_dir: where corrupt shards that were skipped are recorded.
+    Raises ValueError or FileNotFoundError where the shards and the recipe do not fit together.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        run_dir: Path,
+    ):
+        if global_batch_size % (world_size * micro_batch_size):
+            raise ValueError(
+                f"train.global_batch_size={global_batch_size} does not divide by world size {world_size} x "
+                f"train.micro_batch_size={micro_batch_size}: change one of the three"
+            )
+        self.manifest = read_manifest(config.shards)
+        _check_fit(self.manifest, config, sequence_length, vocab_size)
+        self.rows = self.manifest.train_rows
+        self.steps_per_epoch = self.rows / global_batch_size
+        self.wait_seconds = 0.0
+        """Time that consumers of `steps` have waited for a batch so far."""
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._prefetch_steps = config.prefetch_steps
+        self._vocab_size = vocab_size
+        self._num_masked = num_masked_positions(sequence_length, config.masked_fraction)
+        self._files = ShardFiles(config.shards, config.cache_dir)
+
+        shards = self.manifest.splits.train
+        shards_per_group = max(1, config.shuffle_group_bytes * len(shards) // sum(shard.bytes for shard in shards))
+        self._order = RowOrder(_rows_per_shard(shards), shards_per_group=shards_per_group, seed=seed)
+        self._shards = OpenShards(
+            self._files,
+            shards,
+            sequence_length,
+            num_open=min(2 * shards_per_group + 8, _MOST_OPEN_SHARDS),
+            skip_corrupt=SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards)
+            if config.on_corrupt_shard == "skip"
+            else None,
+        )
+
+    def epoch(self, step: int) -> int:
+        """Epoch of the first row of `step`."""
+        return step * self._global_batch_size // self.rows
+
+    def positions(self, step: int) -> range:
+        """Positions in the order of training that this rank takes at `step`."""
+        num_own = self._global_batch_size // self._world_size
+        first = step * self._global_batch_size + self._rank * num_own
+        return range(first, first + num_own)
+
+    def micro_batches(self, step: int) -> list[MaskedBatch]:
+        """This rank's micro-batches of `step`, in order. Raises CorruptShardError as `data.on_corrupt_shard` says."""
+        addresses = self._order.locate(np.arange(self.positions(step).start, self.positions(step).stop))
+        rows_BN = self._shards.read(addresses.shard, addresses.row)
+        starts = range(0, len(rows_BN), self._micro_batch_size)
+        slices = [slice(start, start + self._micro_batch_size) for start in starts]
+        return [self._mask(rows_BN[s], addresses.epoch[s], addresses.global_row[s], seed=self._seed) for s in slices]
+
+    def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
+        """The micro-batches of each step of [start_step, stop_step), made by a thread `prefetch_steps` ahead."""
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+            coming = deque()
+            next_step = start_step
+            try:
+                for step in range(start_step, stop_step):
+                    while next_step < min(stop_step, step + self._prefetch_steps + 1):
+                        coming.append(thread.submit(self.micro_batches, next_step))
+                        next_step += 1
+                    started = time.perf_counter()
+                    micro_batches = coming.popleft().result()
+                    self.wait_seconds += time.perf_counter() - started
+                    yield micro_batches
+            finally:
+                thread.shutdown(cancel_futures=True)
+
+    def heldout_batches(self, num_rows: int) -> Iterator[MaskedBatch]:
+        """The first `num_rows` held-out rows (or as many as there are), this rank's share in micro-batches.
+
+        Rows and masks are the same at every evaluation, for every seed and world size, and every rank has the same
+        number of batches; rows that only fill the last ones up have all labels IGNORED.
+        """
+        shards = self.manifest.splits.heldout
+        if not shards:
+            raise ValueError(
+                "the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction, or turn "
+                "evaluation off"
+            )
+        num_rows = min(num_rows, self.manifest.heldout_rows)
+        first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(shards))])
+        open_shards = OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
+        num_own = self._micro_batch_size
+        for start in range(self._rank * num_own, num_rows + self._rank * num_own, num_own * self._world_size):
+            global_rows = np.arange(start, start + num_own)
+            is_filler = global_rows >= num_rows
+            global_rows[is_filler] = 0
+            shard = np.searchsorted(first_rows, global_rows, side="right") - 1
+            rows_BN = open_shards.read(shard, global_rows - first_rows[shard])
+            batch = self._mask(rows_BN, np.zeros_like(global_rows), global_rows, seed=_HELDOUT_SEED)
+            batch.labels_BM.numpy()[is_filler] = IGNORED
+            yield batch
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What a resumed run must find again."""
+        manifest = self.manifest
+        return {
+            "manifest_sha256": manifest.sha256,
+            "tokenizer_sha256": manifest.tokenizer_sha256,
+            "sequence_length": manifest.sequence_length,
+            "vocab_size": manifest.vocab_size,
+            "packing": manifest.packing,
+            "train_rows": manifest.train_rows,
+            "heldout_rows": manifest.heldout_rows,
+        }
+
+    def _mask(self, rows_BN: np.ndarray, epochs_B: np.ndarray, global_rows_B: np.ndarray, *, seed: int) -> MaskedBatch:
+        return mask_rows(
+            rows_BN, epochs_B, global_rows_B, seed=seed, num_masked=self._num_masked, vocab_size=self._vocab_size
+        )
+
+
+def _rows_per_shard(shards: tuple[Shard, ...]) -> np.ndarray:
+    return np.array([shard.rows for shard in shards])
+
+
+def _check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+    """ValueError naming everything in which the shards and the recipe disagree."""
+    compared = [
+        ("model.sequence_length", sequence_length, manifest.sequence_length),
+        ("model.vocab_size", vocab_size, manifest.vocab_size),
+        ("data.packing", config.packing, manifest.packing),
+    ]
+    mistakes = [f"{field} is {wanted}, the shards have {found}" for field, wanted, found in compared if wanted != found]
+    if num_masked_positions(sequence_length, config.masked_fraction) < 1:
+        mistakes.append(f"data.masked_fraction={config.masked_fraction} masks none of {sequence_length} positions")
+    if not manifest.splits.train:
+        mistakes.append("the shards have no training rows")
+    if mistakes:
+        raise ValueError(
+            f"the shards at {config.shards} do not fit the recipe: {'; '.join(mistakes)}. "
+            "Change the recipe, or write other shards with data_prep/tokenize_corpus.py"
+        )

@@ -1,0 +1,110 @@
+"""Rows by (shard, row) out of the shards of one split, and what happens when a shard is corrupt."""
+
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.shards import ROW_DTYPE, CorruptShardError, Shard, ShardRows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SkipCorruptShards:
+    """Up to `max_shards` corrupt shards are replaced; each is recorded in `record`, which all ranks of a run share."""
+
+    record: Path
+    max_shards: int
+
+    def note(self, error: CorruptShardError) -> None:
+        """Record a corrupt shard. Raises the error where the run has met too many, on whatever rank."""
+        known = self._recorded_names()
+        if error.name in known:
+            return
+        log.warning("shard %s is corrupt and skipped: %s", error.name, error.found)
+        self.record.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"shard": error.name, "found": error.found}) + "\n"
+        descriptor = os.open(self.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+        names = known | {error.name}
+        if len(names) > self.max_shards:
+            raise TooManyCorruptShardsError(
+                f"{len(names)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
+                f"{self.record}, the last was {error.name} ({error.found}). Write or copy them again, or raise "
+                "data.max_corrupt_shards"
+            ) from error
+
+    def _recorded_names(self) -> set[str]:
+        if not self.record.exists():
+            return set()
+        return {json.loads(line)["shard"] for line in self.record.read_text().splitlines()}
+
+
+class TooManyCorruptShardsError(ValueError):
+    """More shards are corrupt than data.max_corrupt_shards allows."""
+
+
+class OpenShards:
+    """The shards of one split, opened and verified when first read; the `num_open` used last stay open."""
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        shards: Sequence[Shard],
+        sequence_length: int,
+        *,
+        num_open: int,
+        skip_corrupt: SkipCorruptShards | None,
+    ):
+        self._files = files
+        self._shards = shards
+        self._sequence_length = sequence_length
+        self._num_open = num_open
+        self._skip_corrupt = skip_corrupt
+        self._open: OrderedDict[int, ShardRows] = OrderedDict()
+        self._corrupt: set[int] = set()
+
+    def read(self, shards_B: np.ndarray, rows_B: np.ndarray) -> np.ndarray:
+        """The rows `rows_B` of the shards with the indices `shards_B`, uint16 [B, N].
+
+        Raises CorruptShardError, unless corrupt shards are skipped: then a corrupt shard's rows are those of the next
+        sound shard in the manifest's order, so that all ranks of any world size agree without a word.
+        """
+        rows_BN = np.empty((len(rows_B), self._sequence_length), ROW_DTYPE)
+        for index in np.unique(shards_B):
+            places = np.flatnonzero(shards_B == index)
+            shard, num_rows = self._sound_shard(int(index))
+            rows_BN[places] = shard.read(rows_B[places] % num_rows)
+        return rows_BN
+
+    def _sound_shard(self, index: int) -> tuple[ShardRows, int]:
+        for candidate in (*range(index, len(self._shards)), *range(index)):
+            if candidate in self._corrupt:
+                continue
+            try:
+                return self._opened(candidate), self._shards[candidate].rows
+            except CorruptShardError as error:
+                if self._skip_corrupt is None:
+                    raise
+                self._skip_corrupt.note(error)
+                self._corrupt.add(candidate)
+        raise TooManyCorruptShardsError("every shard of the split is corrupt: write or copy them again")
+
+    def _opened(self, index: int) -> ShardRows:
+        if index not in self._open:
+            shard = self._shards[index]
+            self._open[index] = ShardRows(self._files.local_path(shard), shard, self._sequence_length)
+            if len(self._open) > self._num_open:
+                self._open.popitem(last=False)
+        self._open.move_to_end(index)
+        return self._open[index]

@@ -1,0 +1,243 @@
+"""Shards of rows: the manifest, the writer and the reader.
+
+    SHARDS_DIR/manifest.json                          what the folder holds, and the checksum of every shard
+    SHARDS_DIR/train/*.tar  SHARDS_DIR/heldout/*.tar
+    SHARDS_DIR/tokenizer/                             a copy of the tokenizer's folder
+
+A shard is an uncompressed tar, readable by plain `webdataset`, whose members are blocks of rows as .npy files. The
+reader verifies the checksum of the whole file, takes the offsets of the rows from the tar's headers and from then on
+reads rows straight out of the memory-mapped file.
+"""
+
+import hashlib
+import io
+import mmap
+import os
+import re
+import tarfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+import fsspec
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, Field, ValidationError
+
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
+
+MANIFEST_NAME = "manifest.json"
+ROW_DTYPE = np.dtype("<u2")
+ROWS_PER_BLOCK = 256
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Shard(BaseModel, frozen=True, extra="forbid"):
+    name: str = Field(pattern=r"^(train|heldout)/[A-Za-z0-9_-]+\.tar$")
+    """Path relative to the manifest's folder."""
+    rows: int = Field(ge=1)
+    bytes: int = Field(ge=1)
+    sha256: Sha256
+
+
+class Splits(BaseModel, frozen=True, extra="forbid"):
+    train: tuple[Shard, ...]
+    heldout: tuple[Shard, ...]
+
+
+class Manifest(BaseModel, frozen=True, extra="forbid"):
+    format_version: Literal[1] = 1
+    sequence_length: int = Field(ge=2)
+    """Tokens in every row."""
+    vocab_size: int = Field(gt=NUM_SPECIAL_TOKENS, le=65536)
+    """Ids are below this, which is at most what uint16 can hold."""
+    dtype: Literal["uint16 little endian"] = "uint16 little endian"
+    packing: Literal["packed", "document"]
+    """packed: rows are cut from one stream of documents; document: each row holds one document or a part, padded."""
+    tokenizer_sha256: Sha256
+    train_rows: int
+    heldout_rows: int
+    splits: Splits
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1) + "\n"
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of the manifest, and through it of every shard."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read SHARDS_DIR/manifest.json; `folder` is a path or a URL that fsspec opens.
+
+    FileNotFoundError where there is none, ValueError where it is not a valid manifest.
+    """
+    path = f"{str(folder).rstrip('/')}/{MANIFEST_NAME}"
+    try:
+        with fsspec.open(path, "rb") as file:
+            content = file.read()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"no shards at {folder}: {path} does not exist. It is written last by data_prep/tokenize_corpus.py; "
+            "run that to its end, or change data.shards"
+        ) from error
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise ValueError(f"{path} is not a valid manifest of shards ({problems}). Write the shards again") from error
+    for split, stated in (("train", manifest.train_rows), ("heldout", manifest.heldout_rows)):
+        found = sum(shard.rows for shard in getattr(manifest.splits, split))
+        if found != stated:
+            raise ValueError(f"{path} states {stated} {split} rows but its shards sum to {found}. Write it again")
+    return manifest
+
+
+class CorruptShardError(ValueError):
+    """A shard whose bytes are not what its manifest says."""
+
+    def __init__(self, name: str, found: str):
+        super().__init__(
+            f"shard {name} is corrupt: {found}. Write or copy it again, "
+            "or set data.on_corrupt_shard=skip and data.max_corrupt_shards"
+        )
+        self.name = name
+        self.found = found
+
+
+def write_file(url: str, content: bytes) -> None:
+    """Write a file so that it appears under its name only when whole; `url` is a path or a URL that fsspec opens.
+
+    A local file is written under a temporary name, fsynced and renamed; an object store's put is whole by itself.
+    """
+    filesystem, path = fsspec.url_to_fs(url)
+    if not isinstance(filesystem, LocalFileSystem):
+        filesystem.pipe_file(path, content)
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:
+    """The bytes of a shard that holds `rows_RN` (uint16 [R, N]); a function of the rows and the name alone."""
+    assert rows_RN.dtype == ROW_DTYPE and rows_RN.ndim == 2
+    stem = Path(name).stem
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, start in enumerate(range(0, len(rows_RN), ROWS_PER_BLOCK)):
+            block = io.BytesIO()
+            np.save(block, rows_RN[start : start + ROWS_PER_BLOCK], allow_pickle=False)
+            member = tarfile.TarInfo(
+                f"{stem}-{number:05d}.npy"
+            )  # its mtime, uid and gid are 0, its owner's names empty
+            member.size = block.tell()
+            block.seek(0)
+            tar.addfile(member, block)
+    return buffer.getvalue()
+
+
+class ShardWriter:
+    """Collects rows and writes them as shards `<split>/<stem>-000000.tar`, `-000001` ... of `rows_per_shard` rows."""
+
+    def __init__(self, folder: str | Path, split: str, stem: str, *, sequence_length: int, rows_per_shard: int):
+        self._folder = folder
+        self._prefix = f"{split}/{stem}"
+        self._rows_RN = np.empty((rows_per_shard, sequence_length), ROW_DTYPE)
+        self._num_waiting = 0
+        self._shards: list[Shard] = []
+
+    def add(self, rows_RN: np.ndarray) -> None:
+        while len(rows_RN):
+            taken = rows_RN[: len(self._rows_RN) - self._num_waiting]
+            self._rows_RN[self._num_waiting : self._num_waiting + len(taken)] = taken
+            self._num_waiting += len(taken)
+            rows_RN = rows_RN[len(taken) :]
+            if self._num_waiting == len(self._rows_RN):
+                self._write()
+
+    def close(self) -> list[Shard]:
+        """Write what is left and return the shards written, in order."""
+        if self._num_waiting:
+            self._write()
+        return self._shards
+
+    def _write(self) -> None:
+        name = f"{self._prefix}-{len(self._shards):06d}.tar"
+        content = pack_shard(self._rows_RN[: self._num_waiting], name)
+        write_file(f"{self._folder}/{name}", content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        self._shards.append(Shard(name=name, rows=self._num_waiting, bytes=len(content), sha256=sha256))
+        self._num_waiting = 0
+
+
+class ShardRows:
+    """The rows of one local shard, verified and memory-mapped.
+
+    Raises CorruptShardError where the file is missing or its size, checksum, members or count are not as expected.
+    """
+
+    def __init__(self, path: Path, shard: Shard, sequence_length: int):
+        try:
+            with open(path, "rb") as file:
+                found_bytes = os.fstat(file.fileno()).st_size
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if found_bytes else b""
+        except OSError as error:
+            raise CorruptShardError(shard.name, f"{path} cannot be read ({error.strerror})") from error
+        if found_bytes != shard.bytes:
+            raise CorruptShardError(shard.name, f"{path} has {found_bytes} bytes, the manifest says {shard.bytes}")
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != shard.sha256:
+            raise CorruptShardError(shard.name, f"{path} has sha256 {sha256}, the manifest says {shard.sha256}")
+        offsets = _row_offsets(content, shard.name, sequence_length)
+        if len(offsets) != shard.rows:
+            raise CorruptShardError(shard.name, f"{path} holds {len(offsets)} rows, the manifest says {shard.rows}")
+        self._offsets = offsets // ROW_DTYPE.itemsize
+        tokens = np.frombuffer(content, ROW_DTYPE)
+        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of these numbers, uint16 [len(rows), N], copied out of the map."""
+        return self._windows[self._offsets[rows]]
+
+
+def _row_offsets(content: mmap.mmap, name: str, sequence_length: int) -> np.ndarray:
+    """Byte offset of every row of a shard, int64 [R]. Refuses whatever is not a plain block of rows."""
+    blocks = [np.empty(0, np.int64)]
+    try:
+        with tarfile.open(fileobj=content, mode="r:") as tar:
+            for member in tar:
+                if member.type != tarfile.REGTYPE or not re.fullmatch(r"[A-Za-z0-9_-]+\.npy", member.name):
+                    raise ValueError(f"member {member.name!r} is not a regular file NAME.npy")
+                blocks.append(_block_offsets(content, member, sequence_length))
+    except (tarfile.TarError, ValueError) as error:
+        raise CorruptShardError(name, str(error)) from error
+    return np.concatenate(blocks)
+
+
+def _block_offsets(content: mmap.mmap, member: tarfile.TarInfo, sequence_length: int) -> np.ndarray:
+    content.seek(member.offset_data)
+    if np.lib.format.read_magic(content) != (1, 0):
+        raise ValueError(f"member {member.name} is not a .npy file of version 1.0")
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(content, max_header_size=1000)
+    if dtype != ROW_DTYPE or fortran_order or len(shape) != 2 or shape[1] != sequence_length:
+        raise ValueError(
+            f"member {member.name} is an array of {dtype} with shape {shape}; needed are rows of "
+            f"{sequence_length} tokens of {ROW_DTYPE}, in C order"
+        )
+    row_bytes = sequence_length * ROW_DTYPE.itemsize
+    start, end = content.tell(), member.offset_data + member.size
+    if start + shape[0] * row_bytes != end or end > len(content) or start % ROW_DTYPE.itemsize:
+        raise ValueError(f"member {member.name} has {member.size} bytes, which its {shape[0]} rows do not fill")
+    return start + np.arange(shape[0]) * row_bytes
