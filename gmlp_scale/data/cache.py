@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from gmlp_scale.data.shards import Shard
+from gmlp_scale.data.shards import Shard, ShardError
 
 
 class ShardFiles:
@@ -19,7 +19,7 @@ class ShardFiles:
         self._filesystem, self._root = fsspec.url_to_fs(folder)
         self._is_local = isinstance(self._filesystem, LocalFileSystem)
         if not self._is_local and cache_dir is None:
-            raise ValueError(
+            raise ShardError(
                 f"data.shards={folder} is not on this machine: set data.cache_dir to a local folder that its shards "
                 "may be copied to"
             )

@@ -15,7 +15,7 @@ from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.masking import mask_rows
 from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
 from gmlp_scale.data.order import RowOrder
-from gmlp_scale.data.shards import Manifest, Shard, read_manifest
+from gmlp_scale.data.shards import Manifest, Shard, ShardError
 
 _HELDOUT_SEED = 0
 _MOST_OPEN_SHARDS = 4096  # well below Linux's limit on memory maps
@@ -53,7 +53,7 @@ class Loader:
     takes its consecutive slice of them. Every batch is a pure function of the step.
 
     run_dir: where corrupt shards that were skipped are recorded.
-    Raises ValueError or FileNotFoundError where the shards and the recipe do not fit together.
+    Raises ShardError where the shards and the recipe do not fit together, FileNotFoundError where there are none.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Loader:
                 f"train.global_batch_size={global_batch_size} does not divide by world size {world_size} x "
                 f"train.micro_batch_size={micro_batch_size}: change one of the three"
             )
-        self.manifest = read_manifest(config.shards)
+        self.manifest = Manifest.load(config.shards)
         _check_fit(self.manifest, config, sequence_length, vocab_size)
-        self.rows = self.manifest.train_rows
+        self.rows = self.manifest.num_rows("train")
         self.steps_per_epoch = self.rows / global_batch_size
         self.wait_seconds = 0.0
         """Time that consumers of `steps` have waited for a batch so far."""
@@ -88,6 +88,7 @@ class Loader:
         self._prefetch_steps = config.prefetch_steps
         self._vocab_size = vocab_size
         self._num_masked = num_masked_positions(sequence_length, config.masked_fraction)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._files = ShardFiles(config.shards, config.cache_dir)
 
         shards = self.manifest.splits.train
@@ -123,20 +124,24 @@ class Loader:
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
         """The micro-batches of each step of [start_step, stop_step), made by a thread `prefetch_steps` ahead."""
-        with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
-            coming = deque()
-            next_step = start_step
-            try:
-                for step in range(start_step, stop_step):
-                    while next_step < min(stop_step, step + self._prefetch_steps + 1):
-                        coming.append(thread.submit(self.micro_batches, next_step))
-                        next_step += 1
-                    started = time.perf_counter()
-                    micro_batches = coming.popleft().result()
-                    self.wait_seconds += time.perf_counter() - started
-                    yield micro_batches
-            finally:
-                thread.shutdown(cancel_futures=True)
+        coming = deque()
+        next_step = start_step
+        try:
+            for step in range(start_step, stop_step):
+                while next_step < min(stop_step, step + self._prefetch_steps + 1):
+                    coming.append(self._thread.submit(self.micro_batches, next_step))
+                    next_step += 1
+                started = time.perf_counter()
+                micro_batches = coming.popleft().result()
+                self.wait_seconds += time.perf_counter() - started
+                yield micro_batches
+        finally:
+            for future in coming:
+                future.cancel()
+
+    def close(self) -> None:
+        """End the thread behind `steps`."""
+        self._thread.shutdown(cancel_futures=True)
 
     def heldout_batches(self, num_rows: int) -> Iterator[MaskedBatch]:
         """The first `num_rows` held-out rows (or as many as there are), this rank's share in micro-batches.
@@ -146,11 +151,11 @@ class Loader:
         """
         shards = self.manifest.splits.heldout
         if not shards:
-            raise ValueError(
+            raise ShardError(
                 "the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction, or turn "
                 "evaluation off"
             )
-        num_rows = min(num_rows, self.manifest.heldout_rows)
+        num_rows = min(num_rows, self.manifest.num_rows("heldout"))
         first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(shards))])
         open_shards = OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
         num_own = self._micro_batch_size
@@ -164,6 +169,18 @@ class Loader:
             batch.labels_BM.numpy()[is_filler] = IGNORED
             yield batch
 
+    def token_counts(self, num_rows: int) -> np.ndarray:
+        """How often each id occurs in the first `num_rows` training rows (or as many as there are), int64 [V]."""
+        counts_V = np.zeros(self._vocab_size, np.int64)
+        for index, shard in enumerate(self.manifest.splits.train):
+            num_taken = min(num_rows, shard.rows)
+            rows_BN = self._shards.read(np.full(num_taken, index), np.arange(num_taken))
+            counts_V += np.bincount(rows_BN.reshape(-1), minlength=self._vocab_size)
+            num_rows -= num_taken
+            if not num_rows:
+                break
+        return counts_V
+
     def fingerprint(self) -> dict[str, str | int]:
         """What a resumed run must find again."""
         manifest = self.manifest
@@ -173,8 +190,8 @@ class Loader:
             "sequence_length": manifest.sequence_length,
             "vocab_size": manifest.vocab_size,
             "packing": manifest.packing,
-            "train_rows": manifest.train_rows,
-            "heldout_rows": manifest.heldout_rows,
+            "train_rows": manifest.num_rows("train"),
+            "heldout_rows": manifest.num_rows("heldout"),
         }
 
     def _mask(self, rows_BN: np.ndarray, epochs_B: np.ndarray, global_rows_B: np.ndarray, *, seed: int) -> MaskedBatch:
@@ -188,7 +205,7 @@ def _rows_per_shard(shards: tuple[Shard, ...]) -> np.ndarray:
 
 
 def _check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-    """ValueError naming everything in which the shards and the recipe disagree."""
+    """ShardError naming everything in which the shards and the recipe disagree."""
     compared = [
         ("model.sequence_length", sequence_length, manifest.sequence_length),
         ("model.vocab_size", vocab_size, manifest.vocab_size),
@@ -200,7 +217,7 @@ def _check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, voc
     if not manifest.splits.train:
         mistakes.append("the shards have no training rows")
     if mistakes:
-        raise ValueError(
+        raise ShardError(
             f"the shards at {config.shards} do not fit the recipe: {'; '.join(mistakes)}. "
             "Change the recipe, or write other shards with data_prep/tokenize_corpus.py"
         )

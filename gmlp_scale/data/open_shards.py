@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.shards import ROW_DTYPE, CorruptShardError, Shard, ShardRows
+from gmlp_scale.data.shards import ROW_DTYPE, CorruptShardError, Shard, ShardError, ShardRows
 
 log = logging.getLogger(__name__)
 
@@ -25,33 +25,31 @@ class SkipCorruptShards:
 
     def note(self, error: CorruptShardError) -> None:
         """Record a corrupt shard. Raises the error where the run has met too many, on whatever rank."""
-        known = self._recorded_names()
-        if error.name in known:
-            return
-        log.warning("shard %s is corrupt and skipped: %s", error.name, error.found)
-        self.record.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"shard": error.name, "found": error.found}) + "\n"
-        descriptor = os.open(self.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
-        names = known | {error.name}
+        names = self._recorded_names()
+        if error.name not in names:
+            log.warning("shard %s is corrupt and skipped: %s", error.name, error.found)
+            self._append({"shard": error.name, "found": error.found})
+            names.add(error.name)
         if len(names) > self.max_shards:
-            raise TooManyCorruptShardsError(
+            raise ShardError(
                 f"{len(names)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
                 f"{self.record}, the last was {error.name} ({error.found}). Write or copy them again, or raise "
                 "data.max_corrupt_shards"
             ) from error
 
+    def _append(self, entry: dict[str, str]) -> None:
+        """One line by one write, so that the ranks' lines do not mix."""
+        self.record.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, (json.dumps(entry) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
     def _recorded_names(self) -> set[str]:
         if not self.record.exists():
             return set()
         return {json.loads(line)["shard"] for line in self.record.read_text().splitlines()}
-
-
-class TooManyCorruptShardsError(ValueError):
-    """More shards are corrupt than data.max_corrupt_shards allows."""
 
 
 class OpenShards:
@@ -98,7 +96,7 @@ class OpenShards:
                     raise
                 self._skip_corrupt.note(error)
                 self._corrupt.add(candidate)
-        raise TooManyCorruptShardsError("every shard of the split is corrupt: write or copy them again")
+        raise ShardError("every shard of the split is corrupt: write or copy them again")
 
     def _opened(self, index: int) -> ShardRows:
         if index not in self._open:

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 
@@ -29,7 +29,12 @@ MANIFEST_NAME = "manifest.json"
 ROW_DTYPE = np.dtype("<u2")
 ROWS_PER_BLOCK = 256
 
+Split = Literal["train", "heldout"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ShardError(ValueError):
+    """Shards that cannot be used as they are."""
 
 
 class Shard(BaseModel, frozen=True, extra="forbid"):
@@ -55,9 +60,41 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     packing: Literal["packed", "document"]
     """packed: rows are cut from one stream of documents; document: each row holds one document or a part, padded."""
     tokenizer_sha256: Sha256
-    train_rows: int
-    heldout_rows: int
+    total_rows: dict[Split, int]
     splits: Splits
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Manifest":
+        """Read SHARDS_DIR/manifest.json; `folder` is a path or a URL that fsspec opens.
+
+        FileNotFoundError where there is none, ShardError where it is not a valid manifest.
+        """
+        path = f"{str(folder).rstrip('/')}/{MANIFEST_NAME}"
+        try:
+            with fsspec.open(path, "rb") as file:
+                content = file.read()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"no shards at {folder}: {path} does not exist. It is written last by data_prep/tokenize_corpus.py; "
+                "run that to its end, or change data.shards"
+            ) from error
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+            raise ShardError(
+                f"{path} is not a valid manifest of shards ({problems}). Write the shards again"
+            ) from error
+
+    @model_validator(mode="after")
+    def _totals_are_sums(self):
+        sums = {"train": _sum_rows(self.splits.train), "heldout": _sum_rows(self.splits.heldout)}
+        if self.total_rows != sums:
+            raise ValueError(f"total_rows are {self.total_rows} but the shards sum to {sums}")
+        return self
+
+    def num_rows(self, split: Split) -> int:
+        return self.total_rows[split]
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1) + "\n"
@@ -68,33 +105,11 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-def read_manifest(folder: str | Path) -> Manifest:
-    """Read SHARDS_DIR/manifest.json; `folder` is a path or a URL that fsspec opens.
-
-    FileNotFoundError where there is none, ValueError where it is not a valid manifest.
-    """
-    path = f"{str(folder).rstrip('/')}/{MANIFEST_NAME}"
-    try:
-        with fsspec.open(path, "rb") as file:
-            content = file.read()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"no shards at {folder}: {path} does not exist. It is written last by data_prep/tokenize_corpus.py; "
-            "run that to its end, or change data.shards"
-        ) from error
-    try:
-        manifest = Manifest.model_validate_json(content)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise ValueError(f"{path} is not a valid manifest of shards ({problems}). Write the shards again") from error
-    for split, stated in (("train", manifest.train_rows), ("heldout", manifest.heldout_rows)):
-        found = sum(shard.rows for shard in getattr(manifest.splits, split))
-        if found != stated:
-            raise ValueError(f"{path} states {stated} {split} rows but its shards sum to {found}. Write it again")
-    return manifest
+def _sum_rows(shards: tuple[Shard, ...]) -> int:
+    return sum(shard.rows for shard in shards)
 
 
-class CorruptShardError(ValueError):
+class CorruptShardError(ShardError):
     """A shard whose bytes are not what its manifest says."""
 
     def __init__(self, name: str, found: str):

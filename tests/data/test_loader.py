@@ -1,0 +1,237 @@
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gmlp_scale.data.batch import IGNORED, MaskedBatch
+from gmlp_scale.data.loader import DataConfig
+from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError
+
+
+def tensors(batch: MaskedBatch):
+    return batch.token_ids_BN, batch.masked_positions_BM, batch.labels_BM
+
+
+def join(batches: list[MaskedBatch]) -> MaskedBatch:
+    return MaskedBatch(*(torch.cat(parts) for parts in zip(*map(tensors, batches), strict=True)))
+
+
+def same(left: MaskedBatch, right: MaskedBatch) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors(left), tensors(right), strict=True))
+
+
+def unmasked(batch: MaskedBatch) -> np.ndarray:
+    """The rows as they were before the masks."""
+    labels_BM = torch.where(
+        batch.labels_BM == IGNORED, batch.token_ids_BN.gather(1, batch.masked_positions_BM), batch.labels_BM
+    )
+    return batch.token_ids_BN.scatter(1, batch.masked_positions_BM, labels_BM).numpy()
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    world_size=st.integers(1, 16),
+    num_micro_batches=st.integers(1, 3),
+    micro_batch_size=st.integers(1, 3),
+    step=st.integers(0, 40),
+    group_bytes=st.sampled_from([1, 5_000, 10**9]),
+)
+def test_the_global_batch_is_the_same_on_any_world_size(
+    sizes,
+    world_size,
+    num_micro_batches,
+    micro_batch_size,
+    step,
+    group_bytes,
+    write_shards,
+    make_loader,
+    tmp_path_factory,
+):
+    folder, _ = write_shards(sizes, folder=tmp_path_factory.mktemp("shards"))
+    batch_size = world_size * num_micro_batches * micro_batch_size
+    fields = {"global_batch_size": batch_size, "data": {"shuffle_group_bytes": group_bytes}}
+    whole = join(make_loader(folder, micro_batch_size=1, **fields).micro_batches(step))
+    parts = []
+    for rank in range(world_size):
+        micro_batches = make_loader(
+            folder, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, **fields
+        ).micro_batches(step)
+        assert [len(batch.token_ids_BN) for batch in micro_batches] == [micro_batch_size] * num_micro_batches
+        parts += micro_batches
+    assert same(whole, join(parts))
+
+
+def test_an_epoch_shows_every_row_once_and_positions_run_on(write_shards, make_loader):
+    folder, rows = write_shards([30, 7, 50, 13])  # 100 rows, 12.5 steps of 8
+    loader = make_loader(folder, data={"shuffle_group_bytes": 25_000})
+    seen = np.concatenate([unmasked(join(batches)) for batches in loader.steps(0, 25)])
+    expected = sorted(map(tuple, rows["train"].tolist()))
+    for epoch in (seen[:100], seen[100:]):
+        assert sorted(map(tuple, epoch.tolist())) == expected
+    assert not (seen[:100] == seen[100:]).all()
+    assert (loader.rows, loader.steps_per_epoch) == (100, 12.5)
+    assert [loader.epoch(step) for step in (0, 12, 13, 24, 25)] == [0, 0, 1, 1, 2]
+    assert loader.positions(3) == range(24, 32)
+    assert make_loader(folder, rank=1, world_size=2).positions(3) == range(28, 32)
+
+
+def test_prefetched_steps_equal_computed_ones_from_any_start(write_shards, make_loader):
+    folder, _ = write_shards([40, 20])
+    loader, fresh = make_loader(folder), make_loader(folder)
+    for start, stop in ((0, 12), (9, 11), (10_000, 10_003), (5, 5)):
+        steps = list(loader.steps(start, stop))
+        assert len(steps) == stop - start
+        for step, batches in enumerate(steps, start=start):
+            assert same(join(batches), join(fresh.micro_batches(step)))
+    assert loader.wait_seconds > 0
+
+
+def test_no_thread_is_left_behind(write_shards, make_loader):
+    folder, _ = write_shards([40])
+    before = set(threading.enumerate())
+    loader = make_loader(folder)
+    for _ in loader.steps(0, 1000):
+        break
+    loader.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_an_error_reaches_the_consumer_at_its_step(write_shards, make_loader):
+    folder, _ = write_shards([10, 10])
+    loader = make_loader(folder, data={"shuffle_group_bytes": 1})
+    second = loader._order.locate(np.arange(20)).shard[-1]
+    path = folder / Manifest.load(folder).splits.train[second].name
+    path.write_bytes(b"\0" * path.stat().st_size)
+    steps = loader.steps(0, 3)
+    next(steps)
+    with pytest.raises(CorruptShardError, match=path.name):
+        next(steps)
+
+
+def test_batches_that_do_not_divide_are_refused(write_shards, make_loader):
+    folder, _ = write_shards([10])
+    with pytest.raises(ValueError, match=r"global_batch_size=8 .*world size 3 .*micro_batch_size=2: change one"):
+        make_loader(folder, world_size=3)
+
+
+def test_shards_that_do_not_fit_the_recipe_are_one_error(write_shards, make_loader):
+    folder, _ = write_shards([10])
+    with pytest.raises(ShardError) as error:
+        make_loader(folder, sequence_length=32, vocab_size=999, data={"packing": "document"})
+    for part in (
+        "sequence_length is 32, the shards have 16",
+        "vocab_size is 999, the shards have 1000",
+        "data.packing",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ShardError, match="masks none of 16 positions"):
+        make_loader(folder, data={"masked_fraction": 0.01})
+
+
+def test_settings_without_effect_are_refused():
+    with pytest.raises(ValueError, match="skip needs"):
+        DataConfig(shards="x", on_corrupt_shard="skip")
+    with pytest.raises(ValueError, match="error needs 0"):
+        DataConfig(shards="x", max_corrupt_shards=3)
+
+
+def test_fingerprint_tells_other_data(write_shards, make_loader, tmp_path):
+    one = make_loader(write_shards([10])[0]).fingerprint()
+    again = make_loader(write_shards([10], folder=tmp_path / "copy")[0]).fingerprint()
+    other = make_loader(write_shards([11], folder=tmp_path / "other")[0]).fingerprint()
+    assert one == again == json.loads(json.dumps(one))
+    assert one["manifest_sha256"] != other["manifest_sha256"] and other["train_rows"] == 11
+
+
+# Corrupt shards
+
+SKIP = {"on_corrupt_shard": "skip", "max_corrupt_shards": 2}
+
+
+def corrupt(folder: Path, *indices: int) -> list[str]:
+    names = [Manifest.load(folder).splits.train[index].name for index in indices]
+    for name in names:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+    return names
+
+
+def test_skipped_shards_give_the_same_rows_on_any_world_size(write_shards, make_loader, tmp_path):
+    folder, rows = write_shards([20, 20, 10, 30])
+    names = corrupt(folder, 1, 2)
+    run_dirs = iter(tmp_path / f"run{n}" for n in range(9))
+    whole = make_loader(folder, data=SKIP, run_dir=next(run_dirs))
+    ranks = [make_loader(folder, data=SKIP, rank=r, world_size=4, run_dir=tmp_path / "ranks") for r in range(4)]
+    for step in (0, 4, 9, 12):
+        assert same(
+            join(whole.micro_batches(step)), join([batch for loader in ranks for batch in loader.micro_batches(step)])
+        )
+    epoch = np.concatenate([unmasked(join(whole.micro_batches(step))) for step in range(10)])
+    sound = {tuple(row) for row in rows["train"][np.r_[0:20, 50:80]].tolist()}
+    assert len(epoch) == 80 and {tuple(row) for row in epoch.tolist()} == sound
+    for record in (tmp_path / "run0", tmp_path / "ranks"):
+        lines = [json.loads(line) for line in (record / "corrupt_shards.jsonl").read_text().splitlines()]
+        assert {line["shard"] for line in lines} == set(names) and all("sha256" in line["found"] for line in lines)
+
+
+def test_more_corrupt_shards_than_allowed_end_the_run(write_shards, make_loader, tmp_path):
+    folder, _ = write_shards([20] * 6)
+    names = corrupt(folder, 0, 2, 4)
+    loader = make_loader(folder, data=SKIP)
+    with pytest.raises(ShardError, match=r"3 shards are corrupt, data\.max_corrupt_shards is 2"):
+        for step in range(15):
+            loader.micro_batches(step)
+    record = (tmp_path / "run" / "corrupt_shards.jsonl").read_text()
+    assert all(name in record for name in names)
+    with pytest.raises(ShardError, match="3 shards are corrupt"):  # a restart does not forget
+        restarted = make_loader(folder, data=SKIP)
+        for step in range(15):
+            restarted.micro_batches(step)
+
+
+def test_nothing_sound_is_an_error(write_shards, make_loader):
+    folder, _ = write_shards([20, 20])
+    corrupt(folder, 0, 1)
+    with pytest.raises(ShardError, match="every shard of the split is corrupt"):
+        make_loader(folder, data=SKIP).micro_batches(0)
+
+
+# Held-out rows
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_heldout_rows_are_the_same_on_any_world_size(world_size, write_shards, make_loader):
+    folder, rows = write_shards([10], [6, 5])
+    (whole,) = make_loader(folder, micro_batch_size=8, seed=1).heldout_batches(8)
+    fields = {"global_batch_size": 2 * world_size, "world_size": world_size, "seed": 5}
+    ranks = [list(make_loader(folder, rank=r, **fields).heldout_batches(8)) for r in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    in_order = join([batch for together in zip(*ranks, strict=True) for batch in together])
+    filled = (in_order.labels_BM != IGNORED).any(dim=1)
+    assert filled[:8].all() and not filled[8:].any()
+    assert same(whole, MaskedBatch(*(tensor[:8] for tensor in tensors(in_order))))
+    assert (unmasked(whole) == rows["heldout"][:8]).all()
+
+
+def test_heldout_rows_end_where_the_split_ends(write_shards, make_loader):
+    folder, _ = write_shards([10], [6, 5])
+    batches = list(make_loader(folder).heldout_batches(10_000))
+    assert len(batches) == 6 and (join(batches).labels_BM != IGNORED).any(dim=1).sum() == 11
+    without = write_shards([10], folder=folder)[0]
+    with pytest.raises(ShardError, match="no held-out rows"):
+        next(make_loader(without).heldout_batches(10))
+
+
+def test_a_corrupt_heldout_shard_is_never_skipped(write_shards, make_loader):
+    folder, _ = write_shards([10], [6])
+    name = Manifest.load(folder).splits.heldout[0].name
+    (folder / name).write_bytes(b"")
+    with pytest.raises(CorruptShardError, match=name):
+        next(make_loader(folder, data=SKIP).heldout_batches(10))
