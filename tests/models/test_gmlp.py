@@ -1,0 +1,125 @@
+"""gMLP and aMLP blocks against the equations of the paper, and their start as feed-forward layers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import attention, gelu, layer_norm, linear, numbers
+from pydantic import ValidationError
+from tiny_models import perturb
+
+from gmlp_scale.models import AmlpConfig, GmlpConfig
+from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.models.gmlp import GmlpBlock
+
+GATINGS = ["linear", "additive", "multiplicative", "multiplicative_split"]
+N = 6
+
+
+def make_block(gating, *, spatial="toeplitz", d_attn=None, n=N, d_model=4, d_ffn=6, dtype=torch.float64) -> GmlpBlock:
+    """Initialised as a model initialises it."""
+    sizes = {"num_blocks": 1, "d_model": d_model, "d_ffn": d_ffn, "sequence_length": n, "vocab_size": 8}
+    if d_attn is None:
+        config = GmlpConfig(**sizes, spatial=spatial, gating=gating)
+    else:
+        config = AmlpConfig(**sizes, spatial=spatial, gating=gating, d_attn=d_attn)
+    block = GmlpBlock(config)
+    model = Backbone(vocab_size=8, d_model=d_model, sequence_length=n, blocks=[block])
+    model.init_weights(torch.Generator().manual_seed(0))
+    return block.to(dtype)
+
+
+def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial: str) -> np.ndarray:
+    """Equations 1 to 4 and Figure 6 for one row, W by a double loop."""
+    m, n = len(x), len(p["gating.bias"])
+    y = layer_norm(x, p["norm.weight"], p["norm.bias"])
+    z = gelu(linear(y, p["expand.weight"], p["expand.bias"]))
+    half = z.shape[1] // 2
+    bypass, operand = (z[:, :half], z[:, half:]) if gating == "multiplicative_split" else (z, z)
+    operand = layer_norm(operand, p["gating.norm.weight"], p["gating.norm.bias"])
+    weights = np.empty((m, m))
+    for i in range(m):
+        for j in range(m):
+            weights[i, j] = p["gating.weight"][(n - 1) + (j - i)] if spatial == "toeplitz" else p["gating.weight"][i, j]
+    gate = np.empty_like(operand)
+    for i in range(m):
+        for channel in range(operand.shape[1]):
+            gate[i, channel] = sum(weights[i, j] * operand[j, channel] for j in range(m)) + p["gating.bias"][i]
+    if "attention.qkv.weight" in p:
+        q, k, v = np.split(linear(y, p["attention.qkv.weight"], p["attention.qkv.bias"]), 3, axis=1)
+        attended = attention(q, k, v, np.zeros((m, m)))
+        gate = gate + linear(attended, p["attention.out.weight"], p["attention.out.bias"])
+    s = {"linear": gate, "additive": bypass + gate}.get(gating, bypass * gate)
+    return x + linear(s, p["project.weight"], p["project.bias"])
+
+
+@pytest.mark.parametrize("num_positions", [N, 4])
+@pytest.mark.parametrize("d_attn", [None, 3])
+@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("gating", GATINGS)
+def test_block_is_that_of_the_equations(gating, spatial, d_attn, num_positions):
+    block = make_block(gating, spatial=spatial, d_attn=d_attn)
+    perturb(block)
+    x_BND = torch.randn(2, num_positions, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected = [block_by_loops(numbers(block), row, gating, spatial) for row in x_BND.numpy()]
+    np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("d_attn", [None, 3])
+@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("gating", GATINGS)
+def test_gradients_are_right(gating, spatial, d_attn):
+    block = make_block(gating, spatial=spatial, d_attn=d_attn, n=3)
+    perturb(block)
+    names = [name for name, _ in block.named_parameters()]
+    x_BND = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+    def run(x_BND, *parameters):
+        return torch.func.functional_call(block, dict(zip(names, parameters, strict=True)), (x_BND,))
+
+    assert torch.autograd.gradcheck(run, (x_BND, *block.parameters()))
+
+
+@pytest.mark.parametrize("d_attn", [None, 64])
+@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("gating", GATINGS)
+def test_block_starts_as_a_feed_forward_layer(gating, spatial, d_attn):
+    block = make_block(gating, spatial=spatial, d_attn=d_attn, n=128, d_model=128, d_ffn=512, dtype=torch.float32)
+    x_BND = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(3))
+    hidden = F.gelu(block.expand(block.norm(x_BND)))
+    if gating == "multiplicative_split":
+        hidden = hidden[..., :256]
+    if gating == "linear":
+        hidden = F.layer_norm(hidden, (512,))  # f normalises its input, and nothing bypasses it
+    feed_forward = block.project(hidden)
+    assert (block(x_BND) - x_BND - feed_forward).norm() <= 0.05 * feed_forward.norm()
+
+
+@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("gating", GATINGS)
+def test_spatial_weights_start_near_zero_and_the_bias_at_one(gating, spatial):
+    gate = make_block(gating, spatial=spatial, n=64).gating
+    weight_NN, bias_N = gate.spatial_weights(64)
+    if gating == "linear":
+        weight_NN = weight_NN - torch.eye(64)
+    assert 0 < weight_NN.std() * math.sqrt(64) <= 0.05
+    assert torch.equal(bias_N, torch.full_like(bias_N, 1.0 if gating.startswith("multiplicative") else 0.0))
+    assert torch.equal(gate.norm.weight, torch.ones_like(gate.norm.weight))
+
+
+def test_shorter_rows_use_the_central_offsets():
+    gate = make_block("multiplicative_split").gating
+    perturb(gate)
+    weight_NN, bias_N = gate.spatial_weights(4)
+    whole_NN, _ = gate.spatial_weights(N)
+    assert torch.equal(weight_NN[0], gate.weight[N - 1 : N + 3]) and torch.equal(
+        weight_NN[:, 0], gate.weight[N - 4 : N].flip(0)
+    )
+    assert torch.equal(weight_NN, whole_NN[:4, :4]) and torch.equal(bias_N, gate.bias[:4])
+
+
+def test_a_split_needs_an_even_width():
+    with pytest.raises(ValidationError, match="d_ffn is 7: gating multiplicative_split halves it"):
+        make_block("multiplicative_split", d_ffn=7)

@@ -1,0 +1,190 @@
+"""What every model keeps to, whatever its blocks: the contract in gmlp_scale/models/__init__.py."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tiny_models import KINDS, perturb, random_batch, tiny_model
+
+from gmlp_scale.data.batch import IGNORED, MaskedBatch
+from gmlp_scale.models import heads
+
+ALL = pytest.mark.parametrize("kind", KINDS)
+
+
+def gradients(model, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(batch)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@ALL
+def test_loss_is_the_mean_of_the_rows_means(kind):
+    model, batch = tiny_model(kind).double(), random_batch()
+    rows = []
+    for logits_MV, labels_M in zip(model.predict(batch).tolist(), batch.labels_BM.tolist(), strict=True):
+        losses = [
+            math.log(sum(math.exp(value) for value in logits)) - logits[label]
+            for logits, label in zip(logits_MV, labels_M, strict=True)
+            if label != IGNORED
+        ]
+        rows.append(sum(losses) / len(losses))
+    loss = model(batch)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert math.isclose(loss.item(), sum(rows) / len(rows), rel_tol=1e-6)
+
+
+def test_a_row_without_valid_positions_counts_as_zero():
+    model, batch = tiny_model("gmlp"), random_batch()
+    labels_BM = batch.labels_BM.clone()
+    labels_BM[0] = IGNORED
+    batch = MaskedBatch(batch.token_ids_BN, batch.masked_positions_BM, labels_BM)
+    rest = MaskedBatch(batch.token_ids_BN[1:], batch.masked_positions_BM[1:], labels_BM[1:])
+    assert torch.allclose(model(batch), model(rest) * 3 / 4)
+
+
+@ALL
+def test_logits_are_those_of_the_masked_positions(kind):
+    model, batch = tiny_model(kind), random_batch()
+    logits_BMV = model.predict(batch)
+    states_BND = model.norm(model.encode(batch.token_ids_BN))
+    for row in range(4):
+        for slot, position in enumerate(batch.masked_positions_BM[row]):
+            expected_V = model.embedding.weight @ states_BND[row, position]
+            torch.testing.assert_close(logits_BMV[row, slot], expected_V, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_of_the_head_change_nothing(monkeypatch):
+    model, batch = tiny_model("amlp"), random_batch(num_rows=5)
+    loss, expected = gradients(model, batch)
+    monkeypatch.setattr(heads, "MAX_LOGITS_PER_CHUNK", 2 * 3 * 40)  # chunks of 2, 2 and 1 rows
+    chunked_loss, found = gradients(model, batch)
+    torch.testing.assert_close(chunked_loss, loss)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@ALL
+def test_every_parameter_gets_a_gradient(kind):
+    model = tiny_model(kind)
+    perturb(model)
+    for name, gradient in gradients(model, random_batch())[1].items():
+        assert gradient is not None and gradient.abs().max() > 0, name
+
+
+@ALL
+def test_looks_in_both_directions(kind):
+    model = tiny_model(kind).double()
+    perturb(model)
+    token_ids_BN = random_batch().token_ids_BN[:1]
+    states_ND = model.encode(token_ids_BN)[0]
+    for changed, seen in ((-1, 0), (0, -1)):
+        other_BN = token_ids_BN.clone()
+        other_BN[0, changed] = token_ids_BN[0, changed] % 39 + 1
+        assert (model.encode(other_BN)[0, seen] - states_ND[seen]).abs().max() > 1e-6
+
+
+@ALL
+def test_knows_the_order_of_the_tokens(kind):
+    model = tiny_model(kind).double()
+    perturb(model)
+    token_ids_BN = torch.arange(12).unsqueeze(0)
+    swapped_BN = token_ids_BN.clone()
+    swapped_BN[0, [2, 9]] = token_ids_BN[0, [9, 2]]
+    assert (model.encode(swapped_BN)[0, 5] - model.encode(token_ids_BN)[0, 5]).abs().max() > 1e-6
+
+
+@ALL
+def test_shorter_rows_are_those_of_a_model_made_for_them(kind):
+    long, short = tiny_model(kind), tiny_model(kind, sequence_length=8)
+    perturb(long)
+    cut = {}
+    for name, like in short.state_dict().items():
+        tensor = long.state_dict()[name]
+        for dim, (size, wanted) in enumerate(zip(tensor.shape, like.shape, strict=True)):
+            offsets = name.endswith("gating.weight") and tensor.ndim == 1  # the central 2m - 1 of 2n - 1
+            tensor = tensor.narrow(dim, (size - wanted) // 2 if offsets else 0, wanted)
+        cut[name] = tensor
+    short.load_state_dict(cut)
+    token_ids_BN = random_batch(num_positions=8).token_ids_BN
+    torch.testing.assert_close(long.encode(token_ids_BN), short.encode(token_ids_BN), rtol=1e-5, atol=1e-5)
+
+
+def test_longer_rows_are_refused():
+    with pytest.raises(ValueError, match=r"hold 13 tokens but the model was made for at most 12.*sequence_length=13"):
+        tiny_model("gmlp").encode(torch.ones(1, 13, dtype=torch.int64))
+
+
+@ALL
+def test_recomputing_gives_the_same_gradients(kind):
+    model, batch = tiny_model(kind), random_batch()
+    perturb(model)
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    loss, expected = gradients(model, batch)
+    model.recompute = "full"
+    recomputed_loss, found = gradients(model, batch)
+    assert len(calls) == 3  # once, then once forward and once backward
+    assert torch.equal(recomputed_loss, loss)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@ALL
+def test_bfloat16_is_close_to_float32(kind):
+    model, batch = tiny_model(kind, d_model=64, d_ffn=128), random_batch()
+    perturb(model, scale=0.05)
+    loss, expected = gradients(model, batch)
+    low_loss, found = gradients(copy.deepcopy(model).bfloat16(), batch)
+    assert low_loss.dtype == torch.float32 and math.isclose(low_loss.item(), loss.item(), rel_tol=2e-3)
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name in expected:
+        assert found[name].dtype == torch.bfloat16
+        error = (found[name].float() - expected[name]).norm()
+        # LayerNorm and softmax are blind to a shift: the gradient of one is zero but for rounding.
+        assert error < 0.03 * expected[name].norm() or expected[name].norm() < 1e-5 * whole, name
+
+
+@ALL
+def test_initial_weights_follow_from_the_seed_alone(kind):
+    first, same, other = tiny_model(kind), tiny_model(kind), tiny_model(kind, seed=1)
+    same.bfloat16().init_weights(torch.Generator().manual_seed(0))
+    for (name, parameter), low, different in zip(
+        first.named_parameters(), same.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(parameter.bfloat16(), low), name
+        assert torch.equal(parameter, different) == (parameter.std() == 0), name
+
+
+@ALL
+def test_initial_weights_are_those_of_the_table(kind):
+    model = tiny_model(kind, d_model=64, d_ffn=256)
+    for name, module in model.named_modules():
+        match module:
+            case torch.nn.Linear() | torch.nn.Embedding() if module.weight.numel() > 1000:
+                assert math.isclose(module.weight.std().item(), 0.02, rel_tol=0.1), name
+        match module:
+            case torch.nn.Linear():
+                assert not module.bias.any(), name
+            case torch.nn.LayerNorm():
+                assert (module.weight == 1).all() and not module.bias.any(), name
+
+
+@ALL
+def test_output_matrix_is_the_embedding(kind):
+    model = tiny_model(kind)
+    names = [name for name, _ in model.named_parameters()]
+    assert model.head.weight is model.embedding.weight
+    assert names.count("embedding.weight") == 1 and "head.weight" not in names
+
+
+def test_blocks_compile_without_a_break():
+    model, batch = tiny_model("amlp", num_blocks=1), random_batch()
+    perturb(model)
+    loss, expected = gradients(model, batch)
+    model.blocks[0].compile(fullgraph=True)
+    compiled_loss, found = gradients(model, batch)
+    torch.testing.assert_close(compiled_loss, loss)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)

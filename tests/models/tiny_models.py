@@ -1,0 +1,46 @@
+"""Small models of every kind, and batches for them."""
+
+import torch
+from pydantic import TypeAdapter
+
+from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
+from gmlp_scale.models import ModelConfig, build_model
+
+TINY = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 12, "vocab_size": 40}
+KINDS = {
+    "gmlp": {"kind": "gmlp"},
+    "gmlp-dense": {"kind": "gmlp", "spatial": "dense"},
+    "gmlp-linear": {"kind": "gmlp", "gating": "linear"},
+    "gmlp-additive": {"kind": "gmlp", "gating": "additive"},
+    "gmlp-multiplicative": {"kind": "gmlp", "gating": "multiplicative"},
+    "amlp": {"kind": "amlp", "d_attn": 8},
+    "bert-absolute": {"kind": "transformer", "num_heads": 2, "positions": "absolute"},
+    "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},
+    "bert-relative-only": {"kind": "transformer", "num_heads": 2, "positions": "relative_only"},
+    "mixer": {"kind": "mixer", "d_spatial": 10},
+}
+
+
+def tiny_model(kind: str, *, seed: int = 0, **changes):
+    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind] | changes)
+    model = build_model(config)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def perturb(module: torch.nn.Module, scale: float = 0.3) -> None:
+    """Moves every parameter, gains and biases included, off its initial value."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def random_batch(num_rows: int = 4, num_positions: int = 12, vocab_size: int = 40) -> MaskedBatch:
+    """Three masked positions a row, of which the second row leaves its last one unused."""
+    generator = torch.Generator().manual_seed(2)
+    token_ids_BN = torch.randint(NUM_SPECIAL_TOKENS, vocab_size, (num_rows, num_positions), generator=generator)
+    positions = [torch.randperm(num_positions, generator=generator)[:3].sort().values for _ in range(num_rows)]
+    labels_BM = torch.randint(NUM_SPECIAL_TOKENS, vocab_size, (num_rows, 3), generator=generator)
+    labels_BM[1, -1] = IGNORED
+    return MaskedBatch(token_ids_BN, torch.stack(positions), labels_BM)
