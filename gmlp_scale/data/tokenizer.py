@@ -1,0 +1,141 @@
+"""The tokenizer: a cased SentencePiece unigram model with byte fallback that loses nothing.
+
+No normalisation of any kind: decode(encode(text)) == text for every Unicode text, so that the tokens' pieces laid end
+to end are the text's own bytes, and character offsets follow from lengths alone. Special tokens are control symbols:
+no text, not even "<mask>", is ever encoded as one.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, PAD_ID, SPECIAL_TOKENS, UNK_ID
+from gmlp_scale.data.shards import write_file
+
+MODEL_NAME = "tokenizer.model"
+NUM_BYTE_TOKENS = 256
+"""The ids right after the special tokens stand for single bytes, of characters that no piece covers."""
+
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's stand-in for the space, which a text may hold itself
+_MAX_SENTENCE_CHARACTERS = 1000  # 4000 bytes at most; the trainer drops sentences of more than 4192
+
+
+class Tokenizer:
+    """The tokenizer of a TOKENIZER_DIR. FileNotFoundError or ValueError where there is none of ours."""
+
+    def __init__(self, folder: str | Path):
+        path = Path(folder) / MODEL_NAME
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no tokenizer at {folder}: {path} does not exist; data_prep/train_tokenizer.py writes it"
+            )
+        model = path.read_bytes()
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ValueError(f"{path} is not a SentencePiece model ({error})") from error
+        self.vocab_size = self._model.get_piece_size()
+        pieces = [self._model.id_to_piece(id) for id in range(self.vocab_size)]
+        bytes_begin, bytes_end = NUM_SPECIAL_TOKENS, NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS
+        if tuple(pieces[:bytes_begin]) != SPECIAL_TOKENS or not all(
+            map(self._model.is_byte, range(bytes_begin, bytes_end))
+        ):
+            raise ValueError(
+                f"{path} has other special tokens or no byte fallback; train one with data_prep/train_tokenizer.py"
+            )
+        self._bytes_of_id = [piece.replace(_SPACE_MARK, " ").encode() for piece in pieces]
+        self._bytes_of_id[bytes_begin:bytes_end] = [bytes([number]) for number in range(NUM_BYTE_TOKENS)]
+        self._num_bytes_of_id = np.array([len(content) for content in self._bytes_of_id])
+        self._space_mark_ids = np.frombuffer(_SPACE_MARK.encode(), np.uint8).astype(np.int32) + bytes_begin
+        probe = f"  a\t{_SPACE_MARK}\r\n\N{FULLWIDTH LATIN CAPITAL LETTER A}e\N{COMBINING ACUTE ACCENT}<mask> "
+        if self.decode(self.encode(probe)) != probe:
+            raise ValueError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text's tokens. ValueError where the text holds a lone surrogate, which is no character."""
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text's tokens, int32 arrays; the fast way for many texts. ValueError as in `encode`."""
+        try:
+            encoded = self._model.encode(list(texts), return_type="numpy", num_threads=1)
+        except (RuntimeError, TypeError) as error:
+            for text in texts:
+                _check_characters(text)
+            raise AssertionError(error) from error
+        for number, text in enumerate(texts):
+            if _SPACE_MARK in text:
+                encoded[number] = self._encode_around_space_marks(text)
+        return encoded
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of the text's tokens and for each the range [start, end) of the characters whose bytes it holds.
+
+        The ranges cover the text without a gap; they overlap only where a character's bytes are several tokens.
+        """
+        ids = self.encode(text)
+        ends = np.cumsum(self._num_bytes_of_id[ids])
+        starts = ends - self._num_bytes_of_id[ids]
+        is_first_byte = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+        character_of_byte = np.cumsum(is_first_byte) - 1
+        offsets = np.stack([character_of_byte[starts], character_of_byte[ends - 1] + 1], axis=1)
+        return ids, [tuple(pair) for pair in offsets.tolist()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the tokens; special tokens by their names, bytes that make no character as U+FFFD."""
+        return b"".join(self._bytes_of_id[id] for id in ids).decode("utf-8", errors="replace")
+
+    def _encode_around_space_marks(self, text: str) -> np.ndarray:
+        parts = self._model.encode(text.split(_SPACE_MARK), return_type="numpy", num_threads=1)
+        between = [piece for part in parts[:-1] for piece in (part, self._space_mark_ids)]
+        return np.concatenate([*between, parts[-1]])
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> None:
+    """Train on `texts`, whose pieces never cross a line's end, and write TOKENIZER_DIR/tokenizer.model.
+
+    The same texts give the same bytes. ValueError where the texts are too few for the vocabulary.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in _training_lines(text)),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            character_coverage=0.9995,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            pad_id=PAD_ID,
+            pad_piece=SPECIAL_TOKENS[PAD_ID],
+            unk_id=UNK_ID,
+            unk_piece=SPECIAL_TOKENS[UNK_ID],
+            bos_id=-1,
+            eos_id=-1,
+            control_symbols=list(SPECIAL_TOKENS[UNK_ID + 1 :]),
+            num_threads=16,  # the sums of the training are cut among them, so another number gives another model
+            minloglevel=1,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"a tokenizer of {vocab_size} pieces cannot be trained on this input: {error}") from error
+    write_file(f"{folder}/{MODEL_NAME}", model.getvalue())
+
+
+def _training_lines(text: str) -> Iterable[str]:
+    for line in text.replace(_SPACE_MARK, " ").replace("\0", " ").splitlines():
+        for start in range(0, len(line), _MAX_SENTENCE_CHARACTERS):
+            yield line[start : start + _MAX_SENTENCE_CHARACTERS]
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text has a lone surrogate at character {error.start}, which is no character") from error
