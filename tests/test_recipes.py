@@ -1,0 +1,172 @@
+"""Every recipe in configs/pretrain: its size and cost as in the paper, and as in its golden file.
+
+`pytest tests/test_recipes.py --update-golden` writes the golden files anew; review their difference.
+"""
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
+from gmlp_scale.models import MaskedLanguageModel, build_model
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(path.stem for path in (ROOT / "configs" / "pretrain").glob("*.yaml"))
+ALL = pytest.mark.parametrize("name", RECIPES)
+
+# Parameters as the counting rules of Table 5 give them: tied embedding, a bias in every Linear, 2n - 1 + n per spatial
+# projection, one final LayerNorm, no other head.
+EXACT_PARAMETERS = {
+    "gmlp_base": 130_073_552,
+    "gmlp_large": 365_274_528,
+    "gmlp_xlarge": 940_582_768,
+    "amlp_base": 108_791_516,
+    "amlp_large": 315_627_960,
+    "table3_gmlp_split": 101_609_948,
+    "table4_gmlp_18": 58_997_486,
+    "table4_gmlp_36": 101_609_948,
+    "table4_gmlp_72": 186_834_872,
+    "table4_gmlp_144": 357_284_720,
+}
+# Millions of parameters as the paper prints them (bert_base and bert_large by the same rules, to one figure more).
+PRINTED_MILLIONS = {
+    "gmlp_base": 130, "gmlp_large": 365, "gmlp_xlarge": 941, "amlp_base": 109, "amlp_large": 316,
+    "bert_base": 110.0, "bert_large": 335.6,
+    "table3_bert_absolute": 110, "table3_bert_relative": 110, "table3_bert_relative_only": 96, "table3_mixer": 112,
+    "table3_gmlp_linear": 92, "table3_gmlp_additive": 92, "table3_gmlp_multiplicative": 92, "table3_gmlp_split": 102,
+    "table4_bert_6": 67, "table4_bert_12": 110, "table4_bert_24": 195, "table4_bert_48": 365,
+    "table4_gmlp_18": 59, "table4_gmlp_36": 102, "table4_gmlp_72": 187, "table4_gmlp_144": 357,
+}  # fmt: skip
+# Forward GFLOPs per sequence of 512: worked out by hand from the sizes, and printed in Table 5.
+GFLOPS = {
+    "bert_base": (100.5, 100.8),
+    "gmlp_base": (157.2, 158.0),
+    "amlp_base": (128.2, 128.9),
+    "bert_large": (340.2, 341.2),
+    "gmlp_large": (429.1, 430.1),
+    "amlp_large": (368.7, 370.3),
+    "gmlp_xlarge": (1087.5, 1091.3),
+}
+
+
+@cache
+def recipe(name: str) -> RunConfig:
+    return load_run_config(ROOT / "configs" / "pretrain" / f"{name}.yaml")
+
+
+@cache
+def meta_model(name: str) -> MaskedLanguageModel:
+    with torch.device("meta"):
+        return build_model(recipe(name).model)
+
+
+def num_parameters(name: str) -> int:
+    return sum(parameter.numel() for parameter in meta_model(name).parameters())
+
+
+def flops(name: str) -> int:
+    run = recipe(name)
+    return meta_model(name).flops_per_sample(num_masked_positions(run.model.sequence_length, run.data.masked_fraction))
+
+
+def test_every_row_of_the_tables_has_a_recipe():
+    assert set(PRINTED_MILLIONS) | {"smoke", "demo", "compare_gmlp", "compare_amlp", "compare_bert"} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", EXACT_PARAMETERS)
+def test_parameters_are_exact(name):
+    assert num_parameters(name) == EXACT_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PRINTED_MILLIONS)
+def test_parameters_are_those_of_the_paper(name):
+    assert num_parameters(name) / 1e6 == pytest.approx(PRINTED_MILLIONS[name], rel=0.006)
+
+
+@pytest.mark.parametrize("name", GFLOPS)
+def test_flops_are_those_of_the_paper(name):
+    computed, printed = GFLOPS[name]
+    assert flops(name) / 1e9 == pytest.approx(computed, rel=0.005)
+    assert flops(name) / 1e9 == pytest.approx(printed, rel=0.006)
+
+
+@ALL
+def test_flops_are_those_that_a_forward_pass_counts(name):
+    run = recipe(name)
+    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    token_ids_BN = torch.empty(1, run.model.sequence_length, dtype=torch.int64, device="meta")
+    masked_BM = torch.empty(1, num_masked, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        meta_model(name).predict(MaskedBatch(token_ids_BN, masked_BM, masked_BM))
+    assert flops(name) == counter.get_total_flops()
+
+
+@ALL
+def test_recipe_has_its_own_name_and_says_its_size_and_command(name):
+    path = f"configs/pretrain/{name}.yaml"
+    head = "".join(line for line in (ROOT / path).read_text().splitlines(keepends=True) if line.startswith("#"))
+    assert recipe(name).name == name
+    assert f"{num_parameters(name):,} parameters" in head
+    (gigaflops,) = re.findall(r"([\d.]+) GFLOPs forward", head)
+    assert float(gigaflops) == pytest.approx(flops(name) / 1e9, rel=0.005)
+    assert f"launch/pretrain.py --config {path} " in head
+
+
+@pytest.mark.parametrize("name", PRINTED_MILLIONS)
+def test_recipe_of_the_paper(name):
+    run = recipe(name)
+    is_ablation = name.startswith("table")
+    found = (
+        run.model.sequence_length,
+        run.train.global_batch_size,
+        run.train.num_steps,
+        run.optimizer.peak_learning_rate,
+    )
+    assert found == ((128, 2048, 125_000, 7e-4) if is_ablation else (512, 256, 1_000_000, 1e-4))
+    assert run.model.vocab_size == 32_000
+    optimizer = run.optimizer.model_dump(exclude={"peak_learning_rate"})
+    paper = {
+        "warmup_steps": 10_000,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "gradient_clipping": None,
+    }
+    assert optimizer == paper
+
+
+def test_compared_models_differ_in_nothing_but_the_blocks():
+    names = ["compare_gmlp", "compare_amlp", "compare_bert"]
+    sizes = [num_parameters(name) for name in names]
+    assert max(sizes) < 1.03 * min(sizes)
+    gmlp, *others = [recipe(name).model_dump(exclude={"name", "model"}) for name in names]
+    assert all(other == gmlp for other in others)
+
+
+@ALL
+def test_recipe_is_that_of_its_golden_file(name, update_golden):
+    shapes = Counter()
+    for parameter_name, parameter in meta_model(name).named_parameters():
+        shapes[re.sub(r"^blocks\.\d+\.", "blocks.*.", parameter_name), tuple(parameter.shape)] += 1
+    lines = [recipe(name).to_yaml()]
+    for (parameter_name, shape), count in shapes.items():
+        lines.append(
+            f"{parameter_name} {list(shape)}" + (f" x {count}" if parameter_name.startswith("blocks.") else "")
+        )
+    lines.append(f"total {num_parameters(name):,}")
+    text = "\n".join(lines) + "\n"
+    golden = ROOT / "tests" / "golden" / f"{name}.txt"
+    if update_golden:
+        golden.write_text(text)
+    assert golden.exists(), f"{golden} is missing: pytest tests/test_recipes.py --update-golden writes it"
+    assert text == golden.read_text()
+
+
+def test_every_golden_file_has_a_recipe():
+    assert sorted(path.stem for path in (ROOT / "tests" / "golden").glob("*.txt")) == RECIPES
