@@ -1,0 +1,105 @@
+"""Engines: how a model is spread over the ranks, differentiated and updated.
+
+`single` is the reference; `zero` (DeepSpeed, stages 1 to 3) and `fsdp2` give its losses and gradient norms.
+An engine knows of a model only `.blocks`, `.recompute`, `forward(batch) -> loss` and `predict(batch)`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gmlp_scale.engine.fsdp2 import Fsdp2Config, Fsdp2Engine
+from gmlp_scale.engine.masters import Piece, ReadRows
+from gmlp_scale.engine.single import SingleConfig, SingleEngine
+from gmlp_scale.engine.zero import ZeroConfig, ZeroEngine
+from gmlp_scale.world import World
+
+__all__ = ["Engine", "EngineConfig", "Fsdp2Config", "Piece", "ReadRows", "SingleConfig", "ZeroConfig", "build_engine"]
+
+EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
+
+
+class Engine(Protocol):
+    """Every method is called by all ranks together."""
+
+    module: nn.Module
+    """Call it with a batch for the loss of this rank's micro-batch."""
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradient of loss / num_micro_batches; `is_last` on the step's last micro-batch."""
+
+    def step(self, learning_rate: float) -> Tensor:
+        """One update. Returns the global gradient norm before clipping, 0-d float32.
+
+        A norm that is not finite leaves parameters and moments as they were, on every rank.
+        """
+
+    def predict(self, batch) -> Tensor:
+        """logits_BMV at the masked positions, without gradients."""
+
+    def state(self) -> Iterator[tuple[str, Piece]]:
+        """This rank's pieces of model.<name>, optimizer.<name>.exp_avg and .exp_avg_sq; over all ranks each row once.
+
+        Every rank must run it to its end: getting a piece may need all of them.
+        """
+
+    def load_state(self, read: ReadRows, step: int) -> None:
+        """Takes masters and moments from `read`, refreshes the low-precision weights and sets AdamW's step count."""
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole float32 parameter on the CPU), one at a time on rank 0; nothing on the other ranks.
+
+        Every rank must run it to its end.
+        """
+
+    def close(self) -> None:
+        """Must come before the world is stopped."""
+
+
+def build_engine(
+    model: nn.Module,
+    config: SingleConfig | ZeroConfig | Fsdp2Config,
+    world: World,
+    *,
+    build_optimizer: Callable[[Iterator[tuple[str, nn.Parameter]]], torch.optim.AdamW],
+    precision: Literal["float32", "bf16"],
+    num_micro_batches: int,
+    micro_batch_size: int,
+    gradient_clipping: float | None,
+    compile: bool,
+    recompute: Literal["none", "full"],
+) -> Engine:
+    """Applies every technique in the one order that works, and gives the engine.
+
+    Args:
+        model: float32, on the CPU, with the same weights on every rank.
+        build_optimizer: named parameters -> AdamW; an engine may hand it shards or masters under the names.
+        num_micro_batches: per rank and step; what `backward` divides by.
+        micro_batch_size: rows per forward pass on one rank.
+
+    Raises:
+        ValueError: the config does not fit the world, or a DeepSpeed file contradicts the recipe.
+    """
+    # 1. Recompute, inside the trunk's loop, so that the compiled block is what runs again.
+    model.recompute = recompute
+    # 2. Compile each block in place: whole models compile twice as slowly, and sharding hooks stay outside the graphs.
+    if compile:
+        for block in model.blocks:
+            block.compile()
+    # 3. Shard, which replaces the parameters; 4. build the optimizer over what each rank has to update.
+    common = {
+        "build_optimizer": build_optimizer,
+        "precision": precision,
+        "num_micro_batches": num_micro_batches,
+        "gradient_clipping": gradient_clipping,
+    }
+    match config:
+        case SingleConfig():
+            return SingleEngine(model, world, **common)
+        case ZeroConfig():
+            return ZeroEngine(model, config, world, micro_batch_size=micro_batch_size, **common)
+        case Fsdp2Config():
+            return Fsdp2Engine(model, config, world, **common)

@@ -1,0 +1,251 @@
+"""DeepSpeed's ZeRO, stages 1 to 3. The only file that knows DeepSpeed (0.19.8), imported when an engine is built.
+
+Stage 1 shards masters and moments, stage 2 gradients as well, stage 3 the parameters too.
+"""
+
+import json
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, Field, FilePath
+from torch import Tensor, nn
+
+from gmlp_scale.engine.masters import MOMENTS, Piece, ReadRows, model_key, moment_key
+from gmlp_scale.train.optimizer import create_moments
+from gmlp_scale.world import World
+
+
+class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
+    kind: Literal["zero"] = "zero"
+    stage: Literal[1, 2, 3] = 1
+    timeout_seconds: float = Field(600, gt=0)
+    """How long a collective waits for the other ranks before the run fails."""
+    deepspeed_config: FilePath | None = None
+    """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). What the recipe
+    decides may stand in it only with the recipe's value."""
+
+
+class ZeroEngine:
+    """Works with one process too. In bf16 the masters are float32, and gradients are summed and reduced in float32."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        world: World,
+        *,
+        build_optimizer: Callable,
+        precision: Literal["float32", "bf16"],
+        num_micro_batches: int,
+        micro_batch_size: int,
+        gradient_clipping: float | None,
+    ):
+        import deepspeed
+
+        # Without this DeepSpeed compiles a C++ extension (40 s) for a collective of its inference on CPUs.
+        deepspeed.ops.__compatible_ops__ = {}
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+        self.stage = config.stage
+        self.world = world
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        initial = {model_key(name): parameter.data for name, parameter in model.named_parameters()}
+        self.module, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model.named_parameters()),
+            config=_deepspeed_settings(
+                config,
+                num_parameters=sum(parameter.numel() for parameter in initial.values()),
+                required=_required_settings(
+                    config.stage, world, precision, num_micro_batches, micro_batch_size, gradient_clipping
+                ),
+            ),
+            dist_init_required=False,
+        )
+        # DeepSpeed makes a process group of its own, with torch's default timeout.
+        self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=config.timeout_seconds))
+        self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around ours
+        self.adamw: torch.optim.AdamW = self.zero.optimizer
+        self.parameters = dict(self.module.module.named_parameters())
+        self._create_moments()
+        if precision == "bf16":
+            # DeepSpeed took the masters from weights that it had rounded to bfloat16 already.
+            for name in self.parameters:
+                self._write(name, None, lambda key, first, stop: initial[key][first:stop])
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        self.module.set_gradient_accumulation_boundary(is_last)
+        self.module.backward(loss)  # divides by num_micro_batches
+
+    def step(self, learning_rate: float) -> Tensor:
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.module.step()  # skips the update where the norm is not finite, and then says that it was infinite
+        return torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
+
+    @torch.no_grad()
+    def predict(self, batch) -> Tensor:
+        return self.module.module.predict(batch)
+
+    def state(self) -> Iterator[tuple[str, Piece]]:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        owners = self._owners()
+        for name, parameter in self.parameters.items():
+            # Each of these gathers on all ranks.
+            tensors = {model_key(name): safe_get_full_fp32_param(parameter)}
+            for moment in MOMENTS:
+                tensors[moment_key(name, moment)] = safe_get_full_optimizer_state(parameter, moment)
+            if owners[name] == self.world.rank:
+                for key, tensor in tensors.items():
+                    yield key, Piece(tensor, self.shapes[name], 0)
+
+    def load_state(self, read: ReadRows, step: int) -> None:
+        for name in self.parameters:
+            for moment in (None, *MOMENTS):
+                self._write(name, moment, read)
+        for state in self.adamw.state.values():
+            state["step"].fill_(step)
+        self._refresh_weights()
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, parameter in self.parameters.items():
+            full = safe_get_full_fp32_param(parameter)
+            if self.world.is_main:
+                yield name, full.cpu()
+
+    def close(self) -> None:
+        self.module.destroy()
+
+    def _create_moments(self) -> None:
+        """DeepSpeed leaves them to the first step, but state and load_state come before it."""
+        if self.stage == 3:
+            create_moments(self.adamw, self.zero.fp32_partitioned_groups_flat)
+        else:
+            create_moments(self.adamw, [flat for group in self.adamw.param_groups for flat in group["params"]])
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+    def _owners(self) -> dict[str, int]:
+        """The rank that keeps each parameter in state(): every next one goes to the rank with the least so far."""
+        sizes = [0] * self.world.size
+        owners = {}
+        for name, shape in self.shapes.items():
+            owners[name] = sizes.index(min(sizes))
+            sizes[owners[name]] += math.prod(shape)
+        return owners
+
+    @torch.no_grad()
+    def _write(self, name: str, moment: str | None, read: ReadRows) -> None:
+        """Writes this rank's part of a master, or of a moment of it, from the rows that hold it."""
+        key = moment_key(name, moment) if moment else model_key(name)
+        parameter, shape = self.parameters[name], self.shapes[name]
+        if self.stage == 3:
+            # safe_set_full_* fails where the ranks do not divide the parameter (stage3.py, set_full_hp_param), so the
+            # local ones, which take the padding with it.
+            from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+            padded = torch.zeros(parameter.ds_tensor.numel())
+            start = len(padded) * self.world.rank
+            values = _read_elements(read, key, shape, start, min(start + len(padded), math.prod(shape)))
+            padded[: len(values)] = values
+            if moment:
+                safe_set_local_optimizer_state(parameter, padded, moment)
+            else:
+                safe_set_local_fp32_param(parameter, padded)
+        elif mapping := parameter._hp_mapping:  # None where this rank holds nothing of it
+            address = mapping.lp_fragment_address
+            values = _read_elements(read, key, shape, address.start, address.start + address.numel)
+            mapping.get_hp_fragment(moment).copy_(values)
+
+    def _refresh_weights(self) -> None:
+        """Makes the weights that the model computes with from the masters, as DeepSpeed does at the end of a step."""
+        if self.stage < 3:
+            self.zero.update_lp_params()
+            return
+        self.zero._partition_all_parameters()
+        for group in range(len(self.zero.fp16_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        if persistent := self.zero.persistent_parameters:  # small ones, gathered all the time
+            persistent[0].all_gather(persistent)
+
+
+def _read_elements(read: ReadRows, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the flattened tensor, reading only the rows that hold them."""
+    if stop <= start:
+        return torch.zeros(0)
+    row_size = math.prod(shape[1:])
+    first_row, stop_row = start // row_size, -(-stop // row_size)
+    rows = read(key, first_row, stop_row).flatten()
+    return rows[start - first_row * row_size : stop - first_row * row_size]
+
+
+def _required_settings(
+    stage: int,
+    world: World,
+    precision: str,
+    num_micro_batches: int,
+    micro_batch_size: int,
+    gradient_clipping: float | None,
+) -> dict:
+    """What the recipe decides, in DeepSpeed's words."""
+    return {
+        "train_batch_size": micro_batch_size * num_micro_batches * world.size,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def _deepspeed_settings(config: ZeroConfig, required: dict, num_parameters: int) -> dict:
+    """DeepSpeed's JSON: our defaults, over them the user's file, over that what the recipe decides.
+
+    Raises:
+        ValueError: the file contradicts the recipe; names every field.
+    """
+    settings = {
+        "zero_optimization": {
+            # Off, as wrong gradients under it are what DeepSpeed's users report most; a file may turn it on.
+            "overlap_comm": False,
+            # Elements; DeepSpeed allocates the first whole, whatever the model's size.
+            "reduce_bucket_size": min(num_parameters, 50_000_000),
+            "allgather_bucket_size": 50_000_000,
+        },
+    }
+    if config.deepspeed_config:
+        own = json.loads(config.deepspeed_config.read_text(encoding="utf-8"))
+        mistakes = [
+            f"{section}: the recipe's own sections decide it"
+            for section in ("optimizer", "scheduler", "fp16")
+            if section in own
+        ]
+        mistakes += _contradictions(own, required)
+        if mistakes:
+            raise ValueError(f"{config.deepspeed_config} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
+        settings = _merged(settings, own)
+    return _merged(settings, required)
+
+
+def _contradictions(own: dict, required: dict, prefix: str = "") -> Iterator[str]:
+    for key in own.keys() & required.keys():
+        if isinstance(own[key], dict) and isinstance(required[key], dict):
+            yield from _contradictions(own[key], required[key], f"{prefix}{key}.")
+        elif own[key] != required[key]:
+            yield f"{prefix}{key}: found {own[key]!r}; the recipe says {required[key]!r}"
+
+
+def _merged(under: dict, over: dict) -> dict:
+    both = under.keys() & over.keys()
+    nested = {k: _merged(under[k], over[k]) for k in both if isinstance(under[k], dict) and isinstance(over[k], dict)}
+    return under | over | nested

@@ -1,0 +1,79 @@
+"""AdamW as BERT and the paper use it: linear warm-up and decay, and no weight decay on vectors."""
+
+from collections.abc import Iterable
+
+import torch
+from pydantic import BaseModel, Field
+from torch import Tensor, nn
+
+
+class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
+    """Defaults are the main recipe's (section 4 of the paper)."""
+
+    peak_learning_rate: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(10_000, ge=0)
+    """Steps over which the rate climbs from 0 to its peak; it falls to 0 over the rest of train.num_steps."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    """On matrices only: LayerNorms, biases and the Toeplitz vector are left out."""
+    gradient_clipping: float | None = Field(None, gt=0)
+    """Largest global gradient norm; null never clips."""
+
+
+def learning_rate(step: int, *, peak: float, warmup_steps: int, num_steps: int) -> float:
+    """The rate of update number `step`, from 0: linear up to the peak over the warm-up, then down to 0 at num_steps."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    return peak * max(0.0, (num_steps - step) / (num_steps - warmup_steps))
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """The parameters that weight decay applies to: matrices that are not biases."""
+    return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2 and "bias" not in name}
+
+
+def build_adamw(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, decayed: set[str]
+) -> torch.optim.AdamW:
+    """Fused AdamW with two groups, decayed and not.
+
+    `decayed` goes by name because an engine may hand over shards, which have lost their shape.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in named_parameters:
+        groups[name in decayed].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": config.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=config.peak_learning_rate,  # every step sets its own
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def create_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
+    """Gives every parameter the zero moments that AdamW would otherwise create at its first step."""
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+
+def update(optimizer: torch.optim.AdamW, learning_rate: float, norm: Tensor, max_norm: float | None) -> None:
+    """One AdamW step on gradients of global norm `norm`, clipped to `max_norm`; no step at all if it is not finite.
+
+    The decision stays on the device: fused AdamW reads `found_inf` and `grad_scale` (it divides by it) in its kernel,
+    and takes its step count back (torch/optim/adam.py, _fused_adam), so that the host need not wait for the norm.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.found_inf = (~torch.isfinite(norm)).float()
+    if max_norm is not None:
+        optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    optimizer.step()

@@ -1,0 +1,212 @@
+"""The processes of a run: who this one is, its device, the process groups, stop signals and logging.
+
+Nothing else in the package reads the environment.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""SIGUSR1 is what Slurm sends some time before it ends a job (--signal=USR1@120)."""
+
+
+class OtherRankError(RuntimeError):
+    """This rank is well but another one is not; the other one's message says why."""
+
+
+def launched_world_size() -> int:
+    """The number of processes that the launcher started (torchrun and deepspeed both set WORLD_SIZE); 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_world(
+    timeout_seconds: float,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    init_group: bool = False,
+) -> "World":
+    """Joins the processes that the launcher started and begins to listen for stop signals.
+
+    Args:
+        timeout_seconds: how long a collective waits for the other ranks before it raises.
+        device: "auto" takes the GPU of this process's local rank where there is one.
+        init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
+
+    Raises:
+        ValueError: the launcher's variables are incomplete.
+    """
+    size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
+    if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError(
+            f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
+            "start the processes with torchrun or deepspeed, or set all five"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    # DeepSpeed looks for a device by itself, and finds the GPU where the run was asked to stay on the CPU.
+    os.environ["DS_ACCELERATOR"] = device
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    torch_device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+
+    host_group = stop_group = None
+    if size > 1 or init_group:
+        timeout = timedelta(seconds=timeout_seconds)
+        store = dist.HashStore() if size == 1 else None  # None: the launcher's MASTER_ADDR and MASTER_PORT
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
+    if size > 1:
+        # Of their own, so that what the host agrees on cannot meet an engine's collectives in another order.
+        host_group = dist.new_group(backend="gloo", timeout=timeout)
+        stop_group = dist.new_group(backend="gloo", timeout=timeout)
+    return World(rank, size, local_rank, torch_device, host_group, _StopVote(stop_group))
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """One process among `size`. A context manager: leaving it ends the process groups."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    _host_group: dist.ProcessGroup | None
+    _stop_vote: "_StopVote"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self._host_group:
+            dist.barrier(self._host_group)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element by element over all ranks, in float64 on the host; every rank gets the sums."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self._host_group:
+            dist.all_reduce(total, group=self._host_group)
+        return total.tolist()
+
+    def gather(self, value: int) -> list[int]:
+        """Every rank's value, by rank, on every rank."""
+        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        if self._host_group is None:
+            return [value]
+        dist.all_gather(values, torch.tensor([value]), group=self._host_group)
+        return [v.item() for v in values]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, small and JSON-able, on every rank."""
+        if self._host_group is None:
+            return value
+        text = json.dumps(value).encode() if self.is_main else b""
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, src=0, group=self._host_group)
+        content = torch.tensor(list(text), dtype=torch.uint8) if self.is_main else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self._host_group)
+        return json.loads(bytes(content.tolist()))
+
+    def on_main(self, action: Callable[[], object]) -> None:
+        """Runs `action` on rank 0 while the others wait for it.
+
+        Raises:
+            Whatever `action` raises, on rank 0; OtherRankError on the other ranks, so that none goes on alone.
+        """
+        error = None
+        if self.is_main:
+            try:
+                action()
+            except Exception as raised:
+                error = raised
+        failed = self.gather(int(error is not None))[0]
+        if error:
+            raise error
+        if failed:
+            raise OtherRankError("rank 0 could not go on; its own message says why")
+
+    def stop_requested(self) -> bool:
+        """Whether the run is to end after this step: the same answer on every rank at the same call.
+
+        To be called once per step by all ranks. A signal to any rank is answered one call later, since each call reads
+        the vote that the call before it started: no step waits for the network, and the device is never waited for.
+        """
+        return self._stop_vote.call()
+
+    def stop(self) -> None:
+        """Ends the process groups once all ranks are here. Engines must be closed before."""
+        self._stop_vote.finish()
+        self.barrier()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, exception_type, exception, traceback) -> None:
+        if exception_type is None:
+            self.stop()
+        else:
+            self._stop_vote.restore_signals()  # the other ranks may never come: leave without them
+
+
+class _StopVote:
+    """Turns a signal to any rank into one answer for all."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.is_signalled = False
+        self.pending: tuple[dist.Work, Tensor] | None = None
+        self.previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_signalled and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked a second time: do not wait for the end of the step
+        self.is_signalled = True
+
+    def call(self) -> bool:
+        if self.group is None:
+            return self.is_signalled
+        answer = self._read()
+        vote = torch.tensor([int(self.is_signalled)])
+        self.pending = (dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.group, async_op=True), vote)
+        return answer
+
+    def _read(self) -> bool:
+        if self.pending is None:
+            return False
+        work, vote = self.pending
+        work.wait()
+        self.pending = None
+        return bool(vote.item())
+
+    def finish(self) -> None:
+        self._read()
+        self.restore_signals()
+
+    def restore_signals(self) -> None:
+        for number, previous in self.previous.items():
+            signal.signal(number, previous)
+
+
+def set_up_logging(world: World) -> None:
+    """Sends the package's log to standard error: all of rank 0's, the others' warnings, each line with its rank."""
+    rank = f" rank {world.rank}" if world.size > 1 else ""
+    line = logging.StreamHandler(sys.stderr)
+    line.setFormatter(logging.Formatter(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    log = logging.getLogger("gmlp_scale")
+    log.handlers = [line]
+    log.propagate = False
+    log.setLevel(logging.INFO if world.is_main else logging.WARNING)
