@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 
-WORDS = [
-    *"the cat and a dog went over to see what some people of that town had done with their old ship".split(),
-    "sea",
-]
+SENTENCE = "the cat and a dog went over to see what some people of that town had done with their old ship at sea"
+WORDS = SENTENCE.split()
 TEXTS = [f"{' '.join(WORDS[i % 7 :: 1 + i % 3])} {WORDS[i % 20]}ing, naïve café №{i}.\n\n  {i}" for i in range(500)]
 SPECIAL = ["<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "<s>", "<0x41>"]
 HARD = [
