@@ -1,0 +1,22 @@
+# `make demo`: the whole story on a laptop. `make test`: the test suite. Both from requirements.lock, in .venv.
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.PHONY: demo test format lint
+demo: .venv/ready
+	PATH=$(CURDIR)/$(BIN):$$PATH bash launch/demo.sh
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+format: .venv/ready
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+lint: .venv/ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+.venv/ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --progress-bar on --requirement requirements.lock
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@

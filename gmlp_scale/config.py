@@ -1,0 +1,237 @@
+"""RunConfig: a recipe file and `a.b=c` overrides become one frozen, fully checked object, and go back to YAML.
+
+Every section's class stands beside the code that it configures; this file only puts them together, checks what no
+section can check alone, and words the mistakes. All of them are reported at once, each as
+`field: what was found; what is needed`.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from gmlp_scale.data.loader import DataConfig
+from gmlp_scale.engine import EngineConfig
+from gmlp_scale.models import ModelConfig
+from gmlp_scale.train.checkpoint import CheckpointConfig
+from gmlp_scale.train.loop import TrainConfig
+from gmlp_scale.train.optimizer import OptimizerConfig
+
+# What a resumed run may change without asking, since neither the rows nor the mathematics of a step depend on it.
+FREE_ON_RESUME = (
+    "name", "output_dir", "engine.", "checkpoint.",
+    "data.shards", "data.cache_dir", "data.prefetch_steps", "data.on_corrupt_shard", "data.max_corrupt_shards",
+    "train.stop_after_step", "train.micro_batch_size", "train.compile", "train.recompute", "train.log_every_steps",
+    "train.evaluate_every_steps", "train.num_evaluation_rows", "train.peak_tflops_per_device",
+    "train.allow_changed_on_resume",
+)  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """Every mistake found in a recipe and its overrides, one a line."""
+
+    def __init__(self, source: str, mistakes: list[str]):
+        self.mistakes = mistakes
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        super().__init__(f"{source}: {count}\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid"):
+    """One pretraining run."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """The run folder is output_dir/name."""
+    output_dir: Path = Path("outputs")
+    seed: int = Field(ge=0)
+    """Of the initial weights, the order of the rows and the masks."""
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch_size * self.model.sequence_length
+
+    def num_micro_batches(self, world_size: int) -> int:
+        """Micro-batches per rank and step. Raises ConfigError where the global batch cannot be cut evenly."""
+        batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
+        num_micro_batches, rest = divmod(batch, world_size * micro_batch)
+        if rest:
+            raise ConfigError(
+                self.name,
+                [
+                    f"train.micro_batch_size: found {micro_batch}; {world_size} ranks x micro_batch_size must divide "
+                    f"train.global_batch_size = {batch}"
+                ],
+            )
+        return num_micro_batches
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Reads a recipe, applies `a.b=c` overrides (values are YAML) and checks everything.
+
+    An override of `engine.kind` or `model.kind` leaves out those fields of the file's section that the new kind does
+    not have; a field that is itself an override and does not fit is a mistake like any other.
+
+    Raises:
+        ConfigError: with every mistake at once.
+    """
+    path = Path(path)
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise ConfigError(
+            str(path), [f"cannot be read ({error.strerror}); give a recipe, such as those in configs/"]
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
+    mistakes = _apply_overrides(content, list(overrides))
+    run, found = _validate(content)
+    if mistakes or found:
+        raise ConfigError(str(path), mistakes + found)
+    return run
+
+
+def check_unchanged(before: Mapping, now: Mapping, allowed: Iterable[str]) -> list[str]:
+    """Compares a checkpoint's resolved config with the run's.
+
+    Returns one line for every field that differs, is neither free on resume nor named in `allowed`.
+    """
+    old, new = dict(_flatten(before)), dict(_flatten(now))
+    free = FREE_ON_RESUME + tuple(allowed)
+    return [
+        f"{field}: the checkpoint was trained with {old.get(field)!r}; the run says {new.get(field)!r}"
+        for field in sorted(old.keys() | new.keys())
+        if old.get(field) != new.get(field)
+        and not any(field == f or (f.endswith(".") and field.startswith(f)) for f in free)
+    ]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Plain YAML without aliases (a recipe needs none, and nested ones grow without bound) or repeated keys."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias (*name) {self.peek_event().start_mark}; write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        if repeated := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"{', '.join(sorted(repeated))} given twice {node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
+def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
+    mistakes, parsed = [], {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name.strip():
+            mistakes.append(f"{override}: an override is written section.field=value")
+            continue
+        try:
+            parsed[tuple(name.strip().split("."))] = yaml.load(text, Loader=_StrictLoader)
+        except yaml.YAMLError:
+            mistakes.append(f"{override}: the value is not plain YAML; quote it")
+    for section, classes in _UNIONS.items():
+        kind = parsed.get((section, "kind"))
+        if kind in classes and isinstance(content.get(section), dict):
+            content[section] = {k: v for k, v in content[section].items() if k in classes[kind].model_fields}
+    for keys, value in parsed.items():
+        target = content
+        for key in keys[:-1]:
+            target = target.setdefault(key, {})
+            if not isinstance(target, dict):
+                mistakes.append(f"{'.'.join(keys)}: {key} is a value, not a section")
+                break
+        else:
+            target[keys[-1]] = value
+    return mistakes
+
+
+def _validate(content: dict) -> tuple[RunConfig | None, list[str]]:
+    try:
+        run = RunConfig.model_validate(content)
+    except ValidationError as error:
+        return None, [_word(mistake) for mistake in error.errors()]
+    return run, list(_cross_check(run))
+
+
+def _cross_check(run: RunConfig) -> Iterable[str]:
+    train = run.train
+    if train.global_batch_size % train.micro_batch_size:
+        yield (
+            f"train.micro_batch_size: found {train.micro_batch_size}; "
+            f"must divide train.global_batch_size = {train.global_batch_size}"
+        )
+    if run.optimizer.warmup_steps >= train.num_steps:
+        yield f"optimizer.warmup_steps: found {run.optimizer.warmup_steps}; must be below train.num_steps = {train.num_steps}"
+    if train.stop_after_step is not None and train.stop_after_step > train.num_steps:
+        yield f"train.stop_after_step: found {train.stop_after_step}; must be at most train.num_steps = {train.num_steps}"
+    known = {field for field, _ in _flatten(run.model_dump(mode="json"))}
+    for field in train.allow_changed_on_resume:
+        if field not in known:
+            yield f"train.allow_changed_on_resume: found {field!r}{_nearest(field, known)}"
+
+
+def _word(mistake: Mapping[str, Any]) -> str:
+    """One pydantic error as `field: what was found; what is needed`."""
+    location = [str(part) for part in mistake["loc"]]
+    fields = RunConfig.model_fields
+    if location and location[0] in _UNIONS:  # pydantic puts the union's kind behind the section's name
+        classes = _UNIONS[location[0]]
+        if len(location) > 1 and location[1] in classes:
+            fields = classes[location.pop(1)].model_fields
+    elif len(location) > 1:
+        fields = RunConfig.model_fields[location[0]].annotation.model_fields
+    name = ".".join(location)
+    match mistake["type"]:
+        case "extra_forbidden":
+            return f"{name}: unknown field{_nearest(location[-1], fields)}"
+        case "missing":
+            return f"{name}: missing; give it in the file or as {name}=..."
+        case "union_tag_not_found":
+            return f"{name}.kind: missing; one of {', '.join(_UNIONS[location[0]])}"
+        case "union_tag_invalid":
+            kinds = _UNIONS[location[0]]
+            return f"{name}.kind: found {mistake['ctx']['tag']!r}; one of {', '.join(kinds)}"
+        case _:
+            needed = mistake["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            return f"{name}: found {mistake['input']!r}; needed: {needed}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+def _flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _kinds(union: Any) -> dict[str, type[BaseModel]]:
+    """The classes of a discriminated union by their `kind`."""
+    members = get_args(get_args(union)[0])
+    return {get_args(member.model_fields["kind"].annotation)[0]: member for member in members}
+
+
+_UNIONS = {"model": _kinds(ModelConfig), "engine": _kinds(EngineConfig)}

@@ -1,0 +1,95 @@
+"""What a run would be, computed without starting it: the text of --dry-run."""
+
+import torch
+
+from gmlp_scale.config import RunConfig
+from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.data.shards import Manifest
+from gmlp_scale.models import build_model
+
+
+def count_parameters(run: RunConfig) -> int:
+    return sum(p.numel() for p in _meta_model(run).parameters())
+
+
+def flops_per_step(run: RunConfig) -> int:
+    """Training FLOPs of one global batch: 3 x the forward pass, the head on the masked positions only."""
+    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    return 3 * _meta_model(run).flops_per_sample(num_masked) * run.train.global_batch_size
+
+
+def state_bytes_per_rank(run: RunConfig, world_size: int) -> dict[str, float]:
+    """Bytes of parameters, gradients, master weights and the two moments on each rank.
+
+    ZeRO stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 and FSDP2 everything
+    (Rajbhandari et al. 2020, figure 1); activations are not counted.
+    """
+    num_parameters = count_parameters(run)
+    low = 2 if run.train.precision == "bf16" else 4
+    stage = {"single": 0, "fsdp2": 3}.get(run.engine.kind) if run.engine.kind != "zero" else run.engine.stage
+
+    def share(sharded: bool) -> int:
+        return world_size if sharded else 1
+
+    master = 4 if low == 2 else 0
+    return {
+        "parameters": num_parameters * low / share(stage >= 3),
+        "gradients": num_parameters * 4 / share(stage >= 2),
+        "float32 master": num_parameters * master / share(stage >= 1),
+        "moments": num_parameters * 8 / share(stage >= 1),
+    }
+
+
+def describe(run: RunConfig, world_size: int) -> str:
+    """The resolved config and what follows from it.
+
+    Raises:
+        ConfigError: if the global batch cannot be cut over `world_size` ranks.
+    """
+    num_micro_batches = run.num_micro_batches(world_size)
+    states = state_bytes_per_rank(run, world_size)
+    model_flops = flops_per_step(run)
+    lines = [
+        run.to_yaml(),
+        f"ranks                   {world_size}, {num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each",
+        f"parameters              {count_parameters(run):,}",
+        f"FLOPs per step          {_short(model_flops)} ({_short(model_flops / run.tokens_per_step)} per token)",
+        f"tokens per step         {run.tokens_per_step:,}",
+        f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
+        f"states per rank         {_short(sum(states.values()))}B ("
+        + ", ".join(f"{name} {_short(size)}B" for name, size in states.items() if size)
+        + "), activations not counted",
+        _describe_data(run),
+        _describe_resume(run),
+    ]
+    return "\n".join(lines)
+
+
+def _meta_model(run: RunConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return build_model(run.model)
+
+
+def _describe_data(run: RunConfig) -> str:
+    try:
+        rows = Manifest.load(run.data.shards).num_rows("train")
+    except (OSError, ValueError) as error:
+        return f"steps per epoch         unknown: {error}"
+    steps = rows / run.train.global_batch_size
+    return f"steps per epoch         {steps:,.1f} ({rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"
+
+
+def _describe_resume(run: RunConfig) -> str:
+    done = sorted((run.run_dir / "checkpoints").glob("step_*/DONE"))
+    return f"would resume from       {done[-1].parent if done else 'nothing: a new run'}"
+
+
+def _short(value: float) -> str:
+    """Four digits and an SI prefix."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 1000:
+            break
+        value /= 1000
+    else:
+        prefix = "P"
+    return f"{value:.4g} {prefix}"

@@ -1,0 +1,167 @@
+"""The training loop: forward and backward for each micro-batch, one update, and what is due after it.
+
+The learning rate, the rows and the masks are pure functions of the step, so the loop keeps no state but the step
+itself and runs from any step to any other. Finetuning runs the same function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, Field
+
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.engine import Engine
+from gmlp_scale.train.checkpoint import Checkpointer
+from gmlp_scale.train.metrics import Metrics
+from gmlp_scale.train.optimizer import OptimizerConfig, learning_rate
+from gmlp_scale.world import World
+
+
+class TrainConfig(BaseModel, frozen=True, extra="forbid"):
+    num_steps: int = Field(gt=0)
+    """The length of the schedule in optimizer updates."""
+    stop_after_step: int | None = Field(None, gt=0)
+    """Leave there with a checkpoint, as if stopped by a signal; the same command without it goes on."""
+    global_batch_size: int = Field(gt=0)
+    """Rows per step over all ranks."""
+    micro_batch_size: int = Field(gt=0)
+    """Rows per forward pass on one rank; what is missing to the global batch is accumulated."""
+    precision: Literal["float32", "bf16"] = "bf16"
+    """bf16: parameters and products in bfloat16 with a float32 master; LayerNorm statistics, softmax and loss float32."""
+    compile: bool = True
+    """torch.compile for each block."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each block's input and compute its activations again in the backward pass."""
+    log_every_steps: int = Field(50, gt=0)
+    evaluate_every_steps: int = Field(10_000, gt=0)
+    num_evaluation_rows: int = Field(10_000, gt=0)
+    """Held-out rows per evaluation: the first ones, or as many as there are."""
+    peak_tflops_per_device: float | None = Field(None, gt=0)
+    """Data-sheet peak that perf/mfu divides by; null looks the device up and leaves MFU out where it is not known."""
+    allow_changed_on_resume: list[str] = []
+    """Fields that may differ from the checkpoint's although they change the run, such as optimizer.peak_learning_rate."""
+
+
+class NotFiniteError(RuntimeError):
+    """A loss or gradient norm that is not finite. The parameters are those of the step before it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where train() left: the last finished step, and whether that is the end of the schedule."""
+
+    step: int
+    finished: bool
+
+
+def due(step: int, every: int) -> bool:
+    return step % every == 0
+
+
+def train(
+    config: TrainConfig,
+    optimizer: OptimizerConfig,
+    *,
+    world: World,
+    engine: Engine,
+    loader: Loader,
+    checkpointer: Checkpointer,
+    save_every_steps: int,
+    details: dict,
+    metrics: Metrics,
+    evaluate: Callable[[int], dict[str, float]],
+    start_step: int,
+    seed: int,
+) -> Progress:
+    """Trains from `start_step` finished steps to the end of the schedule, `stop_after_step` or a stop signal.
+
+    Each of the three ends with a complete checkpoint of the last finished step.
+
+    Args:
+        loader: or anything with its `steps` and `wait_seconds`, such as a finetuning task's.
+        details: JSON-able; stored in every checkpoint.
+        evaluate: called with the step on every rank; returns what to log, by tag.
+        seed: what dropout draws from, together with the step and the rank, so that a resumed run draws the same.
+
+    Raises:
+        NotFiniteError: on every rank, naming the step, the ranks and the positions; nothing non-finite was saved.
+    """
+    step, last_step = start_step, config.stop_after_step or config.num_steps
+    watch = _FiniteWatch(world, config.global_batch_size)
+    loss_sum = torch.zeros((), device=world.device)  # over the steps since the last log
+    metrics.start_clock(step, loader.wait_seconds)
+    for micro_batches in loader.steps(start_step, last_step):
+        rate = learning_rate(
+            step, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
+        )
+        torch.manual_seed((seed * config.num_steps + step) * world.size + world.rank)
+        step_loss = torch.zeros((), device=world.device)
+        for index, micro_batch in enumerate(micro_batches, start=1):
+            loss = engine.module(micro_batch.to(world.device))
+            engine.backward(loss, is_last=index == len(micro_batches))
+            step_loss += loss.detach() / len(micro_batches)
+        norm = engine.step(rate)
+        step += 1
+        watch.see(step, step_loss, norm)
+        loss_sum += step_loss
+
+        stopping = world.stop_requested()
+        leaving = stopping or step == last_step
+        logging, saving = due(step, config.log_every_steps) or leaving, due(step, save_every_steps) or leaving
+        if logging or saving:
+            watch.check()
+        if logging:
+            num_logged = metrics.steps_since_log(step)
+            (mean_loss,) = (x / world.size for x in world.sum([loss_sum.item() / num_logged]))
+            metrics.log_training(step, mean_loss, norm.item(), rate, loader.wait_seconds)
+            loss_sum.zero_()
+        if due(step, config.evaluate_every_steps) or step == config.num_steps:
+            with metrics.clock_stopped():
+                metrics.log_evaluation(step, evaluate(step))
+        if saving:
+            with metrics.clock_stopped():
+                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, details)
+        if leaving:
+            break
+    checkpointer.wait()
+    return Progress(step, finished=step == config.num_steps)
+
+
+class _FiniteWatch:
+    """Remembers on the device the first step whose loss or norm was not finite, so that no step waits for the host.
+
+    The engines leave parameters and moments alone at such a step; check() must come before anything is saved.
+    """
+
+    def __init__(self, world: World, global_batch_size: int):
+        self.world = world
+        self.global_batch_size = global_batch_size
+        self.first_bad_steps = torch.zeros(
+            2, dtype=torch.int64, device=world.device
+        )  # of this rank's loss, of the norm
+
+    def see(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        is_bad = ~torch.isfinite(torch.stack([loss, norm.to(loss.device)]))
+        self.first_bad_steps = torch.where(is_bad & (self.first_bad_steps == 0), step, self.first_bad_steps)
+
+    def check(self) -> None:
+        loss_step, norm_step = self.first_bad_steps.tolist()
+        bad_loss_steps = self.world.gather(loss_step)
+        first = min((s for s in [*bad_loss_steps, *self.world.gather(norm_step)] if s), default=None)
+        if first is None:
+            return
+        rows_per_rank = self.global_batch_size // self.world.size
+        start = (first - 1) * self.global_batch_size
+        ranks = [rank for rank, s in enumerate(bad_loss_steps) if s == first]
+        places = [
+            f"the loss on rank {rank} (positions {start + rank * rows_per_rank} to {start + (rank + 1) * rows_per_rank - 1})"
+            for rank in ranks
+        ] or ["the gradient norm, though every rank's loss is finite,"]
+        raise NotFiniteError(
+            f"step {first}: {' and '.join(places)} is not finite. The batch is positions {start} to "
+            f"{start + self.global_batch_size - 1} of the data order (data_prep/inspect_batch.py --step {first - 1} shows it). "
+            f"The update was left out and nothing was saved since: the newest checkpoint is good. Lower "
+            f"optimizer.peak_learning_rate, set optimizer.gradient_clipping, or train in float32."
+        )

@@ -1,0 +1,181 @@
+"""What a run tells about itself: metrics.jsonl, TensorBoard and one console line, all from one dictionary per step.
+
+The tags are a contract (README, "What a run leaves behind"). On resume both files are cut after the checkpoint's
+step, so that neither shows a step twice.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from gmlp_scale.train.evaluate import perplexity
+from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
+
+# Dense matrix-product peaks of the data sheets in TFLOP/s, by a part of the device's name: (bf16, float32).
+DATA_SHEET_TFLOPS = {
+    "B200": (2250.0, 80.0),
+    "H200": (989.0, 67.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100": (989.0, 67.0),
+    "A100": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+    "RTX 4090": (165.0, 82.6),
+    "RTX 3090": (71.0, 35.6),
+}
+
+
+def peak_tflops(device: torch.device, precision: str) -> float | None:
+    """The device's data-sheet peak in TFLOP/s, or None where this table does not have it (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peaks = next((peaks for part, peaks in DATA_SHEET_TFLOPS.items() if part in name), None)
+    return peaks and peaks[precision == "float32"]
+
+
+class Metrics:
+    """Writes what the loop measures. Every rank has one; only the main rank's touches files and the console.
+
+    Args:
+        flops_per_step: training FLOPs of the global batch: 3 x the forward pass (PERFORMANCE formula in README).
+        peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        *,
+        start_step: int,
+        num_steps: int,
+        tokens_per_step: int,
+        rows_per_step: int,
+        rows_per_epoch: int,
+        flops_per_step: int,
+        peak_tflops_per_device: float | None,
+    ):
+        self.world, self.num_steps = world, num_steps
+        self.tokens_per_step, self.flops_per_step = tokens_per_step, flops_per_step
+        self.rows_per_step, self.rows_per_epoch = rows_per_step, rows_per_epoch
+        self.peak_tflops_per_device = peak_tflops_per_device
+        self.checkpoint_stall_seconds = 0.0
+        self._file = self._tensorboard = None
+        if world.is_main:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._file = _cut_after(run_dir / "metrics.jsonl", start_step)
+            self._tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+        self.start_clock(start_step, 0.0)
+
+    def start_clock(self, step: int, data_wait_seconds: float) -> None:
+        self._clock, self._clock_step, self._clock_wait = time.perf_counter(), step, data_wait_seconds
+
+    @contextlib.contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """What runs inside counts neither as step time nor in tokens per second."""
+        before = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - before
+
+    def steps_since_log(self, step: int) -> int:
+        return step - self._clock_step
+
+    def log_training(self, step: int, loss: float, grad_norm: float, rate: float, data_wait_seconds: float) -> None:
+        seconds = time.perf_counter() - self._clock
+        num_steps = step - self._clock_step
+        tflops = self.flops_per_step * num_steps / seconds / self.world.size / 1e12
+        values = {
+            "train/loss": loss,
+            "train/perplexity": perplexity(loss),
+            "train/grad_norm": grad_norm,
+            "train/learning_rate": rate,
+            "perf/tokens_per_second": self.tokens_per_step * num_steps / seconds,
+            "perf/model_tflops_per_device": tflops,
+            "perf/step_seconds": seconds / num_steps,
+            "perf/data_wait_fraction": (data_wait_seconds - self._clock_wait) / seconds,
+            "perf/checkpoint_stall_seconds": self.checkpoint_stall_seconds,
+            "memory/peak_gib": peak_memory_bytes(self.world.device) / 2**30,
+            "data/samples_seen": step * self.rows_per_step,
+            "data/epoch": step * self.rows_per_step / self.rows_per_epoch,
+        }
+        if self.peak_tflops_per_device:
+            values["perf/mfu"] = tflops / self.peak_tflops_per_device
+        self._write(step, values)
+        if self.world.is_main:
+            log.info(_console_line(step, self.num_steps, values))
+        self.checkpoint_stall_seconds = 0.0
+        self.start_clock(step, data_wait_seconds)
+
+    def log_evaluation(self, step: int, values: dict[str, float]) -> None:
+        self._write(step, values)
+        if self.world.is_main:
+            log.info("step %d  %s", step, "  ".join(f"{tag} {value:.4f}" for tag, value in values.items()))
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if not self.world.is_main:
+            return
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for tag, value in values.items():
+            self._tensorboard.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        if self.world.is_main:
+            self._file.close()
+            self._tensorboard.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that the device's allocator has held; on a CPU the most that this process has held resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _cut_after(path: Path, step: int):
+    """Opens metrics.jsonl for appending, without the lines of steps after `step`."""
+    if path.exists():
+        kept = [row for row in read_metrics(path) if row["step"] <= step]
+        temporary = path.with_suffix(".jsonl.tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(temporary, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
+    mfu = f"{values['perf/mfu']:.1%}" if "perf/mfu" in values else "-"
+    left = (num_steps - step) * values["perf/step_seconds"]
+    return (
+        f"step {step}/{num_steps}  loss {values['train/loss']:.4f}  grad norm {values['train/grad_norm']:.3f}  "
+        f"lr {values['train/learning_rate']:.2e}  {values['perf/tokens_per_second']:,.0f} tokens/s  "
+        f"{values['perf/model_tflops_per_device']:.3g} TFLOP/s  mfu {mfu}  "
+        f"{values['memory/peak_gib']:.2f} GiB  {_duration(left)} left"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (seconds, "s")]
+    first = next((i for i, (number, _) in enumerate(parts) if number), 3)
+    return " ".join(f"{number}{unit}" for number, unit in parts[first : first + 2])

@@ -1,0 +1,48 @@
+"""Draws one tag of several runs' metrics.jsonl against the step, as one picture.
+
+python launch/plot_metrics.py --runs outputs/compare_gmlp outputs/compare_amlp outputs/compare_bert \
+    --tag eval/perplexity --output docs/compare.png
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from gmlp_scale.train.metrics import read_metrics
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", type=Path, required=True, metavar="RUN_DIR")
+    parser.add_argument("--tag", default="eval/perplexity", help="a key of metrics.jsonl (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    options = parser.parse_args()
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for run_dir in options.runs:
+        try:
+            rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if options.tag in row]
+        except OSError as error:
+            print(f"{run_dir}: no metrics.jsonl ({error.strerror}); --runs takes run folders", file=sys.stderr)
+            return 2
+        if not rows:
+            print(f"{run_dir}/metrics.jsonl: no line has {options.tag}", file=sys.stderr)
+            return 2
+        values = [row[options.tag] for row in rows]
+        axes.plot([row["step"] for row in rows], values, marker=".", label=f"{run_dir.name} ({values[-1]:.2f})")
+    axes.set(xlabel="step", ylabel=options.tag, yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.output, dpi=120)
+    print(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Pretrains the model of a recipe; run again, it resumes from the newest complete checkpoint.
+
+python launch/pretrain.py --config configs/pretrain/smoke.yaml engine.kind=single
+deepspeed launch/pretrain.py --config configs/pretrain/gmlp_base.yaml data.shards=SHARDS_DIR engine.kind=zero engine.stage=1
+torchrun --nproc_per_node 8 launch/pretrain.py --config configs/pretrain/gmlp_base.yaml engine.kind=fsdp2
+"""
+
+import argparse
+import sys
+
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.plan import describe
+from gmlp_scale.pretrain import USER_ERRORS, pretrain
+from gmlp_scale.world import launched_world_size
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
+    parser.add_argument("--dry-run", action="store_true", help="print what the run would be and leave")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    options = parser.parse_intermixed_args()
+    try:
+        run = load_run_config(options.config, options.overrides)
+        run.num_micro_batches(launched_world_size())
+        if options.dry_run:
+            print(describe(run, launched_world_size()))
+            return 0
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        pretrain(run)
+    except USER_ERRORS as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

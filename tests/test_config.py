@@ -1,0 +1,111 @@
+"""RunConfig: a recipe and overrides in, one checked object or every mistake at once out."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gmlp_scale.config import ConfigError, check_unchanged, load_run_config
+
+SMOKE = Path(__file__).parent.parent / "configs" / "pretrain" / "smoke.yaml"
+
+
+def mistakes(path, *overrides) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_run_config(path, overrides)
+    return error.value.mistakes
+
+
+def test_written_config_reads_back_as_the_same_run(tmp_path):
+    run = load_run_config(SMOKE, ["seed=3", "optimizer.peak_learning_rate=1e-3"])
+    (tmp_path / "config.yaml").write_text(run.to_yaml())
+    assert load_run_config(tmp_path / "config.yaml") == run
+    assert run.seed == 3 and run.optimizer.peak_learning_rate == 1e-3
+
+
+def test_every_mistake_is_told_at_once():
+    told = mistakes(
+        SMOKE,
+        "train.num_stepz=3",
+        "model.d_model=many",
+        "optimiser.weight_decay=0",
+        "train.precision=fp16",
+        "seed",
+        "data.shards=null",
+    )
+    text = "\n".join(told)
+    assert "train.num_stepz: unknown field; did you mean num_steps?" in text
+    assert "model.d_model: found 'many'" in text
+    assert "optimiser: unknown field; did you mean optimizer?" in text
+    assert "train.precision: found 'fp16'; needed: 'float32' or 'bf16'" in text
+    assert "seed: an override is written section.field=value" in text
+    assert "data.shards" in text
+    assert len(told) == 6
+
+
+def test_missing_field_is_named(tmp_path):
+    content = yaml.safe_load(SMOKE.read_text())
+    del content["train"]["num_steps"], content["model"]["kind"]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content))
+    text = "\n".join(mistakes(tmp_path / "c.yaml"))
+    assert "train.num_steps: missing" in text
+    assert "model.kind: missing; one of gmlp, amlp, transformer, mixer" in text
+
+
+@pytest.mark.parametrize(
+    "overrides, needle",
+    [
+        (["train.micro_batch_size=3", "train.global_batch_size=8"], "train.micro_batch_size: found 3; must divide"),
+        (["optimizer.warmup_steps=1000000"], "optimizer.warmup_steps: found 1000000; must be below train.num_steps"),
+        (["train.stop_after_step=1000000"], "train.stop_after_step: found 1000000; must be at most"),
+        (["train.allow_changed_on_resume=[optimizer.peak_learning_rat]"], "did you mean optimizer.peak_learning_rate?"),
+        (["engine.kind=single", "engine.stage=1"], "engine.stage: unknown field"),
+        (["engine.kind=ddp"], "engine.kind: found 'ddp'; one of single, zero, fsdp2"),
+        (["name=../elsewhere"], "name: found '../elsewhere'"),
+    ],
+)
+def test_settings_that_cannot_work(overrides, needle):
+    assert any(needle in mistake for mistake in mistakes(SMOKE, *overrides)), mistakes(SMOKE, *overrides)
+
+
+def test_another_engine_kind_leaves_the_files_own_fields_behind(tmp_path):
+    content = yaml.safe_load(SMOKE.read_text())
+    content["engine"] = {"kind": "zero", "stage": 2}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content))
+    assert load_run_config(tmp_path / "c.yaml").engine.stage == 2
+    assert load_run_config(tmp_path / "c.yaml", ["engine.kind=single"]).engine.kind == "single"
+
+
+@pytest.mark.parametrize(
+    "text, needle",
+    [
+        ("a: &x [1]\nb: *x\n", "alias"),
+        ("seed: 1\nseed: 2\n", "seed given twice"),
+        ("seed: !!python/object/apply:os.getcwd []\n", "is not plain YAML"),
+        ("- 1\n", "a recipe is a mapping"),
+        ("seed: [", "is not plain YAML"),
+    ],
+)
+def test_yaml_that_is_not_plain_is_refused(tmp_path, text, needle):
+    (tmp_path / "c.yaml").write_text(text)
+    assert needle in mistakes(tmp_path / "c.yaml")[0]
+
+
+def test_absent_file_is_one_clear_error(tmp_path):
+    assert "cannot be read" in mistakes(tmp_path / "absent.yaml")[0]
+
+
+def test_resume_refuses_what_changes_the_run_and_allows_what_does_not():
+    before = load_run_config(SMOKE).model_dump(mode="json")
+    now = load_run_config(SMOKE, ["seed=9", "train.micro_batch_size=1", "engine.kind=fsdp2"]).model_dump(mode="json")
+    assert check_unchanged(before, now, []) == [
+        f"seed: the checkpoint was trained with {before['seed']}; the run says 9"
+    ]
+    assert check_unchanged(before, now, ["seed"]) == []
+
+
+def test_global_batch_must_cut_evenly_over_the_ranks():
+    run = load_run_config(SMOKE)
+    assert run.num_micro_batches(1) * run.train.micro_batch_size == run.train.global_batch_size
+    with pytest.raises(ConfigError, match="7 ranks x micro_batch_size must divide"):
+        run.num_micro_batches(7)
