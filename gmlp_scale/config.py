@@ -179,10 +179,11 @@ def _cross_check(run: RunConfig) -> Iterable[str]:
             f"train.micro_batch_size: found {train.micro_batch_size}; "
             f"must divide train.global_batch_size = {train.global_batch_size}"
         )
-    if run.optimizer.warmup_steps >= train.num_steps:
-        yield f"optimizer.warmup_steps: found {run.optimizer.warmup_steps}; must be below train.num_steps = {train.num_steps}"
-    if train.stop_after_step is not None and train.stop_after_step > train.num_steps:
-        yield f"train.stop_after_step: found {train.stop_after_step}; must be at most train.num_steps = {train.num_steps}"
+    warmup_steps, num_steps, stop_after_step = run.optimizer.warmup_steps, train.num_steps, train.stop_after_step
+    if warmup_steps >= num_steps:
+        yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {num_steps}"
+    if stop_after_step is not None and stop_after_step > num_steps:
+        yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
     known = {field for field, _ in _flatten(run.model_dump(mode="json"))}
     for field in train.allow_changed_on_resume:
         if field not in known:

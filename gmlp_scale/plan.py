@@ -1,5 +1,7 @@
 """What a run would be, computed without starting it: the text of --dry-run."""
 
+import math
+
 import torch
 
 from gmlp_scale.config import RunConfig
@@ -46,12 +48,12 @@ def describe(run: RunConfig, world_size: int) -> str:
     Raises:
         ConfigError: if the global batch cannot be cut over `world_size` ranks.
     """
-    num_micro_batches = run.num_micro_batches(world_size)
+    micro_batches = f"{run.num_micro_batches(world_size)} micro-batches of {run.train.micro_batch_size} rows each"
     states = state_bytes_per_rank(run, world_size)
     model_flops = flops_per_step(run)
     lines = [
         run.to_yaml(),
-        f"ranks                   {world_size}, {num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each",
+        f"ranks                   {world_size}, {micro_batches}",
         f"parameters              {count_parameters(run):,}",
         f"FLOPs per step          {_short(model_flops)} ({_short(model_flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
@@ -86,10 +88,5 @@ def _describe_resume(run: RunConfig) -> str:
 
 def _short(value: float) -> str:
     """Four digits and an SI prefix."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if value < 1000:
-            break
-        value /= 1000
-    else:
-        prefix = "P"
-    return f"{value:.4g} {prefix}"
+    exponent = min(5, max(0, math.floor(math.log10(max(value, 1)) / 3)))
+    return f"{value / 1000**exponent:.4g} {' kMGTP'[exponent].strip()}"

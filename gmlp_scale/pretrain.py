@@ -18,7 +18,7 @@ from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, build_engine
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import flops_per_step
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, Checkpointer, folder_name, newest_checkpoint
+from gmlp_scale.train.checkpoint import Checkpoint, Checkpointer, CheckpointError, folder_name, newest_checkpoint
 from gmlp_scale.train.evaluate import evaluate
 from gmlp_scale.train.loop import NotFiniteError, Progress, train
 from gmlp_scale.train.metrics import Metrics, peak_tflops
@@ -103,7 +103,7 @@ def pretrain(run: RunConfig) -> Progress:
 
 
 def load_pretrained(run_dir: Path, step: int | None = None) -> tuple[RunConfig, Checkpoint, nn.Module]:
-    """The model of a run folder's newest good checkpoint, or of the one after `step`: float32, on the CPU, with its config."""
+    """The model of a run folder's newest good checkpoint, or of that after `step`: float32, on the CPU."""
     run = load_run_config(run_dir / "config.yaml")
     if step is None:
         checkpoint, _ = newest_checkpoint(run_dir / "checkpoints")
@@ -148,7 +148,7 @@ def _check_continues(run: RunConfig, checkpoint: Checkpoint, details: dict) -> N
     differences += describe_data_change(before["data"], details["data"])
     if differences:
         differences.append(
-            "give the run another name=..., or the old values; a field may differ if it is in train.allow_changed_on_resume"
+            "give the run another name=..., or the old values; train.allow_changed_on_resume lists what may differ"
         )
         raise ConfigError(f"{checkpoint.path} belongs to another run", differences)
     for field in allowed:

@@ -1,4 +1,4 @@
-"""Held-out perplexity of a run's checkpoint, with fixed rows and masks, beside the unigram perplexity of the same tokens.
+"""Held-out perplexity of a run's checkpoint, fixed rows and masks, beside the unigram perplexity.
 
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512
 """

@@ -33,8 +33,9 @@ def main() -> int:
         for sentence in options.sentences:
             probabilities_MV = fill(model, tokenizer, sentence)
             print(sentence)
-            for top in probabilities_MV.topk(options.top):
-                print("   ", "   ".join(f"{tokenizer.decode([id])!r} {p:.1%}" for p, id in zip(*top, strict=True)))
+            for probabilities, ids in zip(*(t.tolist() for t in probabilities_MV.topk(options.top)), strict=True):
+                words = (f"{tokenizer.decode([id])!r} {p:.1%}" for p, id in zip(probabilities, ids, strict=True))
+                print("   ", "   ".join(words))
     except (*USER_ERRORS, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """Pretrains the model of a recipe; run again, it resumes from the newest complete checkpoint.
 
 python launch/pretrain.py --config configs/pretrain/smoke.yaml engine.kind=single
-deepspeed launch/pretrain.py --config configs/pretrain/gmlp_base.yaml data.shards=SHARDS_DIR engine.kind=zero engine.stage=1
+deepspeed launch/pretrain.py --config configs/pretrain/gmlp_base.yaml engine.kind=zero engine.stage=1
 torchrun --nproc_per_node 8 launch/pretrain.py --config configs/pretrain/gmlp_base.yaml engine.kind=fsdp2
 """
 

@@ -29,7 +29,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     micro_batch_size: int = Field(gt=0)
     """Rows per forward pass on one rank; what is missing to the global batch is accumulated."""
     precision: Literal["float32", "bf16"] = "bf16"
-    """bf16: parameters and products in bfloat16 with a float32 master; LayerNorm statistics, softmax and loss float32."""
+    """bf16: parameters and products in bfloat16 with a float32 master; LayerNorm, softmax and loss in float32."""
     compile: bool = True
     """torch.compile for each block."""
     recompute: Literal["none", "full"] = "none"
@@ -41,7 +41,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     peak_tflops_per_device: float | None = Field(None, gt=0)
     """Data-sheet peak that perf/mfu divides by; null looks the device up and leaves MFU out where it is not known."""
     allow_changed_on_resume: list[str] = []
-    """Fields that may differ from the checkpoint's although they change the run, such as optimizer.peak_learning_rate."""
+    """Fields that may differ from the checkpoint's although they change the run (optimizer.peak_learning_rate)."""
 
 
 class NotFiniteError(RuntimeError):
@@ -154,14 +154,12 @@ class _FiniteWatch:
             return
         rows_per_rank = self.global_batch_size // self.world.size
         start = (first - 1) * self.global_batch_size
-        ranks = [rank for rank, s in enumerate(bad_loss_steps) if s == first]
-        places = [
-            f"the loss on rank {rank} (positions {start + rank * rows_per_rank} to {start + (rank + 1) * rows_per_rank - 1})"
-            for rank in ranks
-        ] or ["the gradient norm, though every rank's loss is finite,"]
+        firsts = {rank: start + rank * rows_per_rank for rank, s in enumerate(bad_loss_steps) if s == first}
+        places = [f"the loss on rank {rank} (positions {p} to {p + rows_per_rank - 1})" for rank, p in firsts.items()]
         raise NotFiniteError(
-            f"step {first}: {' and '.join(places)} is not finite. The batch is positions {start} to "
-            f"{start + self.global_batch_size - 1} of the data order (data_prep/inspect_batch.py --step {first - 1} shows it). "
-            f"The update was left out and nothing was saved since: the newest checkpoint is good. Lower "
-            f"optimizer.peak_learning_rate, set optimizer.gradient_clipping, or train in float32."
+            f"step {first}: {' and '.join(places) or 'the gradient norm, though not the loss of any rank,'} is not "
+            f"finite. The batch is positions {start} to {start + self.global_batch_size - 1} of the data order "
+            f"(data_prep/inspect_batch.py --step {first - 1} shows it). The update was left out and nothing was saved "
+            f"since: the newest checkpoint is good. Lower optimizer.peak_learning_rate, set "
+            f"optimizer.gradient_clipping, or train in float32."
         )

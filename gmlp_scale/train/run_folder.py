@@ -6,7 +6,6 @@ file's text only says whose it is.
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 def describe_data_change(before: dict, now: dict) -> list[str]:
     """One line for every entry in which two data fingerprints differ."""
     return [
-        f"data {entry}: the checkpoint was trained on {json.dumps(before.get(entry))}; the run has {json.dumps(now.get(entry))}"
+        f"data {entry}: the checkpoint was trained on {before.get(entry)!r}; the run has {now.get(entry)!r}"
         for entry in sorted(before.keys() | now.keys())
         if before.get(entry) != now.get(entry)
     ]
