@@ -3,10 +3,14 @@
 Shape legend: B batch, N positions, M masked positions.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # so that the workers that tokenize need not load torch
+    import torch
+    from torch import Tensor
 
 PAD_ID, UNK_ID, CLS_ID, SEP_ID, MASK_ID = 0, 1, 2, 3, 4
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<cls>", "<sep>", "<mask>")
@@ -32,7 +36,7 @@ class MaskedBatch:
     labels_BM: Tensor
     """int64 [B, M], the original ids; IGNORED in slots that a row with too few ordinary tokens cannot fill."""
 
-    def to(self, device: torch.device | str) -> "MaskedBatch":
+    def to(self, device: torch.device | str) -> MaskedBatch:
         """The same batch on `device`; the copies do not block the host when the memory is pinned."""
         return MaskedBatch(
             self.token_ids_BN.to(device, non_blocking=True),

@@ -9,6 +9,11 @@ from fsspec.implementations.local import LocalFileSystem
 from gmlp_scale.data.shards import Shard, ShardError
 
 
+def is_local(folder: str) -> bool:
+    """Whether a folder, a path or a URL that fsspec opens, is on this machine's file system."""
+    return isinstance(fsspec.url_to_fs(folder)[0], LocalFileSystem)
+
+
 class ShardFiles:
     """The shards of a folder as local files; those of a remote folder are copied into `cache_dir` when first wanted.
 
@@ -17,8 +22,7 @@ class ShardFiles:
 
     def __init__(self, folder: str, cache_dir: str | None):
         self._filesystem, self._root = fsspec.url_to_fs(folder)
-        self._is_local = isinstance(self._filesystem, LocalFileSystem)
-        if not self._is_local and cache_dir is None:
+        if not is_local(folder) and cache_dir is None:
             raise ShardError(
                 f"data.shards={folder} is not on this machine: set data.cache_dir to a local folder that its shards "
                 "may be copied to"

@@ -14,7 +14,7 @@ from gmlp_scale.data.batch import IGNORED, MaskedBatch, num_masked_positions
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.masking import mask_rows
 from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
-from gmlp_scale.data.order import RowOrder
+from gmlp_scale.data.order import RowAddresses, RowOrder
 from gmlp_scale.data.shards import Manifest, Shard, ShardError
 
 _HELDOUT_SEED = 0
@@ -114,9 +114,13 @@ class Loader:
         first = step * self._global_batch_size + self._rank * num_own
         return range(first, first + num_own)
 
+    def addresses(self, step: int) -> RowAddresses:
+        """Where the rows at `positions(step)` lie."""
+        return self._order.locate(np.array(self.positions(step)))
+
     def micro_batches(self, step: int) -> list[MaskedBatch]:
         """This rank's micro-batches of `step`, in order. Raises CorruptShardError as `data.on_corrupt_shard` says."""
-        addresses = self._order.locate(np.arange(self.positions(step).start, self.positions(step).stop))
+        addresses = self.addresses(step)
         rows_BN = self._shards.read(addresses.shard, addresses.row)
         starts = range(0, len(rows_BN), self._micro_batch_size)
         slices = [slice(start, start + self._micro_batch_size) for start in starts]

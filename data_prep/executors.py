@@ -1,0 +1,75 @@
+"""Running the tasks of a pipeline on this machine, with a progress bar."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
+
+from datatrove.executor import LocalPipelineExecutor
+from tqdm import tqdm
+
+from data_prep.job_folder import JobError, JobFolder
+
+
+class LocalExecutor(LocalPipelineExecutor):
+    """datatrove's executor over a pool that notices a killed worker, where multiprocessing's would wait for ever.
+
+    Its workers end when the job's own process does, so that a killed job leaves nothing running.
+    """
+
+    def run(self) -> None:
+        """Run the tasks that have no completion mark. Raises JobError where a worker was killed."""
+        pool = ProcessPoolExecutor(self.workers, mp_context=get_context("forkserver"), initializer=_end_with_parent)
+        try:
+            tasks = [pool.submit(self._run_for_rank, rank, local_rank=1) for rank in self.get_incomplete_ranks()]
+            for task in as_completed(tasks):
+                task.result()
+        except BrokenProcessPool as error:
+            raise JobError(
+                "a worker was killed, perhaps for want of memory (try fewer --workers); the same command again goes "
+                "on with the tasks that are not done"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """In a worker: end when the process that started the pool has ended, however it did."""
+
+    def watch():
+        parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+@contextmanager
+def progress_bar(job: JobFolder, total_bytes: int | None) -> Iterator[None]:
+    """Show the sum of the tasks' progress while the body runs: of the input's stored bytes, or of documents."""
+    done = threading.Event()
+    key, unit = ("bytes_read", "B") if total_bytes else ("documents", "doc")
+    bar = tqdm(desc="tokenizing", total=total_bytes, unit=unit, unit_scale=True, smoothing=0.05, file=sys.stderr)
+
+    def follow():
+        while not done.wait(1.0):
+            _show(bar, job, key)
+
+    thread = threading.Thread(target=follow, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        _show(bar, job, key)
+        bar.close()
+
+
+def _show(bar: tqdm, job: JobFolder, key: str) -> None:
+    tasks = job.read_all("progress")
+    bar.n = sum(task.get(key, 0) for task in tasks)
+    bar.set_postfix_str(f"{sum(task.get('documents', 0) for task in tasks):,} documents")

@@ -1,0 +1,73 @@
+"""Prints the global batch of a step exactly as training sees it: the rows, their text and their masks.
+
+python data_prep/inspect_batch.py --config configs/pretrain/gmlp_base.yaml --step 1000 data.shards=SHARDS_DIR
+
+For each row: its position in the order, its epoch, shard and row, the text with <mask> where training masks it, and the
+masked tokens as `position:original>shown`.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from gmlp_scale.config import load_run_config
+from gmlp_scale.data.batch import IGNORED
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.data.tokenizer import Tokenizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument(
+        "--step", type=int, required=True, help="finished steps before it; the first batch is of step 0"
+    )
+    parser.add_argument("--rows", type=int, help="print only so many")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    options = parser.parse_intermixed_args()
+    try:
+        run = load_run_config(options.config, options.overrides)
+        if not 0 <= options.step < run.train.num_steps:
+            raise ValueError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")
+        loader = Loader(
+            run.data,
+            sequence_length=run.model.sequence_length,
+            vocab_size=run.model.vocab_size,
+            seed=run.seed,
+            global_batch_size=run.train.global_batch_size,
+            micro_batch_size=run.train.global_batch_size,
+            rank=0,
+            world_size=1,
+            run_dir=run.run_dir,
+        )
+        tokenizer = Tokenizer(Path(run.data.shards) / "tokenizer")
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print_batch(loader, tokenizer, options.step, options.rows)
+    return 0
+
+
+def print_batch(loader: Loader, tokenizer: Tokenizer, step: int, num_rows: int | None) -> None:
+    (batch,) = loader.micro_batches(step)
+    addresses = loader.addresses(step)
+    positions = loader.positions(step)
+    for index in range(min(num_rows or len(positions), len(positions))):
+        shard = loader.manifest.splits.train[addresses.shard[index]]
+        print(
+            f"position {positions[index]}  epoch {addresses.epoch[index]}  {shard.name} row {addresses.row[index]}  "
+            f"global row {addresses.global_row[index]}"
+        )
+        token_ids = batch.token_ids_BN[index].tolist()
+        print(f"  text   {tokenizer.decode(token_ids)!r}")
+        masked = zip(batch.masked_positions_BM[index].tolist(), batch.labels_BM[index].tolist(), strict=True)
+        shown = [
+            f"{position}:{tokenizer.decode([label])!r}>{tokenizer.decode([token_ids[position]])!r}"
+            for position, label in masked
+            if label != IGNORED
+        ]
+        print(f"  masks  {' '.join(shown)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

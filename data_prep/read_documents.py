@@ -1,0 +1,133 @@
+"""The pipeline steps that read documents: from files of any kind, and from data sets of the Hugging Face hub."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from datatrove.data import Document
+from datatrove.pipeline.readers import HuggingFaceDatasetReader
+from datatrove.pipeline.readers.base import BaseReader
+
+from data_prep.job_folder import JobError, JobFolder
+from data_prep.sources import BadRecord, FileReader, InputFile, Record
+from gmlp_scale.data.shards import write_file
+
+_MOST_QUARANTINED = 10_000  # records that a task keeps to show; all are counted
+_PROGRESS_EVERY_SECONDS = 2.0
+
+
+def inputs_of_task(files: list[InputFile], rank: int, num_tasks: int) -> list[tuple[InputFile, int, int]]:
+    """(file, part, number of parts) for each file that a task reads: every num_tasks-th, or a part of one."""
+    if num_tasks <= len(files):
+        return [(file, 0, 1) for file in files[rank::num_tasks]]
+    index = rank % len(files)
+    return [(files[index], rank // len(files), (num_tasks - 1 - index) // len(files) + 1)]
+
+
+class ReadDocuments(BaseReader):
+    """Yields the documents of this task's input files; quarantines and counts what cannot be read."""
+
+    name = "Documents"
+
+    def __init__(
+        self, files: list[InputFile], job: JobFolder, *, text_field: str, max_record_bytes: int, max_bad_fraction: float
+    ):
+        super().__init__(text_key=text_field)
+        self._files = files
+        self._job = job
+        self._max_record_bytes = max_record_bytes
+        self._max_bad_fraction = max_bad_fraction
+
+    def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        counts, quarantine = Counter(), []
+        bytes_before, last_report = 0, time.monotonic()
+        for file, part, num_parts in inputs_of_task(self._files, rank, world_size):
+            reader = FileReader(
+                file, text_field=self.text_key, max_record_bytes=self._max_record_bytes, part=part, num_parts=num_parts
+            )
+            for record in reader:
+                problem = _problem(record)
+                if problem is None:
+                    counts["documents"] += 1
+                    counts["bytes"] += len(record.text.encode())
+                    yield Document(text=record.text, id=f"{file.url}:{record.line}")
+                else:
+                    counts[f"bad: {problem.reason}"] += 1
+                    if len(quarantine) < _MOST_QUARANTINED:
+                        quarantine.append({"file": file.url, **vars(problem)})
+                if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
+                    self._report(rank, counts, bytes_before + reader.bytes_read)
+                    last_report = time.monotonic()
+            bytes_before += file.num_bytes
+            self._check_bad_fraction(counts, quarantine)
+        if quarantine:
+            lines = [json.dumps(entry) + "\n" for entry in quarantine]
+            write_file(f"{self._job.url}/quarantine/{rank:05d}.jsonl", "".join(lines).encode())
+        self._job.write(f"counts/read-{rank:05d}.json", counts)
+        self._report(rank, counts, bytes_before)
+
+    def _report(self, rank: int, counts: Counter, bytes_read: int) -> None:
+        progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
+        self._job.write(f"progress/{rank:05d}.json", progress)
+
+    def _check_bad_fraction(self, counts: Counter, quarantine: list[dict]) -> None:
+        num_bad = num_bad_records(counts)
+        if num_bad > self._max_bad_fraction * (counts["documents"] + num_bad):
+            first = quarantine[0]
+            raise JobError(
+                f"{num_bad} of {counts['documents'] + num_bad} records are bad, more than --max-bad-fraction "
+                f"{self._max_bad_fraction}; the first is {first['file']}, line {first['line']}: {first['reason']}"
+            )
+
+
+class ReadHubDataset(HuggingFaceDatasetReader):
+    """Yields the documents of this task's share of `name` (NAME:CONFIG:SPLIT), streamed by `datasets`, and counts."""
+
+    def __init__(self, name: str, job: JobFolder, *, text_field: str):
+        path, config, split = name.split(":")
+        super().__init__(path, {"name": config, "split": split}, streaming=True, text_key=text_field)
+        self._job = job
+        self._counts = Counter()
+
+    def get_document_from_dict(self, data: dict, source_file: str, id_in_file: str) -> Document | None:
+        document = super().get_document_from_dict(data, source_file, id_in_file)
+        if document is None:
+            self._counts["bad: empty text"] += 1
+        return document
+
+    def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        last_report = time.monotonic()
+        for document in super().run(data, rank, world_size):
+            self._counts["documents"] += 1
+            self._counts["bytes"] += len(document.text.encode())
+            yield document
+            if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
+                self._job.write(f"progress/{rank:05d}.json", self._counts)
+                last_report = time.monotonic()
+        self._job.write(f"counts/read-{rank:05d}.json", self._counts)
+        self._job.write(f"progress/{rank:05d}.json", self._counts)
+
+
+def num_hub_files(name: str) -> int:
+    """Files of the data set hf:NAME:CONFIG:SPLIT, which is as many tasks as it can be cut into."""
+    from datasets import load_dataset
+
+    _, path, config, split = name.split(":")
+    return load_dataset(path, config, split=split, streaming=True).num_shards
+
+
+def num_bad_records(counts: Counter) -> int:
+    return sum(count for name, count in counts.items() if name.startswith("bad: "))
+
+
+def _problem(record: Record | BadRecord) -> BadRecord | None:
+    if isinstance(record, BadRecord):
+        return record
+    if not record.text.strip():
+        return BadRecord(record.line, "empty text", "")
+    try:
+        record.text.encode()
+    except UnicodeEncodeError:
+        return BadRecord(record.line, "lone surrogate", record.text[:100].encode(errors="replace").decode())
+    return None

@@ -1,0 +1,91 @@
+"""The end of a tokenizing job: the manifest from the receipts, report.json and the printed table."""
+
+import json
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from data_prep.job_folder import JobError, JobFolder
+from data_prep.read_documents import num_bad_records
+from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits, write_file
+from gmlp_scale.data.tokenizer import Tokenizer
+
+
+def write_manifest(job: JobFolder, tokenizer: Tokenizer, *, num_tasks: int, sequence_length: int, packing: str) -> None:
+    """Write OUTPUT/manifest.json from the tasks' receipts. Raises JobError where there is nothing to train on."""
+    receipts = job.read_all("receipts")
+    assert len(receipts) == num_tasks
+    splits = Splits(
+        **{split: [shard for receipt in receipts for shard in receipt[split]] for split in ("train", "heldout")}
+    )
+    if not splits.train:
+        raise JobError("the input gave no training rows: it is empty, or every document was held out or refused")
+    _remove_temporary_files(job.output)
+    manifest = Manifest(
+        sequence_length=sequence_length,
+        vocab_size=tokenizer.vocab_size,
+        packing=packing,
+        tokenizer_sha256=tokenizer.sha256,
+        total_rows={split: sum(shard.rows for shard in getattr(splits, split)) for split in ("train", "heldout")},
+        splits=splits,
+    )
+    write_file(f"{job.output}/{MANIFEST_NAME}", manifest.to_json().encode())
+
+
+def make_report(job: JobFolder, *, sequence_length: int, workers: int) -> dict:
+    """What the job read, refused and wrote, from the counts of its tasks."""
+    read, written = job.total_counts("read"), job.total_counts("write")
+    seconds = {name.removesuffix(" seconds"): round(written[name], 2) for name in written if name.endswith(" seconds")}
+    tokens = written["tokens"]
+    rows = written["train rows"] + written["heldout rows"]
+    return {
+        "documents": read["documents"],
+        "heldout_documents": written["heldout documents"],
+        "bytes": read["bytes"],
+        "tokens": tokens,
+        "tokens_per_byte": round(tokens / max(1, read["bytes"]), 4),
+        "unknown_rate": round(written["unknown tokens"] / max(1, tokens), 6),
+        "byte_fallback_rate": round(written["byte tokens"] / max(1, tokens), 6),
+        "train_rows": written["train rows"],
+        "heldout_rows": written["heldout rows"],
+        "padding_fraction": round(written["padding tokens"] / max(1, rows * sequence_length), 6),
+        "bad_records": num_bad_records(read),
+        "bad_records_by_reason": {
+            name.removeprefix("bad: "): n for name, n in sorted(read.items()) if n and "bad: " in name
+        },
+        "seconds_by_stage_summed_over_tasks": seconds,
+        "megabytes_per_second_per_worker": round(read["bytes"] / 1e6 / max(1e-9, sum(seconds.values())), 3),
+        "workers": workers,
+    }
+
+
+def check_bad_fraction(job: JobFolder, max_bad_fraction: float) -> None:
+    """JobError where more of the whole input is bad than allowed."""
+    read = job.total_counts("read")
+    num_bad = num_bad_records(read)
+    if num_bad > max_bad_fraction * (read["documents"] + num_bad):
+        raise JobError(
+            f"{num_bad} of {read['documents'] + num_bad} records are bad, more than --max-bad-fraction "
+            f"{max_bad_fraction}; they are listed in {job.url}/quarantine"
+        )
+
+
+def write_report(job: JobFolder, report: dict) -> None:
+    write_file(f"{job.output}/report.json", (json.dumps(report, indent=1) + "\n").encode())
+
+
+def print_table(report: dict) -> None:
+    for name, value in report.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {number:,}" for key, number in value.items()) or "none"
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        print(f"  {name.replace('_', ' '):36} {value}")
+
+
+def _remove_temporary_files(output: str) -> None:
+    """Remove what killed tasks left half written; only local files are ever written under a temporary name."""
+    filesystem, path = fsspec.url_to_fs(output)
+    if isinstance(filesystem, LocalFileSystem):
+        for name in filesystem.glob(f"{path}/*/.*.tmp"):
+            filesystem.rm_file(name)

@@ -1,0 +1,240 @@
+"""Finding and reading input: JSON lines, Parquet and text files by glob or URL, and what is wrong with them.
+
+A record that cannot be read is never an exception and never silence: it comes out as a BadRecord with its place.
+"""
+
+import gzip
+import io
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import fsspec
+import orjson
+import zstandard
+
+from data_prep.job_folder import JobError
+
+_TEXT_DOCUMENT_CHARACTERS = 1_000_000
+_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+
+
+@dataclass(frozen=True)
+class InputFile:
+    url: str
+    num_bytes: int
+    """As stored, that is compressed."""
+
+    @property
+    def kind(self) -> str | None:
+        """json, parquet or text, by the name's ending."""
+        stem = self.url.removesuffix(".gz").removesuffix(".zst")
+        return next((kind for suffix, kind in _SUFFIXES.items() if stem.endswith(suffix)), None)
+
+
+@dataclass(frozen=True)
+class Record:
+    text: str
+    line: int
+    """Number of the line, or of the Parquet row or part of a text file, from 1."""
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    line: int
+    reason: str
+    excerpt: str
+    """How it begins."""
+
+
+def find_inputs(sources: Iterable[str]) -> list[InputFile]:
+    """Files of the globs and URLs, each source's sorted by name. ValueError where one matches nothing readable."""
+    found = []
+    for source in sources:
+        filesystem, pattern = fsspec.url_to_fs(source)
+        matches = filesystem.glob(pattern, detail=True) if any(c in pattern for c in "*?[") else {}
+        if not matches and filesystem.isfile(pattern):
+            matches = {pattern: filesystem.info(pattern)}
+        files = [
+            InputFile(filesystem.unstrip_protocol(path).removeprefix("file://"), info["size"])
+            for path, info in sorted(matches.items())
+            if info["type"] == "file"
+        ]
+        if not files:
+            raise ValueError(f"--input {source} matches no file")
+        unreadable = [file.url for file in files if file.kind is None]
+        if unreadable:
+            raise ValueError(
+                f"--input {source} matches {unreadable[0]}, whose format is unknown; readable are "
+                f"{', '.join(_SUFFIXES)}, all but Parquet also with .gz or .zst after it"
+            )
+        found += files
+    names = [file.url for file in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--input names {name} twice")
+    return found
+
+
+class FileReader:
+    """Reads one input file; `bytes_read` says how far, in stored bytes.
+
+    part, num_parts: records are dealt out to the parts in turn, and this reader takes those of `part`.
+    """
+
+    def __init__(self, file: InputFile, *, text_field: str, max_record_bytes: int, part: int = 0, num_parts: int = 1):
+        self._file = file
+        self._text_field = text_field
+        self._max_record_bytes = max_record_bytes
+        self._part = part
+        self._num_parts = num_parts
+        self._raw: BinaryIO | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        return self._raw.tell() if self._raw and not self._raw.closed else 0
+
+    def __iter__(self) -> Iterator[Record | BadRecord]:
+        read = {"json": self._json_lines, "parquet": self._parquet_rows, "text": self._text_parts}[self._file.kind]
+        last_line = 0
+        with fsspec.open(self._file.url, "rb") as self._raw:
+            try:
+                for record in read(self._raw):
+                    last_line = record.line
+                    yield record
+            except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, CorruptFileError) as error:
+                yield BadRecord(last_line + 1, "truncated or corrupt file", str(error))
+
+    def _is_own(self, line: int) -> bool:
+        return line % self._num_parts == self._part
+
+    def _json_lines(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+        file = _decompressed(raw, self._file.url)
+        for line in itertools.count(1):
+            content = file.readline(self._max_record_bytes + 1)
+            if not content:
+                return
+            if len(content) > self._max_record_bytes:
+                while not content.endswith(b"\n") and (more := file.readline(1 << 20)):
+                    content = content[:100] + more[-1:]
+                if self._is_own(line):
+                    yield BadRecord(line, "too long", _excerpt(content))
+            elif self._is_own(line) and not content.isspace():
+                yield self._parse(content, line)
+
+    def _parse(self, content: bytes, line: int) -> Record | BadRecord:
+        try:
+            document = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            return BadRecord(line, "broken JSON" if _is_utf8(content) else "invalid UTF-8", _excerpt(content))
+        text = document.get(self._text_field) if isinstance(document, dict) else None
+        if not isinstance(text, str):
+            return BadRecord(line, f"no text in field {self._text_field!r}", _excerpt(content))
+        return Record(text, line)
+
+    def _parquet_rows(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.ParquetFile(raw)
+            names = table.schema_arrow.names
+            if self._text_field not in names:
+                raise JobError(
+                    f"{self._file.url} has no column {self._text_field!r}; it has {', '.join(names)}: choose one with "
+                    "--text-field"
+                )
+            line = 0
+            for batch in table.iter_batches(batch_size=256, columns=[self._text_field]):
+                for text in batch.column(0).to_pylist():
+                    line += 1
+                    if self._is_own(line):
+                        yield self._check_value(text, line)
+        except pyarrow.ArrowException as error:
+            raise CorruptFileError(str(error)) from error
+
+    def _check_value(self, text: object, line: int) -> Record | BadRecord:
+        if not isinstance(text, str):
+            return BadRecord(line, f"no text in field {self._text_field!r}", repr(text)[:100])
+        if len(text) > self._max_record_bytes:
+            return BadRecord(line, "too long", text[:100])
+        return Record(text, line)
+
+    def _text_parts(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+        """The whole text, or parts of it that end where a line does; \\r\\n and the like stay as they are."""
+        file = _decompressed(raw, self._file.url)
+        lines = iter(lambda: file.readline(self._max_record_bytes), b"")
+        for number in itertools.count(1):
+            part = bytearray()
+            for content in lines:
+                part += content
+                if len(part) >= _TEXT_DOCUMENT_CHARACTERS:
+                    break
+            if not part:
+                return
+            if self._is_own(number):
+                yield self._decode(bytes(part), number)
+
+    def _decode(self, content: bytes, line: int) -> Record | BadRecord:
+        try:
+            return Record(content.decode(), line)
+        except UnicodeDecodeError:
+            return BadRecord(line, "invalid UTF-8", _excerpt(content))
+
+
+class CorruptFileError(Exception):
+    """A file that ends or breaks in the middle."""
+
+
+def _decompressed(raw: BinaryIO, url: str) -> io.BufferedIOBase:
+    if url.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if url.endswith(".zst"):
+        return io.BufferedReader(_ZstdFile(raw), 1 << 17)
+    return raw
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompresses any number of Zstandard frames; EOFError where the last is cut short, which others pass over."""
+
+    def __init__(self, raw: BinaryIO):
+        self._raw = raw
+        self._frame = None
+        self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._output:
+            compressed = self._raw.read(1 << 17)
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError("compressed file ended before the end of a Zstandard frame")
+                return 0
+            parts = []
+            while compressed:
+                self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+                parts.append(self._frame.decompress(compressed))
+                compressed = self._frame.unused_data
+                if self._frame.eof:
+                    self._frame = None
+            self._output = b"".join(parts)
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _excerpt(content: bytes) -> str:
+    return content[:100].decode(errors="replace")

@@ -1,0 +1,167 @@
+"""Tokenizes a corpus, packs it into rows and writes them as shards, by any number of tasks.
+
+python data_prep/tokenize_corpus.py --input 'corpus/*.jsonl.gz' --tokenizer TOKENIZER_DIR --sequence-length 512 \\
+    --output SHARDS_DIR --tasks 64 --workers 16
+python data_prep/tokenize_corpus.py --input hf:allenai/c4:en:train --tasks 1024 ...
+
+Killed at any point and run again, it finishes the tasks that are not done; the bytes are the same as of a job that
+was never disturbed. The manifest is written last.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from data_prep.estimate import estimate
+from data_prep.executors import LocalExecutor, progress_bar
+from data_prep.job_folder import JobError, JobFolder
+from data_prep.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task, num_hub_files
+from data_prep.report import check_bad_fraction, make_report, print_table, write_manifest, write_report
+from data_prep.sources import InputFile, find_inputs
+from data_prep.write_shards import PACKINGS, WriteShards
+from gmlp_scale.data.shards import write_file
+from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="SOURCE", help="globs, URLs or hf:NAME:CONFIG:SPLIT"
+    )
+    parser.add_argument("--tokenizer", required=True, metavar="TOKENIZER_DIR")
+    parser.add_argument("--sequence-length", type=int, required=True, help="tokens in a row")
+    parser.add_argument("--output", required=True, metavar="SHARDS_DIR")
+    parser.add_argument("--heldout-fraction", type=float, default=0.005, help="of the documents, chosen by their text")
+    parser.add_argument("--packing", choices=PACKINGS, default="packed")
+    parser.add_argument("--text-field", default="text")
+    parser.add_argument("--tasks", type=int, help="default: one for each input file")
+    parser.add_argument("--workers", type=int, default=1, help="tasks that run at the same time")
+    parser.add_argument("--shard-bytes", type=int, default=8 << 20)
+    parser.add_argument("--max-record-bytes", type=int, default=4_000_000, help="longer records are refused")
+    parser.add_argument("--max-bad-fraction", type=float, default=0.01, help="more bad records than this end the job")
+    parser.add_argument("--dry-run", action="store_true", help="read a sample and print what the job would give")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    try:
+        check(options)
+        tokenizer = Tokenizer(options.tokenizer)
+        files, num_tasks = plan_tasks(options)
+        if options.dry_run:
+            print_table(dry_run(options, files, tokenizer))
+            return 0
+        job = JobFolder(options.output)
+        job.begin(settings(options, files, num_tasks, tokenizer))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        with job.claimed():
+            run(options, files, num_tasks, tokenizer, job)
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def check(options: argparse.Namespace) -> None:
+    """ValueError naming the first option that cannot be."""
+    for name, lowest, highest in (
+        ("sequence_length", 4, 1 << 16),
+        ("heldout_fraction", 0, 0.999),
+        ("max_bad_fraction", 0, 1),
+        ("workers", 1, 1 << 16),
+        ("shard_bytes", 2 * options.sequence_length, 1 << 31),
+        ("max_record_bytes", 1, 1 << 31),
+    ):
+        if not lowest <= getattr(options, name) <= highest:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is {getattr(options, name)}; it must be between {lowest} and {highest}")
+    if options.tasks is not None and options.tasks < 1:
+        raise ValueError(f"--tasks is {options.tasks}; it must be at least 1")
+    is_hub = [source.startswith("hf:") and not source.startswith("hf://") for source in options.input]
+    if any(is_hub) and len(is_hub) > 1:
+        raise ValueError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
+    if any(is_hub) and options.input[0].count(":") != 3:
+        raise ValueError(
+            f"--input {options.input[0]} is not of the form hf:NAME:CONFIG:SPLIT, as hf:allenai/c4:en:train"
+        )
+
+
+def plan_tasks(options: argparse.Namespace) -> tuple[list[InputFile], int]:
+    """The input files (none for a data set of the hub) and the number of tasks."""
+    if options.input[0].startswith("hf:") and not options.input[0].startswith("hf://"):
+        return [], options.tasks or num_hub_files(options.input[0])
+    files = find_inputs(options.input)
+    return files, options.tasks or len(files)
+
+
+def dry_run(options: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> dict[str, int | float]:
+    if not files:
+        raise ValueError("--dry-run needs files: a data set of the hub does not tell its size before it is read")
+    return estimate(
+        files,
+        tokenizer,
+        sequence_length=options.sequence_length,
+        shard_bytes=options.shard_bytes,
+        workers=options.workers,
+        text_field=options.text_field,
+        max_record_bytes=options.max_record_bytes,
+    )
+
+
+def settings(options: argparse.Namespace, files: list[InputFile], num_tasks: int, tokenizer: Tokenizer) -> dict:
+    """Everything that the output's bytes depend on."""
+    names = (
+        "sequence_length", "heldout_fraction", "packing", "text_field", "shard_bytes", "max_record_bytes",
+    )  # fmt: skip
+    return {name: getattr(options, name) for name in names} | {
+        "tasks": num_tasks,
+        "tokenizer_sha256": tokenizer.sha256,
+        "inputs": [[file.url, file.num_bytes] for file in files] or options.input,
+    }
+
+
+def run(
+    options: argparse.Namespace, files: list[InputFile], num_tasks: int, tokenizer: Tokenizer, job: JobFolder
+) -> None:
+    """Run the tasks that are not done, then write tokenizer, manifest and report."""
+    if files:
+        reader = ReadDocuments(
+            files,
+            job,
+            text_field=options.text_field,
+            max_record_bytes=options.max_record_bytes,
+            max_bad_fraction=options.max_bad_fraction,
+        )
+    else:
+        reader = ReadHubDataset(options.input[0].removeprefix("hf:"), job, text_field=options.text_field)
+    writer = WriteShards(
+        options.tokenizer,
+        job,
+        sequence_length=options.sequence_length,
+        packing=options.packing,
+        heldout_fraction=options.heldout_fraction,
+        shard_bytes=options.shard_bytes,
+    )
+    executor = LocalExecutor([reader, writer], num_tasks, options.workers, logging_dir=f"{job.url}/executor")
+    started = time.monotonic()
+    planned = [inputs_of_task(files, rank, num_tasks) for rank in range(num_tasks if files else 0)]
+    with progress_bar(job, sum(file.num_bytes for task in planned for file, _, _ in task)):
+        executor.run()
+    check_bad_fraction(job, options.max_bad_fraction)
+    write_file(f"{options.output}/tokenizer/{MODEL_NAME}", Path(options.tokenizer, MODEL_NAME).read_bytes())
+    report = make_report(job, sequence_length=options.sequence_length, workers=options.workers)
+    write_report(job, report)
+    write_manifest(
+        job, tokenizer, num_tasks=num_tasks, sequence_length=options.sequence_length, packing=options.packing
+    )
+    print_table(report)
+    print(f"shards in {options.output}, after {time.monotonic() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

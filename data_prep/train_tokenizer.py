@@ -1,0 +1,117 @@
+"""Trains a tokenizer on a seeded sample of the input's documents.
+
+python data_prep/train_tokenizer.py --input 'corpus/*.jsonl.gz' --vocab-size 32000 --output TOKENIZER_DIR
+
+Reads the beginnings of all files, up to ten times the sample, and keeps the documents whose seeded hashes are smallest.
+The same input, options and version of sentencepiece give the same tokenizer.
+"""
+
+import argparse
+import hashlib
+import heapq
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data_prep.sources import FileReader, InputFile, Record, find_inputs
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
+from gmlp_scale.data.shards import write_file
+from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
+
+_READ_PER_SAMPLED_BYTE = 10
+_MAX_RECORD_BYTES = 4_000_000
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="GLOB_OR_URL")
+    parser.add_argument("--vocab-size", type=int, default=32_000)
+    parser.add_argument("--output", required=True, metavar="TOKENIZER_DIR")
+    parser.add_argument("--text-field", default="text")
+    parser.add_argument("--sample-bytes", type=int, default=100_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    started = time.monotonic()
+    try:
+        smallest = NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS + 1
+        if not smallest <= options.vocab_size <= 1 << 16:
+            raise ValueError(f"--vocab-size is {options.vocab_size}; it must be between {smallest} and 65536")
+        if Path(options.output).exists():
+            raise ValueError(f"--output {options.output} is there already: choose another, or delete it")
+        texts = sample(find_inputs(options.input), options.text_field, options.sample_bytes, options.seed)
+        num_bytes = sum(len(text.encode()) for text in texts)
+        with elapsed_seconds(f"training on {len(texts):,} documents, {num_bytes:,} bytes"):
+            train_tokenizer(texts, options.vocab_size, options.output)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    tokenizer = Tokenizer(options.output)
+    tokens_per_byte = sum(map(len, tokenizer.encode_batch(texts[:1000]))) / sum(len(t.encode()) for t in texts[:1000])
+    details = vars(options) | {
+        "sampled_documents": len(texts),
+        "sampled_bytes": num_bytes,
+        "tokens_per_byte": round(tokens_per_byte, 4),
+        "sha256": tokenizer.sha256,
+    }
+    write_file(f"{options.output}/training.json", (json.dumps(details, indent=1) + "\n").encode())
+    seconds = time.monotonic() - started
+    print(f"{options.output}: {tokenizer.vocab_size} pieces, {tokens_per_byte:.4f} tokens per byte, {seconds:.0f} s")
+    return 0
+
+
+def sample(files: list[InputFile], text_field: str, sample_bytes: int, seed: int) -> list[str]:
+    """The documents with the smallest seeded hashes, about `sample_bytes` in all, in the order of the hashes."""
+    read_per_file = _READ_PER_SAMPLED_BYTE * sample_bytes / len(files)
+    kept: list[tuple[int, str]] = []  # a heap with the largest hash, negated, on top
+    kept_bytes = 0
+    for file in tqdm(files, desc="sampling", unit="file"):
+        read_bytes = 0
+        for record in FileReader(file, text_field=text_field, max_record_bytes=_MAX_RECORD_BYTES):
+            if not isinstance(record, Record):
+                continue
+            content = record.text.encode()
+            digest = hashlib.blake2b(content, digest_size=8, key=seed.to_bytes(8)).digest()
+            heapq.heappush(kept, (-int.from_bytes(digest), record.text))
+            read_bytes += len(content)
+            kept_bytes += len(content)
+            while kept_bytes > sample_bytes:
+                kept_bytes -= len(heapq.heappop(kept)[1].encode())
+            if read_bytes >= read_per_file:
+                break
+    if not kept:
+        raise ValueError(f"--input holds no text in field {text_field!r}")
+    return [text for _, text in sorted(kept, reverse=True)]
+
+
+@contextmanager
+def elapsed_seconds(description: str) -> Iterator[None]:
+    """Show the time that the body takes, for work that does not tell how far it is."""
+    done = threading.Event()
+    bar = tqdm(desc=description, bar_format="{desc}: {elapsed}")
+
+    def tick():
+        while not done.wait(1.0):
+            bar.refresh()
+
+    thread = threading.Thread(target=tick, name="elapsed seconds")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        bar.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

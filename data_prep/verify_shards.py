@@ -1,0 +1,78 @@
+"""Checks everything that the manifest of a folder of shards says: checksums, counts, ids, tokenizer.
+
+python data_prep/verify_shards.py SHARDS_DIR
+
+Exit code 0 if all is well, 1 naming each bad shard, 2 where there is no valid manifest.
+"""
+
+import argparse
+import hashlib
+import sys
+import tempfile
+
+import fsspec
+import numpy as np
+from tqdm import tqdm
+
+from gmlp_scale.data.batch import CLS_ID
+from gmlp_scale.data.cache import ShardFiles, is_local
+from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardRows
+from gmlp_scale.data.tokenizer import MODEL_NAME
+
+_ROWS_AT_A_TIME = 8192
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shards", metavar="SHARDS_DIR", help="a path or a URL")
+    folder = parser.parse_args().shards
+    try:
+        manifest = Manifest.load(folder)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    shards = [*manifest.splits.train, *manifest.splits.heldout]
+    problems = check_tokenizer(folder, manifest)
+    for shard in tqdm(shards, desc="verifying", unit="shard"):
+        with tempfile.TemporaryDirectory() as cache_dir:
+            files = ShardFiles(folder, None if is_local(folder) else cache_dir)
+            problems += check_shard(files, shard, manifest)
+    for problem in problems:
+        print(f"BAD {problem}")
+    rows = f"{manifest.num_rows('train'):,} train and {manifest.num_rows('heldout'):,} held-out rows"
+    print(f"{len(shards):,} shards, {rows} of {manifest.sequence_length} tokens: {len(problems)} problems")
+    return 1 if problems else 0
+
+
+def check_shard(files: ShardFiles, shard: Shard, manifest: Manifest) -> list[str]:
+    """What is wrong with a shard, in words."""
+    try:
+        rows = ShardRows(files.local_path(shard), shard, manifest.sequence_length)
+    except (CorruptShardError, OSError) as error:
+        return [f"{shard.name}: {error}"]
+    problems = []
+    for start in range(0, shard.rows, _ROWS_AT_A_TIME):
+        part = rows.read(np.arange(start, min(start + _ROWS_AT_A_TIME, shard.rows)))
+        if part.max() >= manifest.vocab_size:
+            row = start + int(part.max(axis=1).argmax())
+            problems.append(f"{shard.name}: row {row} has id {part.max()}, the vocabulary has {manifest.vocab_size}")
+        if (part[:, 0] != CLS_ID).any():
+            row = start + int((part[:, 0] != CLS_ID).argmax())
+            problems.append(f"{shard.name}: row {row} does not begin with <cls>")
+    return problems
+
+
+def check_tokenizer(folder: str, manifest: Manifest) -> list[str]:
+    url = f"{folder.rstrip('/')}/tokenizer/{MODEL_NAME}"
+    try:
+        with fsspec.open(url, "rb") as file:
+            sha256 = hashlib.sha256(file.read()).hexdigest()
+    except OSError as error:
+        return [f"{url}: {error}"]
+    if sha256 == manifest.tokenizer_sha256:
+        return []
+    return [f"{url}: has sha256 {sha256}, the manifest says {manifest.tokenizer_sha256}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

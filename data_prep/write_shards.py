@@ -1,0 +1,194 @@
+"""The pipeline step that tokenizes documents, packs them into rows and writes the rows as shards."""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.job_folder import JobFolder
+from gmlp_scale.data.batch import CLS_ID, NUM_SPECIAL_TOKENS, PAD_ID, SEP_ID, UNK_ID
+from gmlp_scale.data.shards import ROW_DTYPE, ShardWriter
+from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
+
+_BATCH_CHARACTERS = 200_000
+
+
+class PackedRows:
+    """Rows `<cls> document <sep> document <sep> ...`: one stream of documents cut every N-1 tokens, each row after a
+    <cls>. Only the last row is padded."""
+
+    def __init__(self, sequence_length: int):
+        self._row_tokens = sequence_length - 1
+        self._waiting: list[np.ndarray] = []
+
+    def add(self, ids: np.ndarray) -> None:
+        self._waiting += [ids, np.array([SEP_ID])]
+
+    def take(self) -> np.ndarray:
+        """The rows that are full, uint16 [R, N]."""
+        stream = np.concatenate([np.empty(0, ROW_DTYPE), *self._waiting])
+        num_rows = len(stream) // self._row_tokens
+        self._waiting = [stream[num_rows * self._row_tokens :]]
+        return _with_cls(stream[: num_rows * self._row_tokens].reshape(num_rows, self._row_tokens))
+
+    def take_last(self) -> np.ndarray:
+        """What is left as one padded row, or none."""
+        full = self.take()
+        (rest,) = self._waiting
+        last = np.full((1 if len(rest) else 0, self._row_tokens), PAD_ID)
+        last[:, : len(rest)] = rest
+        return np.concatenate([full, _with_cls(last)])
+
+
+class DocumentRows:
+    """Rows `<cls> document <sep> <pad>...`: each row holds one document, or a part of one that is too long."""
+
+    def __init__(self, sequence_length: int):
+        self._row_tokens = sequence_length - 2
+        self._rows: list[np.ndarray] = []
+
+    def add(self, ids: np.ndarray) -> None:
+        for start in range(0, len(ids), self._row_tokens):
+            row = np.full(self._row_tokens + 1, PAD_ID)
+            part = ids[start : start + self._row_tokens]
+            row[: len(part)] = part
+            row[len(part)] = SEP_ID
+            self._rows.append(row)
+
+    def take(self) -> np.ndarray:
+        rows = np.array(self._rows).reshape(-1, self._row_tokens + 1)
+        self._rows = []
+        return _with_cls(rows)
+
+    take_last = take
+
+
+def _with_cls(rows: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.full((len(rows), 1), CLS_ID), rows], axis=1).astype(ROW_DTYPE)
+
+
+PACKINGS = {"packed": PackedRows, "document": DocumentRows}
+
+
+class SplitOutput:
+    """The rows and shards of one split that one task writes."""
+
+    def __init__(self, job: JobFolder, split: str, rank: int, *, sequence_length: int, packing: str, shard_bytes: int):
+        self.rows = PACKINGS[packing](sequence_length)
+        self._writer = ShardWriter(
+            job.output,
+            split,
+            f"{split}-{rank:05d}",
+            sequence_length=sequence_length,
+            rows_per_shard=max(1, shard_bytes // (sequence_length * ROW_DTYPE.itemsize)),
+        )
+        self._split = split
+        self.counts = Counter()
+
+    def write(self, rows: np.ndarray) -> None:
+        self.counts[f"{self._split} rows"] += len(rows)
+        self.counts["padding tokens"] += int((rows == PAD_ID).sum())
+        self._writer.add(rows)
+
+    def close(self) -> list[dict]:
+        self.write(self.rows.take_last())
+        return [shard.model_dump() for shard in self._writer.close()]
+
+
+class WriteShards(PipelineStep):
+    """Tokenizes, packs and writes a task's documents; its receipt, written last, lists the shards."""
+
+    type = "Writer"
+    name = "Shards"
+
+    def __init__(
+        self,
+        tokenizer: str,
+        job: JobFolder,
+        *,
+        sequence_length: int,
+        packing: str,
+        heldout_fraction: float,
+        shard_bytes: int,
+    ):
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._job = job
+        self._sequence_length = sequence_length
+        self._packing = packing
+        self._heldout_fraction = heldout_fraction
+        self._shard_bytes = shard_bytes
+
+    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
+        tokenizer = Tokenizer(self._tokenizer)
+        outputs = {
+            split: SplitOutput(
+                self._job,
+                split,
+                rank,
+                sequence_length=self._sequence_length,
+                packing=self._packing,
+                shard_bytes=self._shard_bytes,
+            )
+            for split in ("train", "heldout")
+        }
+        counts = Counter()
+        clock = _Clock()
+        for texts in _batches(data):
+            clock.lap("reading seconds")
+            encoded = tokenizer.encode_batch(texts)
+            clock.lap("tokenizing seconds")
+            for text, ids in zip(texts, encoded, strict=True):
+                split = "heldout" if is_heldout(text, self._heldout_fraction) else "train"
+                outputs[split].rows.add(ids)
+                counts[f"{split} documents"] += 1
+            for output in outputs.values():
+                output.write(output.rows.take())
+            counts.update(_token_counts(np.concatenate(encoded)))
+            clock.lap("writing seconds")
+        receipt = {split: output.close() for split, output in outputs.items()}
+        clock.lap("writing seconds")
+        for output in outputs.values():
+            counts.update(output.counts)
+        self._job.write(f"counts/write-{rank:05d}.json", {**counts, **clock.seconds})
+        self._job.write(f"receipts/{rank:05d}.json", receipt)
+
+
+def is_heldout(text: str, fraction: float) -> bool:
+    """Whether a document is held out: decided by its text alone, so that equal documents are on the same side."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    texts, num_characters = [], 0
+    for document in documents:
+        texts.append(document.text)
+        num_characters += len(document.text)
+        if num_characters >= _BATCH_CHARACTERS:
+            yield texts
+            texts, num_characters = [], 0
+    if texts:
+        yield texts
+
+
+def _token_counts(ids: np.ndarray) -> dict[str, int]:
+    is_byte = (ids >= NUM_SPECIAL_TOKENS) & (ids < NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS)
+    return {"tokens": len(ids), "unknown tokens": int((ids == UNK_ID).sum()), "byte tokens": int(is_byte.sum())}
+
+
+class _Clock:
+    """Seconds by stage."""
+
+    def __init__(self):
+        self.seconds = Counter()
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
