@@ -1,0 +1,146 @@
+"""Gathers a corpus that needs no download: the English prose of the installed Python packages' documentation.
+
+python data_prep/gather_docs.py --output docs.jsonl
+
+Takes docstrings and .md, .rst and .txt files in an order that mixes the packages, until there is enough; drops code
+blocks, doctests, tables, lists of parameters and every paragraph seen before. One JSON line per source file: {"text",
+"source"}. The same packages give the same bytes.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gmlp_scale.data.shards import write_file
+
+_SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt"}
+_MAX_FILE_BYTES = 2_000_000
+_MIN_DOCUMENT_WORDS = 40
+_FENCED_BLOCK = re.compile(r"^(```|~~~).*?^\1[^\n]*$", re.MULTILINE | re.DOTALL)
+_MARKUP = re.compile(
+    r"<[^>\n]{1,200}>|!?\[([^\]\n]*)\]\([^)\n]*\)|:[a-z:]+:`~?([^`<]*?)(?: ?<[^`]*>)?`"
+    r"|`+([^`\n]*)`+_*|\*{1,2}(\S[^*\n]*)\*{1,2}"
+)
+_NOT_PROSE_LINE = re.compile(
+    r"\s*(>>>|\.\.\.|\$ |\||\+-|==|--|\.\. |#|:|(args|arguments|parameters|params|attributes|returns|yields|raises"
+    r"|examples?|notes?|usage)\s*:?\s*$|(args|returns):|[\w.*`]+ ?\([^)]*\) ?:|[\w.*`]+ : )",
+    re.IGNORECASE,
+)
+_LICENCE_NAME = re.compile(
+    r"licen[cs]e|copying|notice|authors|record|entry_points|top_level|third.?party", re.IGNORECASE
+)
+_LICENCE_TEXT = re.compile(
+    r"copyright|warrant(y|ies)|permission is hereby|licen[cs]ed? under|redistribut", re.IGNORECASE
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, metavar="FILE")
+    parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["purelib"]))
+    parser.add_argument("--bytes", type=int, default=6_000_000, help="stop when there is so much text")
+    options = parser.parse_args()
+    files = find_files(options.folder)
+    if not files:
+        print(f"--folder {options.folder} holds no Python or documentation files", file=sys.stderr)
+        return 2
+    documents = gather(options.folder, files, options.bytes)
+    content = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in documents).encode()
+    write_file(options.output, content)
+    print(f"{options.output}: {len(documents):,} documents, {len(content):,} bytes, of {len(files):,} files")
+    return 0
+
+
+def find_files(folder: Path) -> list[Path]:
+    """Documentation and Python files, sorted; without tests, licences and what packaging leaves."""
+    found = []
+    for path in folder.rglob("*"):
+        parts = path.relative_to(folder).parts
+        if path.suffix not in _SUFFIXES or any(part in ("tests", "test", "testing", "__pycache__") for part in parts):
+            continue
+        if _LICENCE_NAME.search(path.name) or "licenses" in parts:
+            continue
+        if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+            found.append(path)
+    return sorted(found)
+
+
+def gather(folder: Path, files: Iterable[Path], max_bytes: int) -> list[dict[str, str]]:
+    """One document for each file that holds enough prose, sorted by source, of about `max_bytes` in all."""
+    sources = sorted((str(path.relative_to(folder)) for path in files), key=lambda source: _digest(source))
+    seen: set[bytes] = set()
+    documents = []
+    with tqdm(desc="gathering", total=max_bytes, unit="B", unit_scale=True, mininterval=0.5) as bar:
+        for source in sources:
+            text = "\n".join(new_paragraphs(folder / source, seen))
+            if len(text.split()) >= _MIN_DOCUMENT_WORDS:
+                documents.append({"text": text, "source": source})
+                bar.update(len(text.encode()))
+            if bar.n >= max_bytes:
+                break
+    return sorted(documents, key=lambda document: document["source"])
+
+
+def new_paragraphs(path: Path, seen: set[bytes]) -> list[str]:
+    """The file's paragraphs of prose that are not in `seen`, which they are added to."""
+    content = path.read_text(encoding="utf-8", errors="ignore")
+    texts = docstrings(content) if path.suffix.startswith(".py") else [_FENCED_BLOCK.sub("", content)]
+    paragraphs = []
+    for paragraph in (paragraph for text in texts for paragraph in prose_paragraphs(text)):
+        digest = _digest(paragraph.lower())
+        if digest not in seen:
+            seen.add(digest)
+            paragraphs.append(paragraph)
+    return paragraphs
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=12).digest()
+
+
+def docstrings(source: str) -> list[str]:
+    """Docstrings of a Python file in the order of its text; none where it does not parse."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in other people's strings
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError):
+            return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+
+
+def prose_paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs that read as English sentences, each on one line, without markup."""
+    for block in re.split(r"\n\s*\n", text.expandtabs()):
+        lines = block.strip("\n").splitlines()
+        if not lines or any(map(_NOT_PROSE_LINE.match, lines)):
+            continue
+        paragraph = _MARKUP.sub(
+            lambda match: next((group for group in match.groups() if group), ""), " ".join(block.split())
+        )
+        if is_prose(paragraph):
+            yield paragraph
+
+
+def is_prose(paragraph: str) -> bool:
+    """A sentence or more of at least eight words, mostly plain lower-case letters, that is not a licence's."""
+    words = paragraph.split()
+    if len(words) < 8 or not paragraph[0].isalpha() or paragraph[-1] not in ".:!?)":
+        return False
+    plain = sum(word.strip(".,;:!?()'\"").isalpha() for word in words)
+    letters = sum(character.islower() or character == " " for character in paragraph)
+    return plain >= 0.75 * len(words) and letters >= 0.85 * len(paragraph) and not _LICENCE_TEXT.search(paragraph)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
