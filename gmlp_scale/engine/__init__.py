@@ -38,7 +38,7 @@ class Engine(Protocol):
         """
 
     def predict(self, batch) -> Tensor:
-        """logits_BMV at the masked positions, without gradients."""
+        """The model's logits without gradients and without dropout."""
 
     def state(self) -> Iterator[tuple[str, Piece]]:
         """This rank's pieces of model.<name>, optimizer.<name>.exp_avg and .exp_avg_sq; over all ranks each row once.

@@ -72,9 +72,11 @@ class Fsdp2Engine:
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:
-        logits_BMV = self.module.predict(batch)
+        self.module.eval()
+        logits = self.module.predict(batch)
+        self.module.train()
         self._reshard()
-        return logits_BMV
+        return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
         return self.masters.pieces()

@@ -63,7 +63,10 @@ class SingleEngine:
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:
-        return self.module.predict(batch)
+        self.module.eval()
+        logits = self.module.predict(batch)
+        self.module.train()
+        return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
         return self.masters.pieces()

@@ -91,7 +91,10 @@ class ZeroEngine:
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:
-        return self.module.module.predict(batch)
+        self.module.eval()
+        logits = self.module.module.predict(batch)
+        self.module.train()
+        return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

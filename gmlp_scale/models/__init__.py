@@ -3,7 +3,8 @@
 A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND; engines shard, compile and recompute by block
     recompute            "none" or "full"
-    init_weights(generator), forward(batch) -> loss, predict(batch) -> logits_BMV, flops_per_sample(num_masked)
+    init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
+The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.
 
 Nothing here knows of processes, engines or devices. Parameters and products are in the dtype that the model was given;
 softmax, loss and the gradient of Toeplitz matrices accumulate in float32.
@@ -12,20 +13,28 @@ Shape suffixes on tensors: B batch, N positions, M masked positions, D width, F 
 V vocabulary, H heads, K head width. A figure stands for itself: q_B1NK has one head.
 """
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.mixer import MixerBlock, MixerConfig
 from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 
 ModelConfig = Annotated[GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig, Field(discriminator="kind")]
+AnyModel = TypeVar("AnyModel", bound=Backbone)
 
 
-def build_model(config: ModelConfig) -> MaskedLanguageModel:
-    """The model on the current default device (under `torch.device("meta")` without memory), not yet initialised."""
+def build_model(
+    config: ModelConfig, *, head: Callable[..., AnyModel] = MaskedLanguageModel, dropout: float = 0.0
+) -> AnyModel:
+    """The model on the current default device (under `torch.device("meta")` without memory), not yet initialised.
+
+    head: a class of heads.py, with its own arguments bound by functools.partial.
+    """
     absolute_positions = False
     match config:
         case GmlpConfig():  # and AmlpConfig, which extends it
@@ -35,11 +44,12 @@ def build_model(config: ModelConfig) -> MaskedLanguageModel:
             absolute_positions = config.positions == "absolute"
         case MixerConfig():
             block = MixerBlock
-    return MaskedLanguageModel(
+    return head(
         vocab_size=config.vocab_size,
         d_model=config.d_model,
         sequence_length=config.sequence_length,
-        blocks=[block(config) for _ in range(config.num_blocks)],
+        blocks=[block(config, dropout) for _ in range(config.num_blocks)],
         absolute_positions=absolute_positions,
+        dropout=dropout,
         multiply_adds_per_block=config.multiply_adds_per_block,
     )

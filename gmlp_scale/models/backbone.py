@@ -18,6 +18,8 @@ class Backbone(nn.Module):
     """Token ids to hidden states. It knows nothing of what a block does but x_BND -> x_BND.
 
     Position embeddings are for the Transformer with absolute positions; the others learn order within their blocks.
+    Dropout stands where BERT has it: after the embedding, on the output of every residual branch and on attention
+    probabilities (the blocks' own); it holds no parameters.
     """
 
     recompute: Literal["none", "full"] = "none"
@@ -30,14 +32,18 @@ class Backbone(nn.Module):
         d_model: int,
         sequence_length: int,
         blocks: Iterable[nn.Module],
+        multiply_adds_per_block: int,
         absolute_positions: bool = False,
+        dropout: float = 0.0,
     ):
         super().__init__()
         self.sequence_length = sequence_length
+        self.multiply_adds_per_block = multiply_adds_per_block
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Embedding(sequence_length, d_model) if absolute_positions else None
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(dropout)
 
     def encode(self, token_ids_BN: Tensor) -> Tensor:
         """x_BND after the last block and before the final LayerNorm.
@@ -53,10 +59,11 @@ class Backbone(nn.Module):
         x_BND = self.embedding(token_ids_BN)
         if self.positions is not None:
             x_BND = x_BND + self.positions(torch.arange(num_positions, device=x_BND.device))
+        x_BND = self.dropout(x_BND)
         for block in self.blocks:
             if self.recompute == "full" and torch.is_grad_enabled():
-                # No block draws random numbers, so their state need not be kept.
-                x_BND = checkpoint(block, x_BND, use_reentrant=False, preserve_rng_state=False)
+                # Only dropout draws random numbers; without it their state need not be kept.
+                x_BND = checkpoint(block, x_BND, use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
             else:
                 x_BND = block(x_BND)
         return x_BND

@@ -75,21 +75,24 @@ class AmlpConfig(GmlpConfig, frozen=True, extra="forbid"):
 class GmlpBlock(nn.Module):
     """x_BND -> x_BND. With an AmlpConfig it holds a TinyAttention on the block's normalised input (Figure 6)."""
 
-    def __init__(self, config: GmlpConfig):
+    def __init__(self, config: GmlpConfig, dropout: float = 0.0):
         super().__init__()
         self.norm = nn.LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.gating = SpatialGatingUnit(config)
         self.attention = (
-            TinyAttention(config.d_model, config.d_attn, config.d_gate) if isinstance(config, AmlpConfig) else None
+            TinyAttention(config.d_model, config.d_attn, config.d_gate, dropout)
+            if isinstance(config, AmlpConfig)
+            else None
         )
         self.project = nn.Linear(config.d_gate, config.d_model)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         y_BND = self.norm(x_BND)
         z_BNF = F.gelu(self.expand(y_BND))
         attended_BNG = self.attention(y_BND) if self.attention is not None else None
-        return x_BND + self.project(self.gating(z_BNF, attended_BNG))
+        return x_BND + self.dropout(self.project(self.gating(z_BNF, attended_BNG)))
 
 
 class SpatialGatingUnit(nn.Module):
@@ -161,11 +164,13 @@ def spatial_gating(
 class TinyAttention(nn.Module):
     """One head over all positions, no mask and no positions (Figure 6): y_BND -> attended_BNG."""
 
-    def __init__(self, d_model: int, d_attn: int, d_out: int):
+    def __init__(self, d_model: int, d_attn: int, d_out: int, dropout: float = 0.0):
         super().__init__()
+        self.dropout = dropout
         self.qkv = nn.Linear(d_model, 3 * d_attn)
         self.out = nn.Linear(d_attn, d_out)
 
     def forward(self, y_BND: Tensor) -> Tensor:
         q_B1NK, k_B1NK, v_B1NK = self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)
-        return self.out(F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK).squeeze(1))
+        dropout = self.dropout if self.training else 0.0
+        return self.out(F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout).squeeze(1))

@@ -1,7 +1,10 @@
-"""What stands on the trunk: masked language modelling with the output matrix tied to the token embedding.
+"""What stands on the trunk: masked language modelling with the output matrix tied to the token embedding, and the heads
+of finetuning, sequence classification and span prediction, with their batches.
 
-Shape suffixes: B batch, N positions, M masked positions, D width, V vocabulary.
+Shape suffixes: B batch, N positions, M masked positions, D width, V vocabulary, C classes.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +34,8 @@ class MaskedTokenHead(nn.Module):
 class MaskedLanguageModel(Backbone):
     """MaskedBatch -> scalar float32 loss."""
 
-    def __init__(self, *, multiply_adds_per_block: int, **backbone):
+    def __init__(self, **backbone):
         super().__init__(**backbone)
-        self.multiply_adds_per_block = multiply_adds_per_block
         self.head = MaskedTokenHead(self.embedding.weight)
 
     def forward(self, batch: MaskedBatch) -> Tensor:
@@ -71,3 +73,81 @@ class MaskedLanguageModel(Backbone):
         losses = F.cross_entropy(logits_BMV.flatten(0, 1), labels_BM.flatten(), ignore_index=IGNORED, reduction="none")
         num_valid_B = (labels_BM != IGNORED).sum(dim=1)
         return losses.view_as(labels_BM).sum(dim=1) / num_valid_B.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """`<cls> A <sep>` or `<cls> A <sep> B <sep>`, padded to one length, each row with its class."""
+
+    token_ids_BN: Tensor
+    """int64 [B, N]."""
+    labels_B: Tensor
+    """int64 [B]."""
+
+    def to(self, device: torch.device | str) -> "LabelledBatch":
+        return LabelledBatch(
+            self.token_ids_BN.to(device, non_blocking=True), self.labels_B.to(device, non_blocking=True)
+        )
+
+
+class SequenceClassifier(Backbone):
+    """LabelledBatch -> scalar float32 loss: a Linear on the last layer's <cls>, the first position (section 4)."""
+
+    def __init__(self, *, num_classes: int, **backbone):
+        super().__init__(**backbone)
+        self.classifier = nn.Linear(self.embedding.embedding_dim, num_classes)
+
+    def forward(self, batch: LabelledBatch) -> Tensor:
+        """Mean cross-entropy in nats over the rows."""
+        return F.cross_entropy(self.predict(batch), batch.labels_B)
+
+    def predict(self, batch: LabelledBatch) -> Tensor:
+        """Float32 logits_BC."""
+        x_BD = self.norm(self.encode(batch.token_ids_BN)[:, 0])
+        return self.classifier(self.dropout(x_BD)).float()
+
+    def flops_per_sample(self) -> int:
+        """Forward FLOPs of one sequence of full length; the head's few are left out."""
+        return 2 * len(self.blocks) * self.multiply_adds_per_block
+
+
+@dataclass(frozen=True)
+class SpanBatch:
+    """`<cls> question <sep> window of the context <sep>`, padded to one length, each row with its answer's place."""
+
+    token_ids_BN: Tensor
+    """int64 [B, N]."""
+    first_positions_B: Tensor
+    """int64 [B], of the answer's first token; 0, the place of <cls>, in a row without the answer."""
+    last_positions_B: Tensor
+    """int64 [B], of the answer's last token; 0 likewise."""
+
+    def to(self, device: torch.device | str) -> "SpanBatch":
+        return SpanBatch(
+            self.token_ids_BN.to(device, non_blocking=True),
+            self.first_positions_B.to(device, non_blocking=True),
+            self.last_positions_B.to(device, non_blocking=True),
+        )
+
+
+class SpanPredictor(Backbone):
+    """SpanBatch -> scalar float32 loss: two numbers per position, for the answer to begin and to end there."""
+
+    def __init__(self, **backbone):
+        super().__init__(**backbone)
+        self.spans = nn.Linear(self.embedding.embedding_dim, 2)
+
+    def forward(self, batch: SpanBatch) -> Tensor:
+        """Mean over rows of the mean of two cross-entropies over positions, of the first and of the last token."""
+        first_logits_BN, last_logits_BN = self.predict(batch).unbind(-1)
+        first_loss = F.cross_entropy(first_logits_BN, batch.first_positions_B)
+        return (first_loss + F.cross_entropy(last_logits_BN, batch.last_positions_B)) / 2
+
+    def predict(self, batch: SpanBatch) -> Tensor:
+        """Float32 logits_BN2."""
+        x_BND = self.norm(self.encode(batch.token_ids_BN))
+        return self.spans(x_BND).float()
+
+    def flops_per_sample(self) -> int:
+        """Forward FLOPs of one sequence of full length; the head's few are left out."""
+        return 2 * len(self.blocks) * self.multiply_adds_per_block

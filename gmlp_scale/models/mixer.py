@@ -36,7 +36,7 @@ class MixerConfig(BaseModel, frozen=True, extra="forbid"):
 class MixerBlock(nn.Module):
     """x_BND -> x_BND."""
 
-    def __init__(self, config: MixerConfig):
+    def __init__(self, config: MixerConfig, dropout: float = 0.0):
         super().__init__()
         self.spatial_norm = nn.LayerNorm(config.d_model)
         self.spatial_expand = nn.Linear(config.sequence_length, config.d_spatial)
@@ -44,6 +44,7 @@ class MixerBlock(nn.Module):
         self.norm = nn.LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.project = nn.Linear(config.d_ffn, config.d_model)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         num_positions = x_BND.shape[1]
@@ -51,5 +52,5 @@ class MixerBlock(nn.Module):
         # For shorter rows zeros at the end leave out the unused columns of the first matrix.
         y_BDN = F.pad(y_BDN, (0, self.spatial_expand.in_features - num_positions))
         mixed_BDN = self.spatial_project(F.gelu(self.spatial_expand(y_BDN)))[..., :num_positions]
-        x_BND = x_BND + mixed_BDN.transpose(1, 2)
-        return x_BND + self.project(F.gelu(self.expand(self.norm(x_BND))))
+        x_BND = x_BND + self.dropout(mixed_BDN.transpose(1, 2))
+        return x_BND + self.dropout(self.project(F.gelu(self.expand(self.norm(x_BND)))))

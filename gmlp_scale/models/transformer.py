@@ -62,26 +62,28 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
 class TransformerBlock(nn.Module):
     """One layer, x_BND -> x_BND."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.d_model)
         attention = PositionalAveraging if config.positions == "relative_only" else SelfAttention
-        self.attention = attention(config)
+        self.attention = attention(config, dropout)
         self.norm = nn.LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.project = nn.Linear(config.d_ffn, config.d_model)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        x_BND = x_BND + self.attention(self.attention_norm(x_BND))
-        return x_BND + self.project(F.gelu(self.expand(self.norm(x_BND))))
+        x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND)))
+        return x_BND + self.dropout(self.project(F.gelu(self.expand(self.norm(x_BND)))))
 
 
 class SelfAttention(nn.Module):
     """softmax(q k^T / sqrt(K) + relative biases) v over all positions, no mask."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
         self.num_heads = config.num_heads
+        self.dropout = dropout
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model)
         self.relative_bias = RelativeBias(config.num_heads) if config.positions == "relative" else None
         self.out = nn.Linear(config.d_model, config.d_model)
@@ -90,16 +92,18 @@ class SelfAttention(nn.Module):
         qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
         q_BHNK, k_BHNK, v_BHNK = (part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
         bias_1HNN = self.relative_bias(x_BND.shape[1]).unsqueeze(0) if self.relative_bias is not None else None
-        attended_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias_1HNN)
+        dropout = self.dropout if self.training else 0.0
+        attended_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias_1HNN, dropout_p=dropout)
         return self.out(attended_BHNK.transpose(1, 2).flatten(2))
 
 
 class PositionalAveraging(nn.Module):
     """softmax(relative biases) v: what is left of self-attention without its content term (a Random Synthesizer)."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
         self.num_heads = config.num_heads
+        self.dropout = nn.Dropout(dropout)
         self.value = nn.Linear(config.d_model, config.d_model)
         self.relative_bias = RelativeBias(config.num_heads)
         self.out = nn.Linear(config.d_model, config.d_model)
@@ -108,7 +112,7 @@ class PositionalAveraging(nn.Module):
         v_BNHK = self.value(x_BND).unflatten(-1, (self.num_heads, -1))
         bias_HNN = self.relative_bias(x_BND.shape[1])
         softmax_in = torch.promote_types(bias_HNN.dtype, torch.float32)
-        weights_HNN = bias_HNN.softmax(-1, dtype=softmax_in).to(bias_HNN.dtype)
+        weights_HNN = self.dropout(bias_HNN.softmax(-1, dtype=softmax_in).to(bias_HNN.dtype))
         return self.out(torch.einsum("hij,bjhk->bihk", weights_HNN, v_BNHK).flatten(2))
 
 

@@ -26,7 +26,7 @@ def make_block(gating, *, spatial="toeplitz", d_attn=None, n=N, d_model=4, d_ffn
     else:
         config = AmlpConfig(**sizes, spatial=spatial, gating=gating, d_attn=d_attn)
     block = GmlpBlock(config)
-    model = Backbone(vocab_size=8, d_model=d_model, sequence_length=n, blocks=[block])
+    model = Backbone(vocab_size=8, d_model=d_model, sequence_length=n, blocks=[block], multiply_adds_per_block=0)
     model.init_weights(torch.Generator().manual_seed(0))
     return block.to(dtype)
 

@@ -1,0 +1,122 @@
+"""The heads of finetuning on the shared trunk, and dropout: where it stands and what it must not change."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter
+
+from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
+
+TINY = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 12, "vocab_size": 40}
+KINDS = {
+    "gmlp": {"kind": "gmlp"},
+    "amlp": {"kind": "amlp", "d_attn": 8},
+    "bert-absolute": {"kind": "transformer", "num_heads": 2, "positions": "absolute"},
+    "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},
+    "bert-relative-only": {"kind": "transformer", "num_heads": 2, "positions": "relative_only"},
+    "mixer": {"kind": "mixer", "d_spatial": 10},
+}
+ALL = pytest.mark.parametrize("kind", KINDS)
+CLASSIFIER = functools.partial(SequenceClassifier, num_classes=3)
+TOKEN_IDS_BN = torch.randint(5, 40, (4, 12), generator=torch.Generator().manual_seed(0))
+LABELLED = LabelledBatch(TOKEN_IDS_BN, torch.tensor([0, 2, 1, 1]))
+SPANS = SpanBatch(TOKEN_IDS_BN, torch.tensor([0, 3, 5, 11]), torch.tensor([0, 4, 5, 11]))
+
+
+def tiny(kind: str, head, dropout: float = 0.0):
+    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind])
+    model = build_model(config, head=head, dropout=dropout)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+@ALL
+def test_classifier_reads_the_normalised_cls_state(kind):
+    model = tiny(kind, CLASSIFIER)
+    x_BD = model.norm(model.encode(TOKEN_IDS_BN))[:, 0]
+    logits_BC = x_BD @ model.classifier.weight.T + model.classifier.bias
+    assert torch.allclose(model.predict(LABELLED), logits_BC, atol=1e-6)
+    log_probabilities_BC = logits_BC.log_softmax(-1)
+    expected = -sum(log_probabilities_BC[row, label] for row, label in enumerate([0, 2, 1, 1])) / 4
+    assert torch.allclose(model(LABELLED), expected, atol=1e-6)
+
+
+@ALL
+def test_span_loss_is_the_mean_over_first_and_last_tokens(kind):
+    model = tiny(kind, SpanPredictor)
+    first_BN, last_BN = model.predict(SPANS).unbind(-1)
+    assert first_BN.shape == (4, 12) and first_BN.dtype == torch.float32
+    expected = (
+        F.cross_entropy(first_BN, torch.tensor([0, 3, 5, 11])) + F.cross_entropy(last_BN, torch.tensor([0, 4, 5, 11]))
+    ) / 2
+    assert torch.allclose(model(SPANS), expected)
+
+
+@pytest.mark.parametrize("head, batch", [(CLASSIFIER, LABELLED), (SpanPredictor, SPANS)])
+def test_loss_of_a_batch_is_the_mean_of_its_micro_batches(head, batch):
+    model = tiny("gmlp", head)
+    halves = [type(batch)(*(tensor[rows] for tensor in vars(batch).values())) for rows in (slice(2), slice(2, 4))]
+    assert torch.allclose(model(batch), (model(halves[0]) + model(halves[1])) / 2, atol=1e-6)
+
+
+@ALL
+@pytest.mark.parametrize("head", [CLASSIFIER, SpanPredictor])
+def test_the_trunk_keeps_its_names_and_dropout_has_no_parameters(kind, head):
+    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind])
+    with torch.device("meta"):
+        pretrained = {name: p.shape for name, p in build_model(config).named_parameters()}
+        finetuned = {name: p.shape for name, p in build_model(config, head=head, dropout=0.1).named_parameters()}
+    assert {name: shape for name, shape in finetuned.items() if name in pretrained} == pretrained
+    assert all(name.startswith(("classifier.", "spans.")) for name in finetuned.keys() - pretrained.keys())
+
+
+@ALL
+def test_dropout_draws_in_training_only(kind):
+    model = tiny(kind, CLASSIFIER, dropout=0.3)
+    plain = tiny(kind, CLASSIFIER)
+    assert not torch.equal(model.predict(LABELLED), model.predict(LABELLED))
+    model.eval()
+    assert torch.equal(model.predict(LABELLED), plain.predict(LABELLED))
+
+
+@pytest.mark.parametrize("kind", ["amlp", "bert-absolute", "bert-relative", "bert-relative-only"])
+def test_dropout_falls_on_attention_too(kind):
+    model = tiny(kind, CLASSIFIER, dropout=0.5)
+    attention = model.blocks[0].attention
+    x_BND = torch.randn(2, 12, 16)
+    assert not torch.equal(attention(x_BND), attention(x_BND))
+    attention.eval()
+    assert torch.equal(attention(x_BND), attention(x_BND))
+
+
+@ALL
+def test_recompute_draws_the_same_dropout_again(kind):
+    gradients = []
+    for recompute in ("none", "full"):
+        model = tiny(kind, CLASSIFIER, dropout=0.3)
+        model.recompute = recompute
+        torch.manual_seed(5)
+        model(LABELLED).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_pretraining_with_dropout_keeps_its_contract():
+    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS["amlp"])
+    model = build_model(config, dropout=0.2)
+    model.init_weights(torch.Generator().manual_seed(0))
+    positions_BM = torch.tensor([[1, 4]]).expand(4, 2)
+    batch = MaskedBatch(TOKEN_IDS_BN, positions_BM, TOKEN_IDS_BN.gather(1, positions_BM))
+    assert model.predict(batch).shape == (4, 2, 40) and not torch.equal(model(batch), model(batch))
+
+
+def test_flops_are_the_trunks():
+    with torch.device("meta"):
+        model = tiny("gmlp", CLASSIFIER)
+    n, d, f = 12, 16, 32
+    assert model.flops_per_sample() == 2 * 2 * (n * d * (f + f // 2) + n * n * f // 2)
