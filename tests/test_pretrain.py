@@ -1,0 +1,257 @@
+"""Whole pretraining runs on real processes: stopped, killed, damaged, resumed, moved between engines, refused."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import free_port, run_ranks
+from tiny_shards import VOCAB_SIZE, write_tiny_shards
+
+from gmlp_scale.config import load_run_config
+from gmlp_scale.pretrain import load_pretrained, pretrain
+from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.train.run_folder import claimed
+
+ROOT = Path(__file__).parent.parent
+SMOKE = ROOT / "configs" / "pretrain" / "smoke.yaml"
+NUM_STEPS = 9
+RECIPE = [
+    "model.num_blocks=2", "model.d_model=16", "model.d_ffn=32", "model.sequence_length=32",
+    f"model.vocab_size={VOCAB_SIZE}", f"train.num_steps={NUM_STEPS}", "train.global_batch_size=8",
+    "train.micro_batch_size=2", "train.log_every_steps=1", "train.evaluate_every_steps=4",
+    "train.num_evaluation_rows=10", "optimizer.warmup_steps=2", "optimizer.gradient_clipping=0.5",
+    "checkpoint.save_every_steps=2",
+]  # fmt: skip
+SINGLE, FSDP2 = ["engine.kind=single"], ["engine.kind=fsdp2"]
+ZERO1, ZERO2, ZERO3 = (["engine.kind=zero", f"engine.stage={stage}"] for stage in (1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """40 training rows: the schedule runs into a second epoch."""
+    folder = tmp_path_factory.mktemp("data") / "shards"
+    write_tiny_shards(folder, [17, 23], [12], sequence_length=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shards, tmp_path_factory):
+    """undisturbed(engine, world_size) -> the logged values of a run that was never stopped."""
+    folder, known = tmp_path_factory.mktemp("undisturbed"), {}
+
+    def values(engine: list[str], world_size: int) -> list[dict]:
+        name = "-".join([*engine, str(world_size)]).replace("=", "_")
+        if name not in known:
+            recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={folder}", f"name={name}"]
+            run_in_turn(world_size, recipe)
+            known[name] = logged(folder / name)
+        return known[name]
+
+    return values
+
+
+def run_in_turn(world_size: int, *recipes: list[str]) -> None:
+    """Each of the runs to its end, one after the other in the same processes."""
+    run_ranks(_pretrain_in_turn, world_size, recipes, [free_port() for _ in recipes])
+
+
+def _pretrain_in_turn(recipes: list[list[str]], ports: list[int]) -> None:
+    for overrides, port in zip(recipes, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)  # a rank that is ahead must not meet the run before
+        pretrain(load_run_config(SMOKE, overrides))
+
+
+def logged(run_dir: Path) -> list[dict]:
+    """What the mathematics of the run decides, without speeds and memory, in the order of metrics.jsonl."""
+    kept = ("step", "train/", "eval/", "data/")
+    return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def assert_close(found: list[dict], wanted: list[dict]) -> None:
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for row, other in zip(found, wanted, strict=True):
+        assert row.keys() == other.keys()
+        assert row == pytest.approx(other, rel=1e-5), row["step"]
+
+
+def command(overrides: list[str]) -> list[str]:
+    return [sys.executable, "launch/pretrain.py", "--config", str(SMOKE), *overrides]
+
+
+def start(overrides: list[str], world_size: int = 1) -> list[subprocess.Popen]:
+    """The launcher's script on `world_size` real processes, as torchrun or deepspeed starts them."""
+    port = str(free_port())
+    rank_variables = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+        for rank in range(world_size)
+    ]
+    return [
+        subprocess.Popen(
+            command(overrides),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": port, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for variables in rank_variables
+    ]
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and any(row["step"] >= step for row in read_metrics(path)):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{run_dir} never logged step {step}")
+
+
+def finish(processes: list[subprocess.Popen]) -> str:
+    """The first rank's output, once all ranks have left with exit code 0."""
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    return outputs[0]
+
+
+@pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO1, 2), (ZERO2, 2), (ZERO3, 2)], ids=str)
+def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(engine, world_size, shards, undisturbed, tmp_path):
+    recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    stops = [[*recipe, f"train.stop_after_step={step}"] for step in (3, 6)]
+    run_in_turn(world_size, *stops, recipe)
+    assert logged(tmp_path / "smoke") == undisturbed(engine, world_size)
+
+
+def test_one_run_moves_between_engines_and_world_sizes(shards, undisturbed, tmp_path):
+    recipe = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    run_in_turn(2, [*recipe, *ZERO2, "train.stop_after_step=3"])
+    run_in_turn(1, [*recipe, *FSDP2, "train.stop_after_step=6", "train.micro_batch_size=4"])
+    run_in_turn(2, [*recipe, *ZERO3])
+    assert_close(logged(tmp_path / "smoke"), undisturbed(SINGLE, 1))
+
+
+@pytest.mark.parametrize(
+    "engine, world_size, signalled",
+    [(ZERO2, 2, signal.SIGTERM), (FSDP2, 2, signal.SIGUSR1), (SINGLE, 1, signal.SIGINT)],
+)
+def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
+    engine, world_size, signalled, shards, undisturbed, tmp_path
+):
+    recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}", "checkpoint.save_every_steps=1000"]
+    slowly = [
+        *recipe,
+        "train.num_evaluation_rows=12",
+        "train.evaluate_every_steps=1",
+    ]  # so that the signal finds it running
+    processes = start(slowly, world_size)
+    wait_for_step(tmp_path / "smoke", 2)
+    processes[-1].send_signal(signalled)
+    finish(processes)
+    stopped_at = logged(tmp_path / "smoke")[-1]["step"]
+    checkpoints = sorted(path.name for path in (tmp_path / "smoke" / "checkpoints").iterdir())
+    assert checkpoints == [f"step_{stopped_at:09d}"]
+    finish(start(slowly, world_size))
+    steps = [row for row in logged(tmp_path / "smoke") if "train/loss" in row]
+    assert steps == [row for row in undisturbed(engine, world_size) if "train/loss" in row]
+
+
+def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(shards, undisturbed, tmp_path):
+    recipe = [*RECIPE, *ZERO1, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    processes = start(recipe, 2)
+    wait_for_step(tmp_path / "smoke", random.Random(0).randrange(3, 6))
+    for process in processes:
+        process.kill()
+        process.communicate()
+    finish(start(recipe, 2))
+    assert logged(tmp_path / "smoke") == undisturbed(ZERO1, 2)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(shards, undisturbed, tmp_path):
+    recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    run_in_turn(1, [*recipe, "train.stop_after_step=4"])
+    damaged = next((tmp_path / "smoke" / "checkpoints" / "step_000000004").glob("*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    output = finish(start(recipe))
+    assert "step_000000004" in output and "Taking step_000000002 instead" in output
+    assert logged(tmp_path / "smoke") == undisturbed(SINGLE, 1)
+
+
+@pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO2, 2)], ids=str)
+def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_checkpoint(
+    engine, world_size, shards, tmp_path
+):
+    recipe = [
+        *RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}",
+        "optimizer.peak_learning_rate=1e38", "checkpoint.save_every_steps=1", "train.log_every_steps=5",
+    ]  # fmt: skip
+    processes = start(recipe, world_size)
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1] * world_size, outputs
+    for output in outputs:
+        assert "Traceback" not in output
+        assert "step 2: the loss on rank 0 (positions 8 to" in output and "is not finite" in output
+    _, checkpoint, model = load_pretrained(tmp_path / "smoke")
+    assert checkpoint.step == 1
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_second_job_on_the_same_run_folder_is_refused(shards, tmp_path):
+    with claimed(tmp_path / "smoke"):
+        (process,) = start([*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"])
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert f"process {os.getpid()} on host" in output and "Traceback" not in output
+
+
+def test_a_run_that_is_another_is_not_resumed(shards, tmp_path):
+    recipe = [*RECIPE, *SINGLE, f"output_dir={tmp_path}"]
+    run_in_turn(1, [*recipe, f"data.shards={shards}", "train.stop_after_step=2"])
+    write_tiny_shards(tmp_path / "other", [40], [12], sequence_length=32, seed=5)
+    changed = [*recipe, f"data.shards={tmp_path / 'other'}", "seed=7", "optimizer.peak_learning_rate=1e-3"]
+    (process,) = start(changed)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in output
+    assert "seed: the checkpoint was trained with 0; the run says 7" in output
+    assert "optimizer.peak_learning_rate" in output and "data manifest_sha256" in output
+    allowed = ["train.allow_changed_on_resume=[optimizer.peak_learning_rate]", f"data.shards={shards}", "seed=0"]
+    output = finish(start([*changed, *allowed]))
+    assert "optimizer.peak_learning_rate may differ" in output
+
+
+def test_what_a_run_leaves_behind(shards, tmp_path):
+    recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    run_in_turn(1, [*recipe, "train.stop_after_step=5"], recipe)
+    run_dir = tmp_path / "smoke"
+    assert load_run_config(run_dir / "config.yaml") == load_run_config(SMOKE, recipe)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8, 9]
+    assert [p.name for p in sorted((run_dir / "checkpoints").iterdir())] == [f"step_{s:09d}" for s in (6, 8, 9)]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    shown = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown.keys() == {key for row in rows for key in row} - {"step"}
+    assert shown["train/loss"] == list(range(1, NUM_STEPS + 1)), "no step twice after a resume"
+
+
+def test_dry_run_starts_nothing(shards, tmp_path):
+    overrides = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}", "--dry-run"]
+    done = subprocess.run(command(overrides), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout and "steps per epoch         5.0 (40 rows)" in done.stdout
+    assert not list(tmp_path.iterdir())
+    wrong = subprocess.run(
+        command([*overrides, "train.micro_batch_size=3", "seed=x"]), cwd=ROOT, capture_output=True, text=True
+    )
+    assert wrong.returncode == 2 and "seed: found 'x'" in wrong.stderr
