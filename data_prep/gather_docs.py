@@ -11,19 +11,20 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
 from gmlp_scale.data.shards import write_file
 
-_SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt"}
-_MAX_FILE_BYTES = 2_000_000
+_SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
+_PASSED_OVER = {"tests", "test", "testing", "__pycache__", "licenses"}
 _MIN_DOCUMENT_WORDS = 40
 _FENCED_BLOCK = re.compile(r"^(```|~~~).*?^\1[^\n]*$", re.MULTILINE | re.DOTALL)
 _MARKUP = re.compile(
@@ -47,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, metavar="FILE")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["purelib"]))
-    parser.add_argument("--bytes", type=int, default=6_000_000, help="stop when there is so much text")
+    parser.add_argument("--bytes", type=int, default=5_000_000, help="stop when there is so much text")
     options = parser.parse_args()
     files = find_files(options.folder)
     if not files:
@@ -60,27 +61,22 @@ def main() -> int:
     return 0
 
 
-def find_files(folder: Path) -> list[Path]:
-    """Documentation and Python files, sorted; without tests, licences and what packaging leaves."""
+def find_files(folder: Path) -> list[str]:
+    """Documentation and Python files, relative to `folder`; without tests, licences and what packaging leaves."""
     found = []
-    for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        if path.suffix not in _SUFFIXES or any(part in ("tests", "test", "testing", "__pycache__") for part in parts):
-            continue
-        if _LICENCE_NAME.search(path.name) or "licenses" in parts:
-            continue
-        if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
-            found.append(path)
-    return sorted(found)
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _PASSED_OVER]
+        paths = [os.path.join(parent, name) for name in names if not _LICENCE_NAME.search(name)]
+        found += [os.path.relpath(path, folder) for path in paths if path.endswith(_SUFFIXES)]
+    return found
 
 
-def gather(folder: Path, files: Iterable[Path], max_bytes: int) -> list[dict[str, str]]:
+def gather(folder: Path, files: list[str], max_bytes: int) -> list[dict[str, str]]:
     """One document for each file that holds enough prose, sorted by source, of about `max_bytes` in all."""
-    sources = sorted((str(path.relative_to(folder)) for path in files), key=lambda source: _digest(source))
     seen: set[bytes] = set()
     documents = []
     with tqdm(desc="gathering", total=max_bytes, unit="B", unit_scale=True, mininterval=0.5) as bar:
-        for source in sources:
+        for source in sorted(files, key=_digest):
             text = "\n".join(new_paragraphs(folder / source, seen))
             if len(text.split()) >= _MIN_DOCUMENT_WORDS:
                 documents.append({"text": text, "source": source})
@@ -115,8 +111,16 @@ def docstrings(source: str) -> list[str]:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError):
             return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+    return list(_docstrings_below(tree))
+
+
+def _docstrings_below(node: ast.AST) -> Iterator[str]:
+    """Of modules, classes and functions; statements and expressions, which are most of a tree, are not visited."""
+    if text := ast.get_docstring(node):
+        yield text
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstrings_below(child)
 
 
 def prose_paragraphs(text: str) -> Iterator[str]:
