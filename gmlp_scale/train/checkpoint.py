@@ -360,6 +360,7 @@ def _write_pieces(folder: Path, rank: int, pieces: list[_StagedPiece]) -> dict[s
     def write(name: str) -> dict[str, Any]:
         path = folder / name
         save_file(contents[name], path)
+        path.chmod(folder.stat().st_mode & 0o666)  # as the umask has it: save_file leaves the owner's rights alone
         record = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         _fsync(path)
         return record

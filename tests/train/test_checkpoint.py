@@ -153,6 +153,7 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     save_steps(tmp_path, [12000], world_size=2)
     folder = tmp_path / "step_000012000"
     assert names_in(folder) == ["DONE", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one file may read all
     done = json.loads((folder / "DONE").read_text())
     assert (done["step"], done["format_version"], done["details"]) == (12000, 1, {"name": "run 12000"})
     assert done["tensors"]["model.embedding.weight"] == {
