@@ -23,7 +23,7 @@ class LocalExecutor(LocalPipelineExecutor):
 
     def run(self) -> None:
         """Run the tasks that have no completion mark. Raises JobError where a worker was killed."""
-        pool = ProcessPoolExecutor(self.workers, mp_context=get_context("forkserver"), initializer=_end_with_parent)
+        pool = ProcessPoolExecutor(self.workers, mp_context=get_context("forkserver"), initializer=_start_worker)
         try:
             tasks = [pool.submit(self._run_for_rank, rank, local_rank=1) for rank in self.get_incomplete_ranks()]
             for task in as_completed(tasks):
@@ -37,8 +37,9 @@ class LocalExecutor(LocalPipelineExecutor):
             pool.shutdown(cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """In a worker: end when the process that started the pool has ended, however it did."""
+def _start_worker() -> None:
+    """Be quiet, since the task's log and the error that reaches the job say it all, and end when the job has ended."""
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def watch():
         parent_process().join()

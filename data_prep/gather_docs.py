@@ -129,11 +129,13 @@ def prose_paragraphs(text: str) -> Iterator[str]:
         lines = block.strip("\n").splitlines()
         if not lines or any(map(_NOT_PROSE_LINE.match, lines)):
             continue
-        paragraph = _MARKUP.sub(
-            lambda match: next((group for group in match.groups() if group), ""), " ".join(block.split())
-        )
+        paragraph = _without_markup(_without_markup(" ".join(block.split())))  # which may hold one another
         if is_prose(paragraph):
             yield paragraph
+
+
+def _without_markup(text: str) -> str:
+    return _MARKUP.sub(lambda match: next((group for group in match.groups() if group), ""), text)
 
 
 def is_prose(paragraph: str) -> bool:

@@ -14,6 +14,7 @@ from data_prep.sources import BadRecord, FileReader, InputFile, Record
 from gmlp_scale.data.shards import write_file
 
 _MOST_QUARANTINED = 10_000  # records that a task keeps to show; all are counted
+_CHECK_AFTER_RECORDS = 10_000
 _PROGRESS_EVERY_SECONDS = 2.0
 
 
@@ -56,11 +57,11 @@ class ReadDocuments(BaseReader):
                     counts[f"bad: {problem.reason}"] += 1
                     if len(quarantine) < _MOST_QUARANTINED:
                         quarantine.append({"file": file.url, **vars(problem)})
+                    self._check_bad_fraction(counts, quarantine[0])
                 if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
                     self._report(rank, counts, bytes_before + reader.bytes_read)
                     last_report = time.monotonic()
             bytes_before += file.num_bytes
-            self._check_bad_fraction(counts, quarantine)
         if quarantine:
             lines = [json.dumps(entry) + "\n" for entry in quarantine]
             write_file(f"{self._job.url}/quarantine/{rank:05d}.jsonl", "".join(lines).encode())
@@ -71,13 +72,14 @@ class ReadDocuments(BaseReader):
         progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
         self._job.write(f"progress/{rank:05d}.json", progress)
 
-    def _check_bad_fraction(self, counts: Counter, quarantine: list[dict]) -> None:
+    def _check_bad_fraction(self, counts: Counter, first: dict) -> None:
+        """End a hopeless task early; the whole job is checked at its end."""
         num_bad = num_bad_records(counts)
-        if num_bad > self._max_bad_fraction * (counts["documents"] + num_bad):
-            first = quarantine[0]
+        num_records = counts["documents"] + num_bad
+        if num_records >= _CHECK_AFTER_RECORDS and num_bad > self._max_bad_fraction * num_records:
             raise JobError(
-                f"{num_bad} of {counts['documents'] + num_bad} records are bad, more than --max-bad-fraction "
-                f"{self._max_bad_fraction}; the first is {first['file']}, line {first['line']}: {first['reason']}"
+                f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {self._max_bad_fraction}; "
+                f"the first is {first['file']}, line {first['line']}: {first['reason']}"
             )
 
 

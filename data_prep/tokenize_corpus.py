@@ -64,6 +64,9 @@ def main() -> int:
     except JobError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the tasks that are not done", file=sys.stderr)
+        return 130
     return 0
 
 

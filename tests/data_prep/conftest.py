@@ -1,0 +1,27 @@
+"""A tokenizer and a small corpus."""
+
+from pathlib import Path
+
+import pytest
+from corpora import make_texts, write_jsonl
+from hypothesis import settings
+
+from gmlp_scale.data.tokenizer import train_tokenizer
+
+settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.load_profile("deterministic")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(make_texts(600), 400, folder)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """Three gzip files of JSON lines with 900 documents."""
+    for number in range(3):
+        write_jsonl(tmp_path / f"corpus/part-{number}.jsonl.gz", make_texts(300, number))
+    return tmp_path / "corpus"

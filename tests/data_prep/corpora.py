@@ -1,0 +1,56 @@
+"""Texts and small corpora, and the scripts run as a user runs them."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+SENTENCE = "the cat and a dog went over to see what some people of that town had done with their old ship at sea"
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    words = SENTENCE.split()
+    lines = (" ".join(words[(i * 7 + k * k + seed) % len(words)] for k in range(5 + i % 60)) for i in range(count))
+    return [f"{line}, number {i} of {seed}: naïve.\n" for i, line in enumerate(lines)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    content = "".join(json.dumps({"text": text, "url": "x"}, ensure_ascii=False) + "\n" for text in texts).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    return path
+
+
+def start(script: str, *arguments: object, **options) -> subprocess.Popen:
+    """A script of data_prep as its own process group."""
+    command = [sys.executable, str(REPOSITORY / "data_prep" / script), *map(str, arguments)]
+    environment = os.environ | {"TQDM_DISABLE": "1"} | options.pop("environment", {})
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        **options,
+    )
+
+
+def run(script: str, *arguments: object, code: int = 0, **options) -> str:
+    """Output of a script that must end with `code`."""
+    process = start(script, *arguments, **options)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == code, f"{output}\n{errors}"
+    assert "Traceback" not in errors
+    return output + errors
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What a job leaves for training: everything but its reports and job folder."""
+    files = [
+        path for path in sorted(folder.rglob("*")) if path.is_file() and "job" not in path.relative_to(folder).parts
+    ]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "report.json"}

@@ -1,0 +1,104 @@
+import json
+
+import pytest
+from corpora import REPOSITORY, run
+
+from data_prep.gather_docs import docstrings, prose_paragraphs
+from gmlp_scale.data.shards import Manifest
+from gmlp_scale.data.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def shards(corpus, tokenizer_dir, tmp_path):
+    run("tokenize_corpus.py", "--input", f"{corpus}/*.gz", "--tokenizer", tokenizer_dir, "--sequence-length", 32,
+        "--output", tmp_path / "out", "--heldout-fraction", 0.1, "--shard-bytes", 20_000)  # fmt: skip
+    return tmp_path / "out"
+
+
+def test_verify_shards_names_each_bad_shard(shards):
+    manifest = Manifest.load(shards)
+    names = [shard.name for shard in manifest.splits.train]
+    assert len(names) >= 5
+    flipped = bytearray((shards / names[0]).read_bytes())
+    flipped[3000] ^= 4
+    (shards / names[0]).write_bytes(flipped)
+    (shards / names[1]).write_bytes((shards / names[1]).read_bytes()[:-512])
+    (shards / names[2]).unlink()
+    (shards / names[3]).write_bytes(b"")
+    printed = run("verify_shards.py", shards, code=1)
+    for name in names[:4]:
+        assert f"BAD {name}: " in printed
+    assert f"BAD {names[4]}" not in printed and "4 problems" in printed
+    text = (shards / "manifest.json").read_text()
+    (shards / "manifest.json").write_text(text.replace('"vocab_size": 400', '"vocab_size": 300'))
+    assert "the vocabulary has 300" in run("verify_shards.py", shards, code=1)
+    (shards / "tokenizer/tokenizer.model").write_bytes(b"x")
+    assert "tokenizer/tokenizer.model: has sha256" in run("verify_shards.py", shards, code=1)
+    (shards / "manifest.json").unlink()
+    assert "no shards at" in run("verify_shards.py", shards, code=2)
+
+
+def test_train_tokenizer_is_deterministic_and_seeded(corpus, tmp_path):
+    models = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run("train_tokenizer.py", "--input", f"{corpus}/*.gz", "--vocab-size", 350, "--output", tmp_path / name,
+            "--sample-bytes", 60_000, "--seed", seed)  # fmt: skip
+        models[name] = Tokenizer(tmp_path / name).sha256
+        details = json.loads((tmp_path / name / "training.json").read_text())
+        assert 50_000 < details["sampled_bytes"] <= 60_000 and details["sha256"] == models[name]
+    assert models["a"] == models["b"] != models["c"]
+
+
+def test_train_tokenizer_mistakes(corpus, tmp_path):
+    script = ("train_tokenizer.py", "--input", f"{corpus}/*.gz", "--output")
+    assert "must be between" in run(*script, tmp_path / "a", "--vocab-size", 100, code=2)
+    assert "cannot be trained" in run(*script, tmp_path / "a", "--vocab-size", 30_000, code=2)
+    assert "holds no text in field 'body'" in run(*script, tmp_path / "a", "--text-field", "body", code=2)
+    assert not (tmp_path / "a").exists()
+    assert "is there already" in run(*script, corpus, "--vocab-size", 400, code=2)
+
+
+def test_inspect_batch_prints_the_rows_that_training_sees(shards):
+    overrides = ["model.sequence_length=32", "model.vocab_size=400", f"data.shards={shards}",
+                 "train.global_batch_size=4", "train.micro_batch_size=2"]  # fmt: skip
+    command = ("inspect_batch.py", "--config", REPOSITORY / "configs/pretrain/smoke.yaml", "--step")
+    printed = run(*command, 2, *overrides)
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("position")] == ["8", "9", "10", "11"]
+    assert printed.count("<mask>") > 4 and "train/train-0000" in printed
+    overrides[1] = "model.vocab_size=999"
+    assert "vocab_size is 999, the shards have 400" in run(*command, 0, *overrides, code=2)
+
+
+def test_gather_docs(tmp_path):
+    package = tmp_path / "packages/pkg"
+    package.mkdir(parents=True)
+    sentence = "This sentence describes in plain words what the first of these functions does to its input."
+    (package / "a.py").write_text(
+        f'"""{sentence}\n\n>>> code here\n\nAnother {sentence.lower()}\n"""\ndef f():\n    "{sentence}"\n'
+    )
+    (package / "README.md").write_text(
+        f"# Title\n\nUsing [the `tool`](http://x) one can *easily* write several kinds of long sentences. "
+        f"{sentence}\n\n```\ncode that is not prose at all but is quite long and ends with a dot.\n```\n\n{sentence}\n"
+        "\nOnce more there are enough words in this paragraph to be kept as a part of the corpus.\n"
+    )
+    (package / "LICENSE.txt").write_text(sentence)
+    for name in ("a", "b"):
+        run("gather_docs.py", "--folder", tmp_path / "packages", "--output", tmp_path / f"{name}.jsonl")
+    documents = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    (readme,) = documents
+    assert readme["source"] == "pkg/README.md"
+    assert readme["text"].startswith("Using the tool one can easily write") and "code that" not in readme["text"]
+
+
+def test_prose_and_docstrings():
+    assert docstrings('class A:\n    """One."""\n    def f(self):\n        """Two."""\n        "not this"') == [
+        "One.",
+        "Two.",
+    ]
+    assert docstrings("this is not python") == []
+    text = (
+        "Parameters\n----------\nx : int\n    The number of things to be counted by this function.\n\nA plain sentence "
+        "that has more than eight words in it.\n\nShort one.\n\n    a = b + c * d / e ** f and g or h not in i."
+    )
+    assert list(prose_paragraphs(text)) == ["A plain sentence that has more than eight words in it."]

@@ -1,0 +1,189 @@
+import json
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+from corpora import contents, make_texts, run, start, write_jsonl
+
+from data_prep.write_shards import is_heldout
+from gmlp_scale.data.shards import Manifest, ShardRows
+from gmlp_scale.data.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def tokenize(tokenizer_dir):
+    """tokenize(input, output, options...) -> what the script printed."""
+
+    def tokenize(source, output, *options, code=0, launch=run, **settings):
+        return launch(
+            "tokenize_corpus.py", "--input", source, "--tokenizer", tokenizer_dir, "--sequence-length", 32,
+            "--output", output, "--heldout-fraction", 0.1, "--shard-bytes", 20_000, *options,
+            **({"code": code} if launch is run else {}), **settings,
+        )  # fmt: skip
+
+    return tokenize
+
+
+def all_rows(folder, split):
+    manifest = Manifest.load(folder)
+    shards = getattr(manifest.splits, split)
+    return np.concatenate(
+        [
+            ShardRows(folder / shard.name, shard, manifest.sequence_length).read(np.arange(shard.rows))
+            for shard in shards
+        ]
+    )
+
+
+def test_shards_hold_the_corpus(corpus, tokenize, tokenizer_dir, tmp_path):
+    printed = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--tasks", 3, "--workers", 2)
+    out = tmp_path / "out"
+    tokenizer = Tokenizer(out / "tokenizer")
+    manifest = Manifest.load(out)
+    assert manifest.tokenizer_sha256 == tokenizer.sha256 == Tokenizer(tokenizer_dir).sha256
+    assert (manifest.sequence_length, manifest.vocab_size, manifest.packing) == (32, 400, "packed")
+    texts = [text for number in range(3) for text in make_texts(300, number)]
+    for split, held in (("train", False), ("heldout", True)):
+        expected = [text for text in texts if is_heldout(text, 0.1) == held]
+        tokens = all_rows(out, split)[:, 1:].reshape(-1)
+        ends = np.flatnonzero(tokens == 3)
+        found = [
+            tokenizer.decode(tokens[a:b][tokens[a:b] != 0]) for a, b in zip([0, *(ends[:-1] + 1)], ends, strict=True)
+        ]
+        assert sorted(found) == sorted(expected) and expected
+    report = json.loads((out / "report.json").read_text())
+    assert report["documents"] == 900 and report["bad_records"] == 0
+    assert report["bytes"] == sum(len(text.encode()) for text in texts)
+    assert report["tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
+    assert report["train_rows"] == manifest.num_rows("train")
+    assert "tokens per byte" in printed
+    assert "0 problems" in run("verify_shards.py", out)
+    before = contents(out)
+    tokenize(f"{corpus}/*.gz", out, "--tasks", 3)
+    assert contents(out) == before
+
+
+def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(corpus, tokenize, tmp_path):
+    options = ("--tasks", 6, "--workers", 2)
+    started = time.monotonic()
+    tokenize(f"{corpus}/*.gz", tmp_path / "whole", *options)
+    duration = time.monotonic() - started
+    expected = contents(tmp_path / "whole")
+    assert len(expected) > 12
+    moments = random.Random(0)
+    for _ in range(4):
+        process = tokenize(f"{corpus}/*.gz", tmp_path / "killed", *options, launch=start)
+        time.sleep(moments.uniform(0.3, 1.0) * duration)
+        process.kill()  # the job's own process alone: its workers must end by themselves
+        process.communicate()
+    tokenize(f"{corpus}/*.gz", tmp_path / "killed", *options)
+    assert contents(tmp_path / "killed") == expected
+
+
+def test_a_killed_worker_ends_the_job_with_one_clear_error(corpus, tokenize, tmp_path):
+    write_jsonl(corpus / "long.jsonl", make_texts(60_000))
+    process = tokenize(f"{corpus}/long.jsonl", tmp_path / "out", launch=start)
+    progress = tmp_path / "out/job/progress/00000.json"
+    deadline = time.monotonic() + 60
+    while not progress.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = [
+        int(pid) for pid in os.listdir("/proc") if pid.isdigit() and writes(int(pid), tmp_path / "out", process.pid)
+    ]
+    assert workers
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "a worker was killed" in errors and "Traceback" not in errors
+
+
+def writes(pid: int, folder, parent: int) -> bool:
+    """Whether a process of the job other than its first has the task's log open."""
+    try:
+        return pid != parent and any(os.readlink(f.path).startswith(str(folder)) for f in os.scandir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def test_other_settings_on_one_output_are_refused(corpus, tokenize, tmp_path):
+    tokenize(f"{corpus}/*.gz", tmp_path / "out")
+    message = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--tasks", 2, "--packing", "document", code=2)
+    assert 'packing was "packed", is "document"' in message and "tasks was 3, is 2" in message
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").write_text("mine")
+    assert "is not the output of a job" in tokenize(f"{corpus}/*.gz", tmp_path / "other", code=2)
+
+
+def test_a_second_job_on_one_output_names_the_first(corpus, tokenize, tmp_path):
+    tokenize(f"{corpus}/*.gz", tmp_path / "out")
+    holder = {"host": os.uname().nodename, "process": os.getpid()}
+    (tmp_path / "out/job/running.json").write_text(json.dumps(holder))
+    assert f"process {os.getpid()} on {os.uname().nodename}" in tokenize(f"{corpus}/*.gz", tmp_path / "out", code=1)
+    holder["process"] = 2**22 + 1  # more than Linux gives: gone
+    (tmp_path / "out/job/running.json").write_text(json.dumps(holder))
+    tokenize(f"{corpus}/*.gz", tmp_path / "out")
+    assert not (tmp_path / "out/job/running.json").exists()
+
+
+def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
+    bad = corpus / "bad.jsonl"
+    bad.write_bytes(b'{"text": "fine"}\n{"text": \n{"other": 1}\n{"text": " "}\n')
+    printed = tokenize(f"{corpus}/*", tmp_path / "out", "--tasks", 2)
+    assert "broken JSON 1" in printed and "empty text 1" in printed
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["documents"] == 901 and report["bad_records"] == 3
+    entries = [
+        json.loads(line)
+        for path in (tmp_path / "out/job/quarantine").iterdir()
+        for line in path.read_text().splitlines()
+    ]
+    assert [(entry["line"], entry["file"]) for entry in entries] == [(line, str(bad)) for line in (2, 3, 4)]
+    message = tokenize(f"{corpus}/*", tmp_path / "strict", "--max-bad-fraction", 0.001, code=1)
+    assert "3 of 904 records are bad, more than --max-bad-fraction 0.001" in message
+    assert not (tmp_path / "strict/manifest.json").exists()
+    bad.write_bytes(b"{}\n" * 10_001)
+    message = tokenize(bad, tmp_path / "early", code=1)
+    assert f"10000 of 10000 records are bad, more than --max-bad-fraction 0.01; the first is {bad}, line 1" in message
+
+
+def test_document_packing_is_recorded(corpus, tokenize, tmp_path):
+    tokenize(f"{corpus}/*.gz", tmp_path / "out", "--packing", "document")
+    assert Manifest.load(tmp_path / "out").packing == "document"
+    assert ((all_rows(tmp_path / "out", "train") == 3).sum(axis=1) == 1).all()
+
+
+def test_mistakes_are_one_clear_error(corpus, tokenize, tokenizer_dir, tmp_path):
+    out = tmp_path / "out"
+    assert "matches no file" in tokenize(f"{corpus}/*.txt", out, code=2)
+    assert "--workers is 0" in tokenize(f"{corpus}/*.gz", out, "--workers", 0, code=2)
+    assert "not of the form hf:NAME:CONFIG:SPLIT" in tokenize("hf:c4", out, code=2)
+    message = run("tokenize_corpus.py", "--input", f"{corpus}/*.gz", "--tokenizer", tmp_path, "--sequence-length", 32,
+                  "--output", out, code=2)  # fmt: skip
+    assert "no tokenizer at" in message
+    assert not out.exists()
+
+
+def test_dry_run_estimates_and_writes_nothing(corpus, tokenize, tmp_path):
+    printed = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--dry-run")
+    assert not (tmp_path / "out").exists()
+    estimates = dict(line.rsplit(maxsplit=1) for line in printed.strip().splitlines())
+    assert estimates["  estimated documents"].replace(",", "") == "900"
+    tokenize(f"{corpus}/*.gz", tmp_path / "out")
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    rows = report["train_rows"] + report["heldout_rows"]
+    assert abs(int(estimates["  estimated rows"].replace(",", "")) - rows) <= 6
+
+
+def test_real_c4_documents(tokenize, tmp_path):
+    sample = os.path.abspath(
+        os.path.join(os.path.dirname(__file__), "../../../shared/data/c4_sample/c4-en-sample-300.jsonl.gz")
+    )
+    if not os.path.exists(sample):
+        pytest.skip(f"{sample} is not there")
+    printed = tokenize(sample, tmp_path / "out", "--tasks", 2)
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["documents"] == 300 and report["bad_records"] == 0, printed
