@@ -90,6 +90,16 @@ class Tokenizer:
         """The text of the tokens; special tokens by their names, bytes that make no character as U+FFFD."""
         return b"".join(self._bytes_of_id[id] for id in ids).decode("utf-8", errors="replace")
 
+    def scored_pieces(self) -> list[tuple[str, float]]:
+        """The text of every id, blanks as they are, with its score (for ordinary pieces their log-probability).
+
+        Special and byte tokens, the first NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS ids, have their names for a text.
+        """
+        return [
+            (self._model.id_to_piece(id).replace(_SPACE_MARK, " "), self._model.get_score(id))
+            for id in range(self.vocab_size)
+        ]
+
     def _encode_around_space_marks(self, text: str) -> np.ndarray:
         parts = self._model.encode(text.split(_SPACE_MARK), return_type="numpy", num_threads=1)
         between = [piece for part in parts[:-1] for piece in (part, self._space_mark_ids)]

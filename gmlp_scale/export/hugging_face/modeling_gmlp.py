@@ -1,0 +1,149 @@
+"""gmlp_scale's encoders for transformers: each class holds one of the package's own models and gives its logits.
+
+Padding is not masked in these encoders: `attention_mask` and `token_type_ids` are taken, since tokenizers give them,
+and not used.
+
+Shape suffixes: B batch, N positions, D width, V vocabulary, C classes.
+"""
+
+from functools import partial
+from inspect import signature
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+)
+
+from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
+from gmlp_scale.models import AmlpConfig, GmlpConfig, MixerConfig, ModelConfig, TransformerConfig, build_model
+from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.models.heads import LabelledBatch, MaskedLanguageModel, SequenceClassifier, SpanBatch, SpanPredictor
+
+KINDS = {"gmlp": GmlpConfig, "amlp": AmlpConfig, "transformer": TransformerConfig, "mixer": MixerConfig}
+
+
+def model_config(config: GmlpScaleConfig) -> ModelConfig:
+    kind = KINDS[config.kind]
+    return kind(**{name: getattr(config, name) for name in signature(kind).parameters})
+
+
+class GmlpScalePreTrainedModel(PreTrainedModel):
+    """`self.model` is the package's model, so that every class has its parameter names under "model."."""
+
+    config_class = GmlpScaleConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["GmlpBlock", "TransformerBlock", "MixerBlock"]  # noqa: RUF012
+
+    def __init__(self, config: GmlpScaleConfig, head, dropout: float):
+        super().__init__(config)
+        self.model = build_model(model_config(config), head=head, dropout=dropout)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embedding
+
+    def set_input_embeddings(self, embedding: nn.Embedding) -> None:
+        self.model.embedding = embedding
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # N(0, 0.02), zero biases and LayerNorms of 1 and 0, as the package does
+        if hasattr(module, "init_special_weights"):
+            module.init_special_weights(torch.default_generator)
+
+    def _padded(self, input_ids: Tensor) -> Tensor:
+        num_missing = (self.config.row_length or 0) - input_ids.shape[1]
+        return F.pad(input_ids, (0, num_missing), value=self.config.pad_token_id) if num_missing > 0 else input_ids
+
+
+class GmlpScaleModel(GmlpScalePreTrainedModel):
+    """The hidden states after the last LayerNorm, [B, N, D]."""
+
+    def __init__(self, config: GmlpScaleConfig):
+        super().__init__(config, head=Backbone, dropout=config.dropout)
+
+    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, return_dict: bool = True):
+        x_BND = self.model.norm(self.model.encode(self._padded(input_ids)))[:, : input_ids.shape[1]]
+        return BaseModelOutput(last_hidden_state=x_BND) if return_dict else (x_BND,)
+
+
+class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
+    """Logits [B, N, V] at every position; the output matrix is the token embedding."""
+
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GmlpScaleConfig):
+        super().__init__(config, head=MaskedLanguageModel, dropout=0.0)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask=None,
+        token_type_ids=None,
+        labels: Tensor | None = None,
+        return_dict: bool = True,
+    ):
+        """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
+        positions_BN = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        logits_BNV = self.model.predict(MaskedBatch(self._padded(input_ids), positions_BN, labels))
+        loss = None if labels is None else F.cross_entropy(logits_BNV.flatten(0, 1), labels.flatten())
+        output = MaskedLMOutput(loss=loss, logits=logits_BNV)
+        return output if return_dict else output.to_tuple()
+
+
+class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
+    """Logits [B, C] from the last layer's <cls>."""
+
+    def __init__(self, config: GmlpScaleConfig):
+        super().__init__(
+            config, head=partial(SequenceClassifier, num_classes=config.num_labels), dropout=config.dropout
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask=None,
+        token_type_ids=None,
+        labels: Tensor | None = None,
+        return_dict: bool = True,
+    ):
+        """labels: int64 [B]; the loss is the mean cross-entropy."""
+        logits_BC = self.model.predict(LabelledBatch(self._padded(input_ids), labels))
+        loss = None if labels is None else F.cross_entropy(logits_BC, labels)
+        output = SequenceClassifierOutput(loss=loss, logits=logits_BC)
+        return output if return_dict else output.to_tuple()
+
+
+class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
+    """Logits [B, N] for the answer to begin and to end at each position; <cls> stands for no answer."""
+
+    def __init__(self, config: GmlpScaleConfig):
+        super().__init__(config, head=SpanPredictor, dropout=config.dropout)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask=None,
+        token_type_ids=None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        return_dict: bool = True,
+    ):
+        """start_positions, end_positions: int64 [B]; the loss is the mean of both cross-entropies over positions."""
+        batch = SpanBatch(self._padded(input_ids), start_positions, end_positions)
+        start_logits_BN, end_logits_BN = self.model.predict(batch).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = F.cross_entropy(start_logits_BN, start_positions) + F.cross_entropy(end_logits_BN, end_positions)
+            loss = loss / 2
+        num_positions = input_ids.shape[1]
+        output = QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start_logits_BN[:, :num_positions], end_logits=end_logits_BN[:, :num_positions]
+        )
+        return output if return_dict else output.to_tuple()

@@ -1,0 +1,31 @@
+"""Writes a run's model as a Hugging Face folder: for finetuning, and for transformers without this package.
+
+python launch/export.py --run outputs/gmlp_base --output exports/gmlp_base
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from gmlp_scale.export.folder import ExportError
+from gmlp_scale.export.pretrained import export_pretrained
+from gmlp_scale.pretrain import USER_ERRORS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR")
+    parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
+    parser.add_argument("--output", type=Path, required=True, metavar="HF_DIR", help="a new folder")
+    options = parser.parse_args()
+    try:
+        checkpoint_path = export_pretrained(options.run, options.step, options.output)
+    except (*USER_ERRORS, ExportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{options.output} holds {checkpoint_path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
