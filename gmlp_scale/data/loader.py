@@ -122,9 +122,9 @@ class Loader:
         """This rank's micro-batches of `step`, in order. Raises CorruptShardError as `data.on_corrupt_shard` says."""
         addresses = self.addresses(step)
         rows_BN = self._shards.read(addresses.shard, addresses.row)
-        starts = range(0, len(rows_BN), self._micro_batch_size)
-        slices = [slice(start, start + self._micro_batch_size) for start in starts]
-        return [self._mask(rows_BN[s], addresses.epoch[s], addresses.global_row[s], seed=self._seed) for s in slices]
+        batch = self._mask(rows_BN, addresses.epoch, addresses.global_row, seed=self._seed)
+        cut = (tensor.split(self._micro_batch_size) for tensor in vars(batch).values())
+        return [MaskedBatch(*parts) for parts in zip(*cut, strict=True)]
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
         """The micro-batches of each step of [start_step, stop_step), made by a thread `prefetch_steps` ahead."""
