@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import time
@@ -19,10 +20,12 @@ def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seco
     """
     context = multiprocessing.get_context("spawn")
     port = free_port()
+    # Plain pickle: multiprocessing's own would pass tensors through shared memory, which ends with its process.
+    call = pickle.dumps((function, arguments))
     ranks, pipes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(sender, rank, world_size, port, function, arguments))
+        process = context.Process(target=_run, args=(sender, rank, world_size, port, call))
         process.start()
         sender.close()
         ranks.append(process)
@@ -56,14 +59,14 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                error, results[rank] = pipe.recv()
+                error, results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise AssertionError(f"rank {rank} of {len(pipes)} died without a word") from None
             assert error is None, f"rank {rank} of {len(pipes)} failed:\n{error}"
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run(sender: Connection, rank: int, world_size: int, port: int, function: Callable, arguments: tuple) -> None:
+def _run(sender: Connection, rank: int, world_size: int, port: int, call: bytes) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -75,7 +78,8 @@ def _run(sender: Connection, rank: int, world_size: int, port: int, function: Ca
 
     torch.set_num_threads(1)
     try:
-        sender.send((None, function(*arguments)))
+        function, arguments = pickle.loads(call)
+        sender.send_bytes(pickle.dumps((None, function(*arguments))))
     except BaseException:
-        sender.send((traceback.format_exc(), None))
+        sender.send_bytes(pickle.dumps((traceback.format_exc(), None)))
         sys.exit(1)

@@ -1,0 +1,110 @@
+"""state() and load_state(): the same run goes on bit for bit, and any engine goes on from any other's."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from tiny_runs import AMLP, SIZES, pieces_of, reader, start_engine, train
+
+from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.models import build_model
+from gmlp_scale.world import World, start_world
+
+SINGLE = {"single": SingleConfig()}
+SHARDED = {
+    "fsdp2": Fsdp2Config(blocks_per_group=2),
+    "zero 1": ZeroConfig(stage=1),
+    "zero 2": ZeroConfig(stage=2),
+    "zero 3": ZeroConfig(stage=3),
+}
+OPTIONS = {"float32": {}, "recompute": {"recompute": "full"}, "bf16": {"precision": "bf16"}}
+
+
+def _all_pieces(engine, world: World) -> list[dict]:
+    pieces_by_rank = [None] * world.size
+    dist.all_gather_object(pieces_by_rank, pieces_of(engine))
+    return pieces_by_rank
+
+
+def _stop_and_go_on(engine_configs: dict) -> dict:
+    """By engine and option: the run from step 3 on, never stopped and stopped twice, and the pieces at 0 and 3."""
+    results = {}
+    with start_world(60, "cpu", init_group=True) as world:
+        for name, option in itertools.product(engine_configs, OPTIONS):
+            engine = start_engine(world, AMLP, engine_configs[name], **OPTIONS[option])
+            at_0 = _all_pieces(engine, world)
+            train(engine, world, 0, 3)
+            at_3 = _all_pieces(engine, world)
+            never_stopped = [train(engine, world, 3, 5), train(engine, world, 5, 7)]
+            engine.close()
+
+            resumed, pieces = [], at_3
+            for step, stop_step in ((3, 5), (5, 7)):
+                engine = start_engine(world, AMLP, engine_configs[name], **OPTIONS[option])
+                engine.load_state(reader(pieces), step)
+                resumed.append(train(engine, world, step, stop_step))
+                pieces = _all_pieces(engine, world)
+                engine.close()
+            results[name, option] = {"never stopped": never_stopped, "resumed": resumed, 0: at_0, 3: at_3}
+    return results
+
+
+def _go_on(engine_configs: dict, checkpoints: dict) -> dict:
+    """By engine and checkpoint: the run from step 3 to 7."""
+    results = {}
+    with start_world(60, "cpu", init_group=True) as world:
+        for name, source in itertools.product(engine_configs, checkpoints):
+            engine = start_engine(world, AMLP, engine_configs[name])
+            engine.load_state(reader(checkpoints[source]), 3)
+            results[name, source] = train(engine, world, 3, 7)
+            engine.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict:
+    return run_ranks(_stop_and_go_on, 1, SINGLE | SHARDED)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict:
+    return run_ranks(_stop_and_go_on, 2, SHARDED)[0]
+
+
+def test_the_same_engine_goes_on_bit_for_bit_twice_in_a_row(one_rank, two_ranks):
+    for runs in (one_rank, two_ranks):
+        for key, run in runs.items():
+            assert run["resumed"] == run["never stopped"], key
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_engine_goes_on_from_any_other(one_rank, two_ranks, world_size):
+    engines = {1: SINGLE | SHARDED, 2: SHARDED, 4: {name: SHARDED[name] for name in ("fsdp2", "zero 3")}}[world_size]
+    sources = {("single", 1): one_rank, ("fsdp2", 2): two_ranks, ("zero 2", 2): two_ranks, ("zero 3", 2): two_ranks}
+    checkpoints = {source: runs[source[0], "float32"][3] for source, runs in sources.items()}
+    expected = one_rank["single", "float32"]["never stopped"]
+    for case, run in run_ranks(_go_on, world_size, engines, checkpoints)[0].items():
+        assert run.losses == pytest.approx(expected[0].losses + expected[1].losses, rel=1e-5), case
+        assert run.norms == pytest.approx(expected[0].norms + expected[1].norms, rel=1e-5), case
+
+
+def test_before_the_first_step_the_state_is_the_initial_float32_weights_and_zero_moments(one_rank, two_ranks):
+    model = build_model(AMLP)
+    model.init_weights(torch.Generator().manual_seed(0))
+    parameters = dict(model.named_parameters())
+    moments = {f"optimizer.{name}.{moment}" for name in parameters for moment in ("exp_avg", "exp_avg_sq")}
+    for run in [*one_rank.values(), *two_ranks.values()]:
+        read = reader(run[0])
+        assert {key for pieces in run[0] for key, _ in pieces} == {f"model.{name}" for name in parameters} | moments
+        for name, parameter in parameters.items():
+            assert torch.equal(read(f"model.{name}", 0, None), parameter)  # in bf16 too: nothing was rounded
+        assert not any(read(key, 0, None).any() for key in moments)
+
+
+def test_the_ranks_share_the_state_evenly(two_ranks):
+    largest_parameter = SIZES["vocab_size"] * SIZES["d_model"]
+    for run in two_ranks.values():
+        shares = [sum(rows.numel() for rows, _ in pieces.values()) for pieces in run[3]]
+        assert abs(shares[0] - shares[1]) <= 3 * largest_parameter

@@ -1,0 +1,85 @@
+"""Every engine, on any number of ranks, gives the losses, gradient norms and predictions of one process."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_runs import AMLP, GMLP, OPTIMIZER, micro_batches_of, start_engine, train
+
+from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.world import start_world
+
+MODELS = {"gmlp": GMLP, "amlp": AMLP}
+SHARDED = {
+    "fsdp2": Fsdp2Config(),
+    "fsdp2 resharding": Fsdp2Config(blocks_per_group=2, reshard_after_forward=True),
+    "zero 1": ZeroConfig(stage=1),
+    "zero 2": ZeroConfig(stage=2),
+    "zero 3": ZeroConfig(stage=3),
+}
+OPTIONS = {"float32": {}, "recompute": {"recompute": "full"}, "bf16": {"precision": "bf16"}}
+
+
+def _train_each(engine_configs: dict) -> dict:
+    """Losses, norms, predictions and whole weights on this rank, for every engine, model and option."""
+    results = {}
+    with start_world(60, "cpu", init_group=True) as world:
+        for model in MODELS:
+            for option, values in OPTIONS.items():
+                for name, engine_config in engine_configs.items():
+                    engine = start_engine(world, MODELS[model], engine_config, **values)
+                    first = train(engine, world, 0, 2)
+                    # In the middle, since the steps after it must not notice.
+                    predictions = engine.predict(micro_batches_of(99, world)[0])
+                    later = train(engine, world, 2, 6)
+                    results[model, option, name] = {
+                        "losses": first.losses + later.losses,
+                        "norms": first.norms + later.norms,
+                        "predictions": predictions,
+                        "weights": dict(engine.full_weights()),
+                    }
+                    engine.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict:
+    return run_ranks(_train_each, 1, {"single": SingleConfig(), **SHARDED})[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict]:
+    return run_ranks(_train_each, 2, SHARDED)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("option", ["float32", "recompute"])
+@pytest.mark.parametrize("engine", SHARDED)
+def test_engines_agree_in_float32(one_rank, two_ranks, model, option, engine):
+    expected = one_rank[model, "float32", "single"]
+    assert min(expected["norms"]) > OPTIMIZER.gradient_clipping  # so every step is clipped
+    for run in (one_rank[model, option, engine], two_ranks[0][model, option, engine]):
+        assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert run["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        torch.testing.assert_close(run["predictions"], expected["predictions"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+        assert not run["predictions"].requires_grad
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("engine", SHARDED)
+def test_engines_stay_near_each_other_in_bf16(one_rank, two_ranks, model, engine):
+    expected, exact = one_rank[model, "bf16", "single"], one_rank[model, "float32", "single"]
+    assert expected["losses"] == pytest.approx(exact["losses"], rel=3e-3)
+    assert expected["losses"] != exact["losses"]
+    for run in (one_rank[model, "bf16", engine], two_ranks[0][model, "bf16", engine]):
+        assert run["losses"] == pytest.approx(expected["losses"], rel=3e-4)
+        assert run["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+        assert all(weight.dtype == torch.float32 for weight in run["weights"].values())
+        torch.testing.assert_close(run["weights"], expected["weights"], rtol=0, atol=3e-3)
+
+
+def test_ranks_agree_and_the_main_one_alone_has_the_whole_weights(two_ranks):
+    for key, run in two_ranks[0].items():
+        other = two_ranks[1][key]
+        assert (run["losses"], run["norms"]) == (other["losses"], other["norms"])
+        assert run["weights"] and not other["weights"]
