@@ -109,7 +109,6 @@ def write_export(
         "cls_token_id": CLS_ID,
         "sep_token_id": SEP_ID,
         "mask_token_id": MASK_ID,
-        "tie_word_embeddings": True,
         "details": details,
     }
     if labels:

@@ -8,7 +8,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-ENTRY_MODULES = ("gmlp_scale.export.hugging_face.configuration_gmlp", "gmlp_scale.export.hugging_face.modeling_gmlp")
+CONFIGURATION = "gmlp_scale.export.hugging_face.configuration_gmlp"
+MODELING = "gmlp_scale.export.hugging_face.modeling_gmlp"
 PLAIN_CONFIG = "gmlp_scale.export.hugging_face.plain_config"
 
 _IMPORT = re.compile(r"^from (gmlp_scale[\w.]*) import", flags=re.MULTILINE)
@@ -16,19 +17,22 @@ _IMPORT = re.compile(r"^from (gmlp_scale[\w.]*) import", flags=re.MULTILINE)
 
 def copy_sources(folder: Path) -> None:
     """Writes modeling_gmlp.py, configuration_gmlp.py and every module that they need into `folder`."""
-    waiting, copied = list(ENTRY_MODULES), {}
+    waiting, source_of = [CONFIGURATION, MODELING], {}
     while waiting:
         module = waiting.pop()
-        if module in copied:
-            continue
-        copied[module] = _file_name(module)
-        source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
-        source = source.replace("from pydantic import", f"from {PLAIN_CONFIG} import")
-        waiting += _IMPORT.findall(source)
-        flat = _IMPORT.sub(lambda found: f"from .{_file_name(found[1])} import", source)
-        (folder / f"{_file_name(module)}.py").write_text(flat, encoding="utf-8")
-    assert len(set(copied.values())) == len(copied), f"two modules of one name: {copied}"
+        if module not in source_of:
+            source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+            source_of[module] = source.replace("from pydantic import", f"from {PLAIN_CONFIG} import")
+            waiting += _IMPORT.findall(source_of[module])
+    names = {_flat_name(module) for module in source_of}
+    assert len(names) == len(source_of), f"two modules of one name: {sorted(source_of)}"
+    # From a local folder transformers 4 takes only the files that this one imports by itself.
+    others = sorted(names - {_flat_name(MODELING)})
+    source_of[MODELING] += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in others)
+    for module, source in source_of.items():
+        flat = _IMPORT.sub(lambda found: f"from .{_flat_name(found[1])} import", source)
+        (folder / f"{_flat_name(module)}.py").write_text(flat, encoding="utf-8")
 
 
-def _file_name(module: str) -> str:
+def _flat_name(module: str) -> str:
     return module.rpartition(".")[2]

@@ -4,7 +4,7 @@ Its ids are those of gmlp_scale.data.tokenizer.Tokenizer on every text, offsets 
 meant: it reads the names of special tokens in a text as those tokens ("<mask>" is id 4), which fill-mask needs. Called
 with split_special_tokens=True it takes them for text, as ours always does.
 
-Three things need care, since `tokenizers` has no notion of pieces that no text may match:
+What needs care is that `tokenizers` has no notion of pieces that no text may match:
     The space is itself. Pieces hold blanks, not SentencePiece's U+2581, so a blank and a U+2581 stay two things.
     "<" is written "<U+2581" in the normalised text and in the pieces. So neither the text "<0x41>" nor "<mask>" is
         matched by the piece of that name.
@@ -44,7 +44,6 @@ def _fast_tokenizer(tokenizer: Tokenizer) -> dict:
     vocab = pieces[:num_named] + ordinary
     has_less_than = any("<" in piece for piece, _ in ordinary)
     less_than = _ESCAPED_LESS_THAN if has_less_than else _byte_names("<")
-    known = "".join(rf"\x{{{ord(character):X}}}" for character in sorted(set().union(*(piece for piece, _ in vocab))))
     return {
         "version": "1.0",
         "truncation": None,
@@ -57,14 +56,12 @@ def _fast_tokenizer(tokenizer: Tokenizer) -> dict:
                 {"type": "Replace", "pattern": {"Regex": f"(?<!<){_MARK}"}, "content": _byte_names(_MARK)},
             ],
         },
-        # Cuts that no piece crosses. Before blanks, for speed; around each character that is in no piece, since a run
-        # of them would have one range of characters for all its bytes.
+        # A run of characters that are in no piece would have one range of characters for all its bytes.
         "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": f"[^{known}]"}, "behavior": "Isolated", "invert": False},
-                {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithNext", "invert": False},
-            ],
+            "type": "Split",
+            "pattern": {"Regex": rf"<0x[0-9A-F]{{2}}>|{_any_character_but(ordinary)}"},
+            "behavior": "Isolated",
+            "invert": False,
         },
         "post_processor": _template(),
         "decoder": {
@@ -82,6 +79,12 @@ def _fast_tokenizer(tokenizer: Tokenizer) -> dict:
             "vocab": vocab,
         },
     }  # fmt: skip
+
+
+def _any_character_but(pieces: list[tuple[str, float]]) -> str:
+    """A regular expression for every character that no piece holds."""
+    known = sorted(set().union(*(piece for piece, _ in pieces)))
+    return "[^" + "".join(rf"\x{{{ord(character):X}}}" for character in known) + "]"
 
 
 def _special_tokens() -> dict[str, dict]:

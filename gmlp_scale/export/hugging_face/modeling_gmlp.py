@@ -20,11 +20,10 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 
-from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, MixerConfig, ModelConfig, TransformerConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.heads import LabelledBatch, MaskedLanguageModel, SequenceClassifier, SpanBatch, SpanPredictor
+from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 
 KINDS = {"gmlp": GmlpConfig, "amlp": AmlpConfig, "transformer": TransformerConfig, "mixer": MixerConfig}
 
@@ -61,6 +60,9 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
         num_missing = (self.config.row_length or 0) - input_ids.shape[1]
         return F.pad(input_ids, (0, num_missing), value=self.config.pad_token_id) if num_missing > 0 else input_ids
 
+    def _hidden_states(self, input_ids: Tensor) -> Tensor:
+        return self.model.norm(self.model.encode(self._padded(input_ids)))[:, : input_ids.shape[1]]
+
 
 class GmlpScaleModel(GmlpScalePreTrainedModel):
     """The hidden states after the last LayerNorm, [B, N, D]."""
@@ -69,17 +71,15 @@ class GmlpScaleModel(GmlpScalePreTrainedModel):
         super().__init__(config, head=Backbone, dropout=config.dropout)
 
     def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, return_dict: bool = True):
-        x_BND = self.model.norm(self.model.encode(self._padded(input_ids)))[:, : input_ids.shape[1]]
+        x_BND = self._hidden_states(input_ids)
         return BaseModelOutput(last_hidden_state=x_BND) if return_dict else (x_BND,)
 
 
 class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
-    """Logits [B, N, V] at every position; the output matrix is the token embedding."""
-
-    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
+    """Logits [B, N, V] at every position. The output matrix is the token embedding, so it has no parameter here."""
 
     def __init__(self, config: GmlpScaleConfig):
-        super().__init__(config, head=MaskedLanguageModel, dropout=0.0)
+        super().__init__(config, head=Backbone, dropout=0.0)
 
     def forward(
         self,
@@ -90,8 +90,7 @@ class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
         return_dict: bool = True,
     ):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
-        positions_BN = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        logits_BNV = self.model.predict(MaskedBatch(self._padded(input_ids), positions_BN, labels))
+        logits_BNV = F.linear(self._hidden_states(input_ids), self.model.embedding.weight).float()
         loss = None if labels is None else F.cross_entropy(logits_BNV.flatten(0, 1), labels.flatten())
         output = MaskedLMOutput(loss=loss, logits=logits_BNV)
         return output if return_dict else output.to_tuple()
