@@ -1,0 +1,118 @@
+"""The README's commands one after the other, as a user types them, on a small corpus."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+WORDS = ["the", "a", "of", "and", "stone", "river", "bird", "house", "small", "old", "sees", "finds", "under", "near"]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """Every command's output by name, in a folder that ends as a user's would."""
+    folder = tmp_path_factory.mktemp("story")
+    draw = random.Random(0)
+    documents = [" ".join(draw.choices(WORDS, k=draw.randrange(30, 90))).capitalize() + "." for _ in range(300)]
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    smoke = [
+        f"--config={ROOT}/configs/pretrain/smoke.yaml",
+        f"output_dir={folder}/outputs",
+        f"data.shards={folder}/shards",
+    ]
+    smoke += ["model.vocab_size=320", "train.log_every_steps=2", "train.num_steps=40"]
+    commands = {
+        "tokenizer": [
+            "data_prep/train_tokenizer.py", "--input", corpus, "--vocab-size", 320, "--output", folder / "tokenizer",
+        ],
+        "shards": [
+            "data_prep/tokenize_corpus.py", "--input", corpus, "--tokenizer", folder / "tokenizer",
+            "--sequence-length", 64, "--heldout-fraction", 0.1, "--output", folder / "shards",
+        ],
+        "verify": ["data_prep/verify_shards.py", folder / "shards"],
+        "inspect": ["data_prep/inspect_batch.py", "--step", 3, *smoke],
+        "dry run": ["launch/pretrain.py", *smoke, "--dry-run"],
+        "half": ["launch/pretrain.py", *smoke, "train.stop_after_step=20"],
+        "rest": ["launch/pretrain.py", *smoke],
+        "again": ["launch/pretrain.py", *smoke],
+        "evaluate": ["launch/evaluate.py", "--run", folder / "outputs/smoke", "--shards", folder / "shards"],
+        "fill": ["launch/fill_mask.py", "--run", folder / "outputs/smoke", "The old <mask> sees the river."],
+        "plot": [
+            "launch/plot_metrics.py", "--runs", folder / "outputs/smoke", "--tag", "train/loss",
+            "--output", folder / "loss.png",
+        ],
+    }  # fmt: skip
+    outputs = {}
+    for name, words in commands.items():
+        command = [sys.executable, *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+        outputs[name] = done.stdout + done.stderr
+    return folder, outputs
+
+
+def test_training_stops_resumes_and_ends(story):
+    _, outputs = story
+    assert "stopped after step 20 of 40; the same command resumes" in outputs["half"]
+    assert "resuming from" in outputs["rest"] and "finished at step 40" in outputs["rest"]
+    assert "step 22/40" in outputs["rest"] and "step 20/40" not in outputs["rest"]
+    assert "finished at step 40" in outputs["again"] and "loss" not in outputs["again"]
+
+
+def test_evaluation_prints_both_perplexities(story):
+    _, outputs = story
+    found = dict(re.findall(r"^  (.*perplexity) +([\d.]+)", outputs["evaluate"], re.MULTILINE))
+    assert 1 < float(found["perplexity"]) < 320 and 1 < float(found["unigram perplexity"]) < 320
+
+
+def test_masks_are_filled(story):
+    _, outputs = story
+    candidates = [line for line in outputs["fill"].splitlines() if "%" in line]
+    assert len(candidates) == 1 and candidates[0].count("%") == 5
+
+
+def test_the_picture_is_drawn(story):
+    folder, _ = story
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_inspected_batch_is_that_of_training(story):
+    """The loader's own rows of that step, as text."""
+    folder, outputs = story
+    from gmlp_scale.config import load_run_config
+    from gmlp_scale.data.tokenizer import Tokenizer
+    from gmlp_scale.pretrain import build_loader
+
+    run = load_run_config(folder / "outputs/smoke/config.yaml")
+    tokenizer = Tokenizer(folder / "shards/tokenizer")
+    loader = build_loader(run, rank=0, world_size=1)
+    rows = [ids for batch in loader.micro_batches(3) for ids in batch.token_ids_BN.tolist()]
+    loader.close()
+    assert len(rows) == 8
+    for ids in rows:
+        assert tokenizer.decode(ids[1:12]) in outputs["inspect"]
+
+
+@pytest.mark.parametrize(
+    "words, needle",
+    [
+        (["launch/evaluate.py", "--run", "absent", "--shards", "absent"], "cannot be read"),
+        (["launch/fill_mask.py", "--run", "absent", "no mask here"], "no <mask> in"),
+        (["launch/plot_metrics.py", "--runs", "absent", "--output", "x.png"], "no metrics.jsonl"),
+        (
+            ["launch/pretrain.py", "--config", "configs/pretrain/smoke.yaml", "data.shards=absent"],
+            "no shards at absent",
+        ),
+        (["launch/pretrain.py", "--config", "absent.yaml"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_clear_message(words, needle, tmp_path):
+    output_dir = [f"output_dir={tmp_path}"] if "smoke.yaml" in " ".join(words) else []
+    done = subprocess.run([sys.executable, *words, *output_dir], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (1, 2) and needle in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,41 @@
+"""The README's commands are commands: its scripts and recipes exist, and every pretraining line passes --dry-run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CODE = "\n".join(re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)).replace("\\\n", " ")
+COMMANDS = [line.split("  #")[0].strip() for line in CODE.splitlines() if line.strip() and not line.startswith("#")]
+PRETRAIN = [command for command in COMMANDS if "launch/pretrain.py" in command]
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 7 and PRETRAIN
+    assert COMMANDS[:2] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_scripts_and_recipes_exist_and_know_their_options(command):
+    words = shlex.split(command)
+    for word in words:
+        if word.startswith(("launch/", "data_prep/", "configs/")):
+            assert (ROOT / word).is_file(), word
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script and script not in ("launch/pretrain.py",):
+        shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert shown.returncode == 0, shown.stderr
+        for option in (word for word in words if word.startswith("--")):
+            assert option in shown.stdout, f"{script} has no {option}"
+
+
+@pytest.mark.parametrize("command", PRETRAIN)
+def test_pretraining_commands_pass_a_dry_run(command):
+    words = shlex.split(command)
+    words = [sys.executable, *words[words.index("launch/pretrain.py") :], "--dry-run"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
