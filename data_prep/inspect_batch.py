@@ -8,7 +8,6 @@ masked tokens as `position:original>shown`.
 
 import argparse
 import sys
-from pathlib import Path
 
 from gmlp_scale.config import load_run_config
 from gmlp_scale.data.batch import IGNORED
@@ -40,7 +39,7 @@ def main() -> int:
             world_size=1,
             run_dir=run.run_dir,
         )
-        tokenizer = Tokenizer(Path(run.data.shards) / "tokenizer")
+        tokenizer = Tokenizer(f"{run.data.shards}/tokenizer")
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

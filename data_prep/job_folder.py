@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 import fsspec
 
-from gmlp_scale.data.shards import write_file
+from gmlp_scale.data.files import read_file, with_retries, write_file
 
 
 class JobError(ValueError):
@@ -76,8 +76,7 @@ class JobFolder:
 
     def read(self, name: str) -> dict | None:
         try:
-            with fsspec.open(f"{self.url}/{name}", "rb") as file:
-                return json.load(file)
+            return json.loads(read_file(f"{self.url}/{name}"))
         except FileNotFoundError:
             return None
 
@@ -85,11 +84,12 @@ class JobFolder:
         """The JSON files of a folder whose names begin with `prefix`, in the order of their names."""
         filesystem, path = fsspec.url_to_fs(f"{self.url}/{folder}")
         filesystem.invalidate_cache()
-        if not filesystem.isdir(path):
+        try:
+            paths = with_retries(lambda: filesystem.ls(path, detail=False), f"listing {self.url}/{folder}")
+        except FileNotFoundError:
             return []
-        names = [name for name in sorted(filesystem.ls(path, detail=False)) if not _base(name).startswith(".")]
-        contents = [json.loads(filesystem.cat_file(name)) for name in names if _base(name).startswith(prefix)]
-        return contents
+        names = sorted(path.rsplit("/", 1)[-1] for path in paths)
+        return [self.read(f"{folder}/{name}") for name in names if name.startswith(prefix) and not name.startswith(".")]
 
     def total_counts(self, step: str) -> Counter:
         """The sums over the tasks of what a step counted."""
@@ -97,10 +97,6 @@ class JobFolder:
         for counts in self.read_all("counts", f"{step}-"):
             total.update(counts)
         return total
-
-
-def _base(path: str) -> str:
-    return path.rsplit("/", 1)[-1]
 
 
 def _brief(value: object) -> str:

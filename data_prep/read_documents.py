@@ -11,7 +11,7 @@ from datatrove.pipeline.readers.base import BaseReader
 
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.sources import BadRecord, FileReader, InputFile, Record
-from gmlp_scale.data.shards import write_file
+from gmlp_scale.data.files import write_file
 
 _MOST_QUARANTINED = 10_000  # records that a task keeps to show; all are counted
 _CHECK_AFTER_RECORDS = 10_000

@@ -1,13 +1,12 @@
 """The end of a tokenizing job: the manifest from the receipts, report.json and the printed table."""
 
 import json
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
+from pathlib import Path
 
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.read_documents import num_bad_records
-from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits, write_file
+from gmlp_scale.data.files import is_local, write_file
+from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits
 from gmlp_scale.data.tokenizer import Tokenizer
 
 
@@ -85,7 +84,6 @@ def print_table(report: dict) -> None:
 
 def _remove_temporary_files(output: str) -> None:
     """Remove what killed tasks left half written; only local files are ever written under a temporary name."""
-    filesystem, path = fsspec.url_to_fs(output)
-    if isinstance(filesystem, LocalFileSystem):
-        for name in filesystem.glob(f"{path}/*/.*.tmp"):
-            filesystem.rm_file(name)
+    if is_local(output):
+        for path in Path(output.removeprefix("file://")).glob("*/.*.tmp"):
+            path.unlink()

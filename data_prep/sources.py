@@ -9,15 +9,19 @@ import itertools
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import fsspec
 import orjson
 import zstandard
+from fsspec.implementations.local import LocalFileSystem
 
 from data_prep.job_folder import JobError
+from gmlp_scale.data.files import with_retries
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
+_BLOCK_BYTES = 8 << 20  # fetched from a store at a time
 _SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 
 
@@ -54,9 +58,7 @@ def find_inputs(sources: Iterable[str]) -> list[InputFile]:
     found = []
     for source in sources:
         filesystem, pattern = fsspec.url_to_fs(source)
-        matches = filesystem.glob(pattern, detail=True) if any(c in pattern for c in "*?[") else {}
-        if not matches and filesystem.isfile(pattern):
-            matches = {pattern: filesystem.info(pattern)}
+        matches = with_retries(partial(filesystem.glob, pattern, detail=True), f"listing {source}")
         files = [
             InputFile(filesystem.unstrip_protocol(path).removeprefix("file://"), info["size"])
             for path, info in sorted(matches.items())
@@ -99,7 +101,7 @@ class FileReader:
     def __iter__(self) -> Iterator[Record | BadRecord]:
         read = {"json": self._json_lines, "parquet": self._parquet_rows, "text": self._text_parts}[self._file.kind]
         last_line = 0
-        with fsspec.open(self._file.url, "rb") as self._raw:
+        with _open(self._file.url) as self._raw:
             try:
                 for record in read(self._raw):
                     last_line = record.line
@@ -186,6 +188,48 @@ class FileReader:
 
 class CorruptFileError(Exception):
     """A file that ends or breaks in the middle."""
+
+
+def _open(url: str) -> BinaryIO:
+    filesystem, path = fsspec.url_to_fs(url)
+    if isinstance(filesystem, LocalFileSystem):
+        return open(path, "rb")
+    return io.BufferedReader(_RetriedFile(filesystem.open(path, "rb", block_size=_BLOCK_BYTES), url), _BLOCK_BYTES)
+
+
+class _RetriedFile(io.RawIOBase):
+    """A remote file whose reads are tried again."""
+
+    def __init__(self, file: BinaryIO, url: str):
+        self._file = file
+        self._url = url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer) -> int:
+        content = with_retries(lambda: self._read(len(buffer)), f"reading {self._url}")
+        buffer[: len(content)] = content
+        return len(content)
+
+    def _read(self, num_bytes: int) -> bytes:
+        content = self._file.read(num_bytes)
+        if not content and self._file.tell() < self._file.size:
+            raise OSError(f"it ended at byte {self._file.tell()} of {self._file.size}")
+        return content
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _decompressed(raw: BinaryIO, url: str) -> io.BufferedIOBase:

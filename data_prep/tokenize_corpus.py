@@ -11,7 +11,6 @@ was never disturbed. The manifest is written last.
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from data_prep.estimate import estimate
 from data_prep.executors import LocalExecutor, progress_bar
@@ -20,7 +19,7 @@ from data_prep.read_documents import ReadDocuments, ReadHubDataset, inputs_of_ta
 from data_prep.report import check_bad_fraction, make_report, print_table, write_manifest, write_report
 from data_prep.sources import InputFile, find_inputs
 from data_prep.write_shards import PACKINGS, WriteShards
-from gmlp_scale.data.shards import write_file
+from gmlp_scale.data.files import read_file, write_file
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 
 
@@ -61,7 +60,7 @@ def main() -> int:
     try:
         with job.claimed():
             run(options, files, num_tasks, tokenizer, job)
-    except JobError as error:
+    except (JobError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -156,7 +155,7 @@ def run(
     with progress_bar(job, sum(file.num_bytes for task in planned for file, _, _ in task)):
         executor.run()
     check_bad_fraction(job, options.max_bad_fraction)
-    write_file(f"{options.output}/tokenizer/{MODEL_NAME}", Path(options.tokenizer, MODEL_NAME).read_bytes())
+    write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
     report = make_report(job, sequence_length=options.sequence_length, workers=options.workers)
     write_report(job, report)
     write_manifest(

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from data_prep.sources import FileReader, InputFile, Record, find_inputs
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
-from gmlp_scale.data.shards import write_file
+from gmlp_scale.data.files import write_file
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 
 _READ_PER_SAMPLED_BYTE = 10

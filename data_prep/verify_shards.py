@@ -10,12 +10,12 @@ import hashlib
 import sys
 import tempfile
 
-import fsspec
 import numpy as np
 from tqdm import tqdm
 
 from gmlp_scale.data.batch import CLS_ID
-from gmlp_scale.data.cache import ShardFiles, is_local
+from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.files import is_local, read_file
 from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardRows
 from gmlp_scale.data.tokenizer import MODEL_NAME
 
@@ -65,8 +65,7 @@ def check_shard(files: ShardFiles, shard: Shard, manifest: Manifest) -> list[str
 def check_tokenizer(folder: str, manifest: Manifest) -> list[str]:
     url = f"{folder.rstrip('/')}/tokenizer/{MODEL_NAME}"
     try:
-        with fsspec.open(url, "rb") as file:
-            sha256 = hashlib.sha256(file.read()).hexdigest()
+        sha256 = hashlib.sha256(read_file(url)).hexdigest()
     except OSError as error:
         return [f"{url}: {error}"]
     if sha256 == manifest.tokenizer_sha256:

@@ -1,26 +1,33 @@
-"""From a shard's name to a file on this machine."""
+"""From a shard's name to a file on this machine, by way of a cache that the ranks of a node share."""
 
+import fcntl
+import hashlib
 import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
-from gmlp_scale.data.shards import Shard, ShardError
+from gmlp_scale.data.files import is_local, with_retries
+from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
 
-
-def is_local(folder: str) -> bool:
-    """Whether a folder, a path or a URL that fsspec opens, is on this machine's file system."""
-    return isinstance(fsspec.url_to_fs(folder)[0], LocalFileSystem)
+_MAX_CACHE_BYTES = 500_000_000_000
+_DOWNLOADS_AT_A_TIME = 8
 
 
 class ShardFiles:
-    """The shards of a folder as local files; those of a remote folder are copied into `cache_dir` when first wanted.
+    """The shards of a folder as local files; with a `cache_dir` they are copied there when first wanted.
+
+    The copies are shared by all processes of the machine: each is fetched once, verified, and appears under its name
+    only when whole, so a killed process leaves nothing that is ever read. Beyond `max_cache_bytes` the copies that were
+    used longest ago are removed; whoever has one open keeps it.
 
     folder: a path or a URL that fsspec opens.
     """
 
-    def __init__(self, folder: str, cache_dir: str | None):
+    def __init__(self, folder: str, cache_dir: str | None, *, max_cache_bytes: int = _MAX_CACHE_BYTES):
         self._filesystem, self._root = fsspec.url_to_fs(folder)
         if not is_local(folder) and cache_dir is None:
             raise ShardError(
@@ -28,15 +35,83 @@ class ShardFiles:
                 "may be copied to"
             )
         self._cache_dir = Path(cache_dir) if cache_dir else None
+        self._max_cache_bytes = max_cache_bytes
+
+    def fetch(self, shards: Iterable[Shard]) -> None:
+        """Copy the shards that the cache lacks, several at a time."""
+        if self._cache_dir is None:
+            return
+        missing = [shard for shard in shards if not self._cached_path(shard).exists()]
+        if missing:
+            with ThreadPoolExecutor(_DOWNLOADS_AT_A_TIME, thread_name_prefix="fetch") as threads:
+                list(threads.map(self._try_local_path, missing))
+
+    def _try_local_path(self, shard: Shard) -> None:
+        with suppress(ShardError, OSError):  # which whoever opens the shard will meet, and tell
+            self.local_path(shard)
 
     def local_path(self, shard: Shard) -> Path:
-        """Path of the shard's file; its content is not verified yet."""
+        """Path of the shard's file. Raises CorruptShardError where what the folder holds is not what it should."""
         if self._cache_dir is None:
             return Path(self._root) / shard.name
-        path = self._cache_dir / f"{shard.sha256}.tar"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            self._filesystem.get_file(f"{self._root}/{shard.name}", str(temporary))
-            os.replace(temporary, path)
+        path = self._cached_path(shard)
+        with self._locked(shard.sha256):
+            if not path.exists():
+                self._copy(shard, path)
+        with suppress(FileNotFoundError):
+            os.utime(path)
         return path
+
+    def discard(self, shard: Shard) -> bool:
+        """Remove a cached copy that went bad; False where there is no cache and so nothing to fetch again."""
+        if self._cache_dir is None:
+            return False
+        self._cached_path(shard).unlink(missing_ok=True)
+        return True
+
+    def _cached_path(self, shard: Shard) -> Path:
+        return self._cache_dir / f"{shard.sha256}.tar"
+
+    def _copy(self, shard: Shard, path: Path) -> None:
+        url = self._filesystem.unstrip_protocol(f"{self._root}/{shard.name}")
+        try:
+            content = with_retries(lambda: self._read_verified(shard), f"reading {url}")
+        except FileNotFoundError as error:
+            raise CorruptShardError(shard.name, f"{url} does not exist") from error
+        with self._locked("eviction"):
+            self._make_room(shard.bytes)
+            temporary = self._cache_dir / f".{shard.sha256}.tmp"  # this process alone holds the shard's lock
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+
+    def _read_verified(self, shard: Shard) -> bytes:
+        """The shard's bytes. CorruptShardError, which is final, where they are whole but wrong; OSError where cut."""
+        content = self._filesystem.cat_file(f"{self._root}/{shard.name}")
+        if len(content) < shard.bytes and len(content) < self._filesystem.size(f"{self._root}/{shard.name}"):
+            raise OSError(f"{len(content)} of {shard.bytes} bytes came")
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != shard.sha256:
+            raise CorruptShardError(shard.name, f"it has {len(content)} bytes and sha256 {sha256}")
+        return content
+
+    def _make_room(self, num_bytes: int) -> None:
+        cached = []
+        for entry in os.scandir(self._cache_dir):
+            if entry.name.endswith(".tar"):
+                with suppress(FileNotFoundError):
+                    cached.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        total = num_bytes + sum(size for _, size, _ in cached)
+        for _, size, path in sorted(cached):
+            if total <= self._max_cache_bytes:
+                break
+            Path(path).unlink(missing_ok=True)
+            total -= size
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold a lock that all processes of the machine respect and that ends with its holder."""
+        locks = self._cache_dir / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with open(locks / name, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

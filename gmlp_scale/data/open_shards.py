@@ -78,8 +78,10 @@ class OpenShards:
         Raises CorruptShardError, unless corrupt shards are skipped: then a corrupt shard's rows are those of the next
         sound shard in the manifest's order, so that all ranks of any world size agree without a word.
         """
+        wanted = np.unique(shards_B)
+        self._files.fetch(self._shards[index] for index in wanted if index not in self._open)
         rows_BN = np.empty((len(rows_B), self._sequence_length), ROW_DTYPE)
-        for index in np.unique(shards_B):
+        for index in wanted:
             places = np.flatnonzero(shards_B == index)
             shard, num_rows = self._sound_shard(int(index))
             rows_BN[places] = shard.read(rows_B[places] % num_rows)
@@ -100,9 +102,16 @@ class OpenShards:
 
     def _opened(self, index: int) -> ShardRows:
         if index not in self._open:
-            shard = self._shards[index]
-            self._open[index] = ShardRows(self._files.local_path(shard), shard, self._sequence_length)
+            self._open[index] = self._verified(self._shards[index])
             if len(self._open) > self._num_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(index)
         return self._open[index]
+
+    def _verified(self, shard: Shard) -> ShardRows:
+        try:
+            return ShardRows(self._files.local_path(shard), shard, self._sequence_length)
+        except CorruptShardError:
+            if not self._files.discard(shard):
+                raise
+        return ShardRows(self._files.local_path(shard), shard, self._sequence_length)

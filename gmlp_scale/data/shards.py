@@ -18,12 +18,11 @@ import tarfile
 from pathlib import Path
 from typing import Annotated, Literal
 
-import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
+from gmlp_scale.data.files import read_file, write_file
 
 MANIFEST_NAME = "manifest.json"
 ROW_DTYPE = np.dtype("<u2")
@@ -71,8 +70,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         """
         path = f"{str(folder).rstrip('/')}/{MANIFEST_NAME}"
         try:
-            with fsspec.open(path, "rb") as file:
-                content = file.read()
+            content = read_file(path)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"no shards at {folder}: {path} does not exist. It is written last by data_prep/tokenize_corpus.py; "
@@ -119,30 +117,6 @@ class CorruptShardError(ShardError):
         )
         self.name = name
         self.found = found
-
-
-def write_file(url: str, content: bytes) -> None:
-    """Write a file so that it appears under its name only when whole; `url` is a path or a URL that fsspec opens.
-
-    A local file is written under a temporary name, fsynced and renamed; an object store's put is whole by itself.
-    """
-    filesystem, path = fsspec.url_to_fs(url)
-    if not isinstance(filesystem, LocalFileSystem):
-        filesystem.pipe_file(path, content)
-        return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, target)
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:

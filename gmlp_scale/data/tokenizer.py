@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, PAD_ID, SPECIAL_TOKENS, UNK_ID
-from gmlp_scale.data.shards import write_file
+from gmlp_scale.data.files import read_file, write_file
 
 MODEL_NAME = "tokenizer.model"
 NUM_BYTE_TOKENS = 256
@@ -25,15 +25,16 @@ _MAX_SENTENCE_CHARACTERS = 1000  # 4000 bytes at most; the trainer drops sentenc
 
 
 class Tokenizer:
-    """The tokenizer of a TOKENIZER_DIR. FileNotFoundError or ValueError where there is none of ours."""
+    """The tokenizer of a TOKENIZER_DIR, a path or a URL. FileNotFoundError or ValueError where none of ours is."""
 
     def __init__(self, folder: str | Path):
-        path = Path(folder) / MODEL_NAME
-        if not path.is_file():
+        path = f"{folder}/{MODEL_NAME}"
+        try:
+            model = read_file(path)
+        except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"no tokenizer at {folder}: {path} does not exist; data_prep/train_tokenizer.py writes it"
-            )
-        model = path.read_bytes()
+            ) from error
         self.sha256 = hashlib.sha256(model).hexdigest()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)

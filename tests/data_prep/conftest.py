@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from corpora import make_texts, write_jsonl
+from corpora import make_texts, run, write_jsonl
 from hypothesis import settings
 
 from gmlp_scale.data.tokenizer import train_tokenizer
@@ -25,3 +25,14 @@ def corpus(tmp_path) -> Path:
     for number in range(3):
         write_jsonl(tmp_path / f"corpus/part-{number}.jsonl.gz", make_texts(300, number))
     return tmp_path / "corpus"
+
+
+@pytest.fixture(scope="session")
+def shards_to_read(tokenizer_dir, tmp_path_factory) -> Path:
+    """Shards of rows of 32 made from the same three files, for tests that only read them."""
+    folder = tmp_path_factory.mktemp("shards_to_read")
+    for number in range(3):
+        write_jsonl(folder / f"corpus/part-{number}.jsonl.gz", make_texts(300, number))
+    run("tokenize_corpus.py", "--input", f"{folder}/corpus/*.gz", "--tokenizer", tokenizer_dir, "--sequence-length", 32,
+        "--output", folder / "shards", "--heldout-fraction", 0.1, "--shard-bytes", 20_000)  # fmt: skip
+    return folder / "shards"

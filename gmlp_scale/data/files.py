@@ -1,0 +1,78 @@
+"""Whole files by path or URL: read, written so that they appear only when whole, tried again when a store falters."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PERMANENT = (
+    FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError, ImportError,
+)  # fmt: skip
+_WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+def is_local(url: str | Path) -> bool:
+    """Whether a path or URL is on this machine's file system."""
+    return isinstance(fsspec.url_to_fs(str(url))[0], LocalFileSystem)
+
+
+def with_retries(operation: Callable[[], T], what: str) -> T:
+    """The operation's result, tried again with growing waits, since a store has errors of its own for bad moments.
+
+    An error that waiting does not mend, as a missing object or a refused key, is raised at once; OSError naming `what`
+    after the last try.
+    """
+    for wait_seconds in (*_WAIT_SECONDS, None):
+        try:
+            return operation()
+        except _PERMANENT as error:
+            if isinstance(error, OSError):
+                raise type(error)(f"{what}: {error.strerror or error or type(error).__name__}") from error
+            raise
+        except Exception as error:
+            if wait_seconds is None:
+                raise OSError(f"{what} failed {len(_WAIT_SECONDS) + 1} times, at last with {error!r}") from error
+            log.info("%s failed with %r; trying again in %s s", what, error, wait_seconds)
+            time.sleep(wait_seconds)
+    raise AssertionError
+
+
+def read_file(url: str | Path) -> bytes:
+    """The content of a file. FileNotFoundError where there is none."""
+    filesystem, path = fsspec.url_to_fs(str(url))
+    if isinstance(filesystem, LocalFileSystem):
+        return Path(path).read_bytes()
+    return with_retries(lambda: filesystem.cat_file(path), f"reading {url}")
+
+
+def write_file(url: str | Path, content: bytes) -> None:
+    """Write a file so that it appears under its name only when whole.
+
+    A local file is written under a temporary name, fsynced and renamed; an object store's put is whole by itself.
+    """
+    filesystem, path = fsspec.url_to_fs(str(url))
+    if not isinstance(filesystem, LocalFileSystem):
+        with_retries(lambda: filesystem.pipe_file(path, content), f"writing {url}")
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,100 @@
+"""A real S3 server on loopback (moto's), and a proxy before it that fails as stores do."""
+
+import http.client
+import random
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from moto.server import ThreadedMotoServer
+
+
+class FaultyS3:
+    """`url` is the proxy's. While `fault_fraction` is above 0, that part of the requests for objects fails: 503, a
+    connection closed without an answer, or a body cut short. `faults` counts them."""
+
+    def __init__(self):
+        self._server = ThreadedMotoServer(port=0, verbose=False)
+        self._server.start()
+        self._moto = self._server.get_host_and_port()
+        self.fault_fraction = 0.0
+        self.faults = 0
+        self._random = random.Random(0)
+        self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), self._make_handler())
+        self._thread = threading.Thread(target=self._proxy.serve_forever)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._proxy.server_port}"
+
+    def close(self) -> None:
+        self._proxy.shutdown()
+        self._proxy.server_close()
+        self._thread.join()
+        self._server.stop()
+
+    def next_fault(self) -> str | None:
+        if self._random.random() >= self.fault_fraction:
+            return None
+        self.faults += 1
+        return self._random.choice(["503", "close", "cut"])
+
+    def _make_handler(self):
+        s3 = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def forward(self):
+                body = self._read_body()
+                fault = s3.next_fault()
+                if fault == "close":
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                if fault == "503":
+                    self._answer(
+                        503, {"Content-Type": "application/xml"}, b"<Error><Code>ServiceUnavailable</Code></Error>"
+                    )
+                    return
+                connection = http.client.HTTPConnection(*s3._moto)
+                connection.request(self.command, self.path, body, dict(self.headers))
+                response = connection.getresponse()
+                content = response.read()
+                connection.close()
+                self._answer(response.status, dict(response.getheaders()), content, cut=fault == "cut")
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
+
+            def _read_body(self) -> bytes:
+                if self.headers.get("Expect") == "100-continue":
+                    self.send_response_only(100)
+                    self.end_headers()
+                if self.headers.get("Transfer-Encoding") == "chunked":
+                    parts = []
+                    while size := int(self.rfile.readline().split(b";")[0], 16):
+                        parts.append(self.rfile.read(size))
+                        self.rfile.readline()
+                    self.rfile.readline()
+                    return b"".join(parts)
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+            def _answer(self, status: int, headers: dict, content: bytes, cut: bool = False) -> None:
+                self.send_response_only(status)
+                length = headers.get("Content-Length") or str(len(content))
+                for name, value in headers.items():
+                    if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", length)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content[: len(content) // 2] if cut else content)
+                if cut:
+                    self.wfile.flush()
+                    self.close_connection = True
+
+            def handle_expect_100(self) -> bool:
+                return True
+
+            def log_message(self, *_):
+                pass
+
+        return Handler

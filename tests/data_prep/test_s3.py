@@ -1,0 +1,186 @@
+"""From a bucket to a bucket to a batch, against a real S3 server that falters."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import boto3
+import fsspec
+import pytest
+import torch
+from corpora import contents, run
+
+from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.files import read_file, with_retries, write_file
+from gmlp_scale.data.loader import DataConfig, Loader
+from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
+
+s3fs = pytest.importorskip("s3fs", reason="needs s3fs and moto's server")
+faulty_s3 = pytest.importorskip("faulty_s3", reason="needs s3fs and moto's server")
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = faulty_s3.FaultyS3()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    yield client
+    server.fault_fraction = 0.0
+    for entry in client.list_objects_v2(Bucket="bucket").get("Contents", []):
+        client.delete_object(Bucket="bucket", Key=entry["Key"])
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def upload(client, folder: Path, prefix: str) -> None:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        client.upload_file(str(path), "bucket", f"{prefix}/{path.relative_to(folder)}")
+
+
+def make_loader(folder, cache_dir, run_dir, **data) -> Loader:
+    return Loader(
+        DataConfig(shards=str(folder), cache_dir=cache_dir and str(cache_dir), **data),
+        sequence_length=32, vocab_size=400, seed=0, global_batch_size=8, micro_batch_size=8, rank=0, world_size=1, run_dir=run_dir,
+    )  # fmt: skip
+
+
+def same_batches(one: Loader, other: Loader, num_steps: int) -> bool:
+    pairs = zip(one.steps(0, num_steps), other.steps(0, num_steps), strict=True)
+    return all(torch.equal(a[0].token_ids_BN, b[0].token_ids_BN) for a, b in pairs)
+
+
+def test_bucket_to_bucket_gives_the_same_bytes_with_and_without_faults(
+    s3, server, corpus, tokenizer_dir, shards_to_read, tmp_path
+):
+    upload(s3, corpus, "corpus")
+    expected = contents(shards_to_read)
+    for name, fault_fraction in (("calm", 0.0), ("faulty", 0.1)):
+        server.fault_fraction = fault_fraction
+        run(
+            "tokenize_corpus.py", "--input", "s3://bucket/corpus/*.gz", "--tokenizer", tokenizer_dir, "--output",
+            f"s3://bucket/{name}", "--sequence-length", 32, "--heldout-fraction", 0.1, "--shard-bytes", 20_000,
+        )  # fmt: skip
+        found = {key: read_file(f"s3://bucket/{name}/{key}") for key in expected}
+        assert found == expected
+    assert server.faults > 10
+    assert "0 problems" in run("verify_shards.py", "s3://bucket/faulty")
+
+
+def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tmp_path):
+    upload(s3, shards_to_read, "shards")
+    server.fault_fraction = 0.1
+    with pytest.raises(ShardError, match=r"set data\.cache_dir"):
+        make_loader("s3://bucket/shards", None, tmp_path)
+    local = make_loader(shards_to_read, None, tmp_path)
+    remote = make_loader("s3://bucket/shards", tmp_path / "cache", tmp_path)
+    assert remote.fingerprint() == local.fingerprint()
+    num_steps = local.rows // 8
+    assert same_batches(local, remote, num_steps)
+    cached = sorted(path.name for path in (tmp_path / "cache").iterdir() if path.is_file())
+    assert cached == sorted(f"{shard.sha256}.tar" for shard in local.manifest.splits.train)
+
+    server.fault_fraction = 1.0  # nothing is fetched a second time
+    restarted = make_loader(shards_to_read, None, tmp_path)
+    restarted._shards._files = remote._files
+    assert same_batches(local, restarted, num_steps)
+    for loader in (local, remote, restarted):
+        loader.close()
+
+
+def test_a_cached_copy_that_went_bad_is_fetched_again(s3, shards_to_read, tmp_path):
+    upload(s3, shards_to_read, "shards")
+    shard = Manifest.load(shards_to_read).splits.train[0]
+    (tmp_path / "cache").mkdir()
+    (tmp_path / f"cache/{shard.sha256}.tar").write_bytes(b"half")
+    local, remote = (
+        make_loader(folder, cache, tmp_path)
+        for folder, cache in ((shards_to_read, None), ("s3://bucket/shards", tmp_path / "cache"))
+    )
+    assert same_batches(local, remote, local.rows // 8)
+    local.close(), remote.close()
+
+
+def test_permanent_errors_name_the_object_at_once(s3, server, shards_to_read, tmp_path):
+    upload(s3, shards_to_read, "shards")
+    shards = Manifest.load(shards_to_read).splits.train
+    s3.delete_object(Bucket="bucket", Key=f"shards/{shards[0].name}")
+    s3.put_object(Bucket="bucket", Key=f"shards/{shards[1].name}", Body=b"other")
+    files = ShardFiles("s3://bucket/shards", str(tmp_path / "cache"))
+    with pytest.raises(CorruptShardError, match=rf"s3://bucket/shards/{shards[0].name} does not exist"):
+        files.local_path(shards[0])
+    with pytest.raises(CorruptShardError, match=f"{shards[1].name} is corrupt: it has 5 bytes"):
+        files.local_path(shards[1])
+    assert not list((tmp_path / "cache").glob("*.tar"))
+    with pytest.raises(FileNotFoundError, match="no shards at s3://bucket/nothing"):
+        Manifest.load("s3://bucket/nothing")
+
+
+def test_the_cache_evicts_what_was_used_longest_ago(shards_to_read, tmp_path):
+    shards = Manifest.load(shards_to_read).splits.train[:4]
+    room = shards[0].bytes + shards[2].bytes + shards[3].bytes
+    files = ShardFiles(str(shards_to_read), str(tmp_path / "cache"), max_cache_bytes=room)
+    opened = ShardRows(files.local_path(shards[0]), shards[0], 32)
+    for age, shard in ((30, shards[1]), (20, shards[2])):
+        path = files.local_path(shard)
+        os.utime(path, (path.stat().st_atime - age, path.stat().st_mtime - age))
+    files.local_path(shards[3])
+    assert {path.stem for path in (tmp_path / "cache").glob("*.tar")} == {shards[i].sha256 for i in (0, 2, 3)}
+    files = ShardFiles(str(shards_to_read), str(tmp_path / "cache"), max_cache_bytes=1)
+    files.local_path(shards[1])
+    assert {path.stem for path in (tmp_path / "cache").glob("*.tar")} == {shards[1].sha256}
+    assert len(opened.read([0, 1])) == 2  # an evicted shard that is open stays readable
+
+
+def fetch_and_die(folder: str, cache_dir: str) -> None:
+    files = ShardFiles(folder, cache_dir)
+    write = Path.write_bytes
+
+    def write_half_and_die(path: Path, content: bytes):
+        write(path, content[: len(content) // 2])
+        os.kill(os.getpid(), 9)
+
+    Path.write_bytes = write_half_and_die
+    files.local_path(Manifest.load(folder).splits.train[0])
+
+
+def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_read, tmp_path):
+    process = multiprocessing.get_context("spawn").Process(
+        target=fetch_and_die, args=(str(shards_to_read), str(tmp_path / "cache"))
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -9
+    assert not list((tmp_path / "cache").glob("*.tar"))
+    shard = Manifest.load(shards_to_read).splits.train[0]
+    path = ShardFiles(str(shards_to_read), str(tmp_path / "cache")).local_path(shard)
+    assert path.read_bytes() == (shards_to_read / shard.name).read_bytes()
+
+
+def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
+    monkeypatch.setattr("gmlp_scale.data.files._WAIT_SECONDS", (0.0, 0.0))
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise ConnectionResetError("reset")
+
+    with pytest.raises(OSError, match="reading s3://b/x failed 3 times, at last with ConnectionResetError"):
+        with_retries(fail, "reading s3://b/x")
+    assert len(calls) == 3
+
+
+def test_any_fsspec_store_will_do():
+    write_file("memory://folder/file", b"content")
+    assert read_file("memory://folder/file") == b"content"
+    fsspec.filesystem("memory").rm("/folder", recursive=True)
