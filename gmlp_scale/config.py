@@ -1,5 +1,7 @@
 """RunConfig: a recipe file and `a.b=c` overrides become one frozen, fully checked object, and go back to YAML.
 
+load_config() does the same for any other class of recipe, such as FinetuneConfig.
+
 Every section's class stands beside the code that it configures; this file only puts them together, checks what no
 section can check alone, and words the mistakes. All of them are reported at once, each as
 `field: what was found; what is needed`.
@@ -8,7 +10,7 @@ section can check alone, and words the mistakes. All of them are reported at onc
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -64,23 +66,55 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
 
     def num_micro_batches(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError where the global batch cannot be cut evenly."""
-        batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
-        num_micro_batches, rest = divmod(batch, world_size * micro_batch)
-        if rest:
-            raise ConfigError(
-                self.name,
-                [
-                    f"train.micro_batch_size: found {micro_batch}; {world_size} ranks x micro_batch_size must divide "
-                    f"train.global_batch_size = {batch}"
-                ],
-            )
-        return num_micro_batches
+        return num_micro_batches(self.name, self.train.global_batch_size, self.train.micro_batch_size, world_size)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
+    def mistakes(self) -> Iterable[str]:
+        """What no section can see alone."""
+        train, warmup_steps = self.train, self.optimizer.warmup_steps
+        yield from schedule_mistakes(
+            train.global_batch_size, train.micro_batch_size, train.stop_after_step, train.num_steps
+        )
+        if warmup_steps >= train.num_steps:
+            yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {train.num_steps}"
+
+
+AnyConfig = TypeVar("AnyConfig", bound=BaseModel)
+"""RunConfig, or another class with a `train` section and `mistakes()`."""
+
+
+def num_micro_batches(name: str, batch: int, micro_batch: int, world_size: int) -> int:
+    """Micro-batches per rank and step. Raises ConfigError where the global batch cannot be cut evenly."""
+    result, rest = divmod(batch, world_size * micro_batch)
+    if rest:
+        raise ConfigError(
+            name,
+            [
+                f"train.micro_batch_size: found {micro_batch}; {world_size} ranks x micro_batch_size must divide "
+                f"train.global_batch_size = {batch}"
+            ],
+        )
+    return result
+
+
+def schedule_mistakes(
+    batch: int, micro_batch: int, stop_after_step: int | None, num_steps: int | None
+) -> Iterable[str]:
+    """num_steps: None where the data will decide it."""
+    if batch % micro_batch:
+        yield f"train.micro_batch_size: found {micro_batch}; must divide train.global_batch_size = {batch}"
+    if stop_after_step is not None and num_steps is not None and stop_after_step > num_steps:
+        yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
+
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """`load_config` of a pretraining recipe."""
+    return load_config(RunConfig, path, overrides)
+
+
+def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iterable[str] = ()) -> AnyConfig:
     """Reads a recipe, applies `a.b=c` overrides (values are YAML) and checks everything.
 
     An override of `engine.kind` or `model.kind` leaves out those fields of the file's section that the new kind does
@@ -101,7 +135,7 @@ def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
     if not isinstance(content, dict):
         raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
     mistakes = _apply_overrides(content, list(overrides))
-    run, found = _validate(content)
+    run, found = _validate(config_class, content)
     if mistakes or found:
         raise ConfigError(str(path), mistakes + found)
     return run
@@ -164,42 +198,31 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
     return mistakes
 
 
-def _validate(content: dict) -> tuple[RunConfig | None, list[str]]:
+def _validate(config_class: type[AnyConfig], content: dict) -> tuple[AnyConfig | None, list[str]]:
     try:
-        run = RunConfig.model_validate(content)
+        run = config_class.model_validate(content)
     except ValidationError as error:
-        return None, [_word(mistake) for mistake in error.errors()]
-    return run, list(_cross_check(run))
+        return None, [_word(config_class, mistake) for mistake in error.errors()]
+    return run, [*run.mistakes(), *_unknown_exceptions(run)]
 
 
-def _cross_check(run: RunConfig) -> Iterable[str]:
-    train = run.train
-    if train.global_batch_size % train.micro_batch_size:
-        yield (
-            f"train.micro_batch_size: found {train.micro_batch_size}; "
-            f"must divide train.global_batch_size = {train.global_batch_size}"
-        )
-    warmup_steps, num_steps, stop_after_step = run.optimizer.warmup_steps, train.num_steps, train.stop_after_step
-    if warmup_steps >= num_steps:
-        yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {num_steps}"
-    if stop_after_step is not None and stop_after_step > num_steps:
-        yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
+def _unknown_exceptions(run: AnyConfig) -> Iterable[str]:
     known = {field for field, _ in _flatten(run.model_dump(mode="json"))}
-    for field in train.allow_changed_on_resume:
+    for field in run.train.allow_changed_on_resume:
         if field not in known:
             yield f"train.allow_changed_on_resume: found {field!r}{_nearest(field, known)}"
 
 
-def _word(mistake: Mapping[str, Any]) -> str:
+def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
     """One pydantic error as `field: what was found; what is needed`."""
     location = [str(part) for part in mistake["loc"]]
-    fields = RunConfig.model_fields
+    fields = config_class.model_fields
     if location and location[0] in _UNIONS:  # pydantic puts the union's kind behind the section's name
         classes = _UNIONS[location[0]]
         if len(location) > 1 and location[1] in classes:
             fields = classes[location.pop(1)].model_fields
     elif len(location) > 1:
-        fields = RunConfig.model_fields[location[0]].annotation.model_fields
+        fields = config_class.model_fields[location[0]].annotation.model_fields
     name = ".".join(location)
     match mistake["type"]:
         case "extra_forbidden":

@@ -1,12 +1,14 @@
 """What a run would be, computed without starting it: the text of --dry-run."""
 
 import math
+from pathlib import Path
 
 import torch
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.shards import Manifest
+from gmlp_scale.engine import EngineConfig
 from gmlp_scale.models import build_model
 
 
@@ -20,15 +22,16 @@ def flops_per_step(run: RunConfig) -> int:
     return 3 * _meta_model(run).flops_per_sample(num_masked) * run.train.global_batch_size
 
 
-def state_bytes_per_rank(run: RunConfig, world_size: int) -> dict[str, float]:
+def state_bytes_per_rank(
+    num_parameters: int, precision: str, engine: EngineConfig, world_size: int
+) -> dict[str, float]:
     """Bytes of parameters, gradients, master weights and the two moments on each rank.
 
     ZeRO stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 and FSDP2 everything
     (Rajbhandari et al. 2020, figure 1); activations are not counted.
     """
-    num_parameters = count_parameters(run)
-    low = 2 if run.train.precision == "bf16" else 4
-    stage = {"single": 0, "fsdp2": 3}.get(run.engine.kind) if run.engine.kind != "zero" else run.engine.stage
+    low = 2 if precision == "bf16" else 4
+    stage = engine.stage if engine.kind == "zero" else {"single": 0, "fsdp2": 3}[engine.kind]
 
     def share(sharded: bool) -> int:
         return world_size if sharded else 1
@@ -49,22 +52,26 @@ def describe(run: RunConfig, world_size: int) -> str:
         ConfigError: if the global batch cannot be cut over `world_size` ranks.
     """
     micro_batches = f"{run.num_micro_batches(world_size)} micro-batches of {run.train.micro_batch_size} rows each"
-    states = state_bytes_per_rank(run, world_size)
+    num_parameters = count_parameters(run)
     model_flops = flops_per_step(run)
     lines = [
         run.to_yaml(),
         f"ranks                   {world_size}, {micro_batches}",
-        f"parameters              {count_parameters(run):,}",
-        f"FLOPs per step          {_short(model_flops)} ({_short(model_flops / run.tokens_per_step)} per token)",
+        f"parameters              {num_parameters:,}",
+        f"FLOPs per step          {short(model_flops)} ({short(model_flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
         f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
-        f"states per rank         {_short(sum(states.values()))}B ("
-        + ", ".join(f"{name} {_short(size)}B" for name, size in states.items() if size)
-        + "), activations not counted",
+        describe_states(num_parameters, run.train.precision, run.engine, world_size),
         _describe_data(run),
-        _describe_resume(run),
+        describe_resume(run.run_dir),
     ]
     return "\n".join(lines)
+
+
+def describe_states(num_parameters: int, precision: str, engine: EngineConfig, world_size: int) -> str:
+    states = state_bytes_per_rank(num_parameters, precision, engine, world_size)
+    parts = ", ".join(f"{name} {short(size)}B" for name, size in states.items() if size)
+    return f"states per rank         {short(sum(states.values()))}B ({parts}), activations not counted"
 
 
 def _meta_model(run: RunConfig) -> torch.nn.Module:
@@ -81,12 +88,12 @@ def _describe_data(run: RunConfig) -> str:
     return f"steps per epoch         {steps:,.1f} ({rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"
 
 
-def _describe_resume(run: RunConfig) -> str:
-    done = sorted((run.run_dir / "checkpoints").glob("step_*/DONE"))
+def describe_resume(run_dir: Path) -> str:
+    done = sorted((run_dir / "checkpoints").glob("step_*/DONE"))
     return f"would resume from       {done[-1].parent if done else 'nothing: a new run'}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Four digits and an SI prefix."""
     exponent = min(5, max(0, math.floor(math.log10(max(value, 1)) / 3)))
     return f"{value / 1000**exponent:.4g} {' kMGTP'[exponent].strip()}"
