@@ -13,7 +13,7 @@ Read and written with safetensors and JSON alone: nothing in a folder that came 
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from gmlp_scale.export.card import model_card
 from gmlp_scale.export.sources import copy_sources
 from gmlp_scale.export.tokenizer import write_tokenizer
 from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
 
 Head = Literal["masked_language_model", "sequence_classification", "question_answering"]
@@ -54,7 +55,7 @@ class Export:
     folder: Path
     model: ModelConfig
     weights: dict[str, Tensor]
-    """Float32 on the CPU by our parameter names, as `build_model(model, head=...)` has them: those of the head too."""
+    """Float32 on the CPU by our parameter names, those of build_model(model, head=head_class(head, len(labels)))."""
     tokenizer: Tokenizer
     head: Head
     labels: tuple[str, ...]
@@ -79,8 +80,7 @@ def write_export(
     """Writes the folder whole or not at all.
 
     Args:
-        weights: float32 by our parameter names, those of build_model with the head's class: MaskedLanguageModel,
-            SequenceClassifier (one class for each label) or SpanPredictor.
+        weights: float32 by our parameter names, those of build_model(model, head=head_class(head, len(labels))).
         details: JSON-able; kept in config.json and shown in the card.
         row_length: what every row was padded to in finetuning.
 
@@ -152,6 +152,17 @@ def read_export(folder: str | Path) -> Export:
     return Export(folder, model, weights, tokenizer, head, labels, config.get("row_length"), details)
 
 
+def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
+    """What build_model takes as its head; num_classes is for sequence classification."""
+    match head:
+        case "masked_language_model":
+            return MaskedLanguageModel
+        case "sequence_classification":
+            return partial(SequenceClassifier, num_classes=num_classes)
+        case "question_answering":
+            return SpanPredictor
+
+
 def check_is_free(folder: Path) -> None:
     """Raises ExportError unless `folder` is absent or empty."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -159,7 +170,7 @@ def check_is_free(folder: Path) -> None:
 
 
 @contextmanager
-def _new_folder(folder: Path):
+def _new_folder(folder: Path) -> Iterator[Path]:
     """A sibling that takes the folder's place when the block ends well, and is removed when it does not."""
     folder = Path(folder)
     check_is_free(folder)
@@ -219,15 +230,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _expected_shapes(model: ModelConfig, head: Head, num_classes: int) -> dict[str, tuple[int, ...]]:
-    match head:
-        case "masked_language_model":
-            head_class = MaskedLanguageModel
-        case "sequence_classification":
-            head_class = partial(SequenceClassifier, num_classes=num_classes)
-        case "question_answering":
-            head_class = SpanPredictor
     with torch.device("meta"):
-        parameters = build_model(model, head=head_class).named_parameters()
+        parameters = build_model(model, head=head_class(head, num_classes)).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 

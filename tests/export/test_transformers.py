@@ -1,0 +1,206 @@
+"""Exports in a process of their own, where neither this package nor pydantic nor sentencepiece can be imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models.tiny_models import KINDS, TINY
+from safetensors.torch import load_file
+
+from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.models.heads import LabelledBatch, SpanBatch
+
+LENGTH = TINY["sequence_length"]
+IDS = torch.randint(5, 420, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+LABELS = ("no", "maybe", "yes")
+ROW_LENGTH = 10
+
+LOADER = """
+import json, sys
+
+ABSENT = ("gmlp_scale", "pydantic", "sentencepiece")
+sys.modules.update(dict.fromkeys(ABSENT))  # to import one of them is a ModuleNotFoundError
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModel, AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
+    pipeline,
+)
+torch.set_num_threads(1)
+folder, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
+tensors, facts = {}, {}
+
+def load(auto, name, **settings):
+    return auto.from_pretrained(f"{folder}/{name}", trust_remote_code=True, **settings)
+
+with torch.no_grad():
+    for kind in json.loads(sys.argv[3]):
+        model = load(AutoModelForMaskedLM, kind)
+        tensors[f"{kind} whole"] = model(ids).logits
+        tensors[f"{kind} short"] = model(ids[:, :7]).logits
+    try:
+        model(torch.cat([ids, ids], dim=1))
+    except ValueError as error:
+        facts["too long"] = str(error)
+
+    model = load(AutoModelForMaskedLM, "amlp")
+    tensors["hidden states"] = load(AutoModel, "amlp")(ids).last_hidden_state
+    facts["hidden size"] = model.config.hidden_size
+    facts["loss"] = model(ids, labels=ids.where(ids % 3 == 0, -100)).loss.item()
+    model.save_pretrained(f"{folder}/saved")
+    load(AutoTokenizer, "amlp").save_pretrained(f"{folder}/saved")
+    tensors["saved"] = load(AutoModelForMaskedLM, "saved")(ids).logits
+    facts["saved tokenizer"] = load(AutoTokenizer, "saved")("the <mask> cat")["input_ids"]
+    model.resize_token_embeddings(430, mean_resizing=False)
+    facts["resized"] = model(ids).logits.shape[-1]
+    scratch = AutoModelForMaskedLM.from_config(model.config, trust_remote_code=True)
+    facts["spatial bias"] = scratch.model.blocks[0].gating.bias.unique().tolist()
+    facts["spatial weight"] = scratch.model.blocks[0].gating.weight.abs().max().item()
+
+    fill = pipeline("fill-mask", model=f"{folder}/amlp", trust_remote_code=True)
+    facts["filled"] = fill("the <mask> dog")
+
+    for auto in (AutoModelForSequenceClassification, AutoModelForQuestionAnswering):
+        model = load(auto, "amlp")  # a new head on the pretrained trunk
+        facts[auto.__name__] = [type(model).__name__, model.model.dropout.p]
+    tensors["class logits"] = load(AutoModelForSequenceClassification, "classifier")(ids[:, :7]).logits
+    spans = load(AutoModelForQuestionAnswering, "spans")(ids[:, :7])
+    tensors["first logits"], tensors["last logits"] = spans.start_logits, spans.end_logits
+    classify = pipeline("text-classification", model=f"{folder}/classifier", trust_remote_code=True)
+    facts["classified"] = classify({"text": "the cat", "text_pair": "a dog"}, top_k=None)
+
+facts["imported"] = [name for name in sys.modules if name.partition(".")[0] in ABSENT and sys.modules[name]]
+save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{folder}/tensors.safetensors")
+print(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tiny_export, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports")
+    models = {kind: tiny_export(kind, folder / kind) for kind in KINDS}
+    finetuned = {"row_length": ROW_LENGTH, "details": {"task": "a task"}}
+    models["classifier"] = tiny_export("amlp", folder / "classifier", "sequence_classification", LABELS, **finetuned)
+    models["spans"] = tiny_export("amlp", folder / "spans", "question_answering", **finetuned)
+    return folder, models
+
+
+@pytest.fixture(scope="module")
+def loaded(models, tmp_path_factory):
+    """(facts, tensors) of the other process."""
+    folder, _ = models
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    process = subprocess.run(
+        [sys.executable, "-I", "-c", LOADER, folder, json.dumps(IDS.tolist()), json.dumps(list(KINDS))],
+        cwd=elsewhere,
+        env={"HF_HOME": str(elsewhere), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HOME": str(elsewhere)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1]), load_file(folder / "tensors.safetensors")
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def every_logit(model, ids):
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return model.predict(MaskedBatch(ids, positions, ids))
+
+
+def test_the_package_is_not_needed(loaded):
+    facts, _ = loaded
+    assert facts["imported"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_ours(models, loaded, kind):
+    _, tensors = loaded
+    model = models[1][kind]
+    assert_close(tensors[f"{kind} whole"], every_logit(model, IDS))
+    assert_close(tensors[f"{kind} short"], every_logit(model, IDS[:, :7]))
+    assert tensors[f"{kind} whole"].std() > 0.1
+
+
+@torch.no_grad()
+def test_base_model_and_loss(models, loaded):
+    facts, tensors = loaded
+    model = models[1]["amlp"]
+    assert_close(tensors["hidden states"], model.norm(model.encode(IDS)))
+    losses = -every_logit(model, IDS).log_softmax(-1).take_along_dim(IDS.unsqueeze(-1), dim=-1).squeeze(-1)
+    assert facts["loss"] == pytest.approx(losses[IDS % 3 == 0].mean().item(), abs=1e-5)
+    assert facts["hidden size"] == TINY["d_model"]
+
+
+def test_too_long_rows_are_refused(loaded):
+    facts, _ = loaded
+    assert facts["too long"].startswith("the rows hold 24 tokens but the model was made for at most 12")
+
+
+def test_round_trip_through_transformers(models, loaded, tokenizer_folder):
+    facts, tensors = loaded
+    assert torch.equal(tensors["saved"], tensors["amlp whole"])
+    tokenizer = Tokenizer(tokenizer_folder)
+    assert facts["saved tokenizer"] == [2, *tokenizer.encode("the"), 4, *tokenizer.encode(" cat"), 3]
+    assert facts["resized"] == 430
+
+
+def test_a_model_from_scratch_starts_as_ours(loaded):
+    facts, _ = loaded
+    assert facts["spatial bias"] == [1.0]
+    assert 0 < facts["spatial weight"] < 0.01
+
+
+def test_fill_mask_gives_our_probabilities(models, loaded, tokenizer_folder):
+    facts, _ = loaded
+    tokenizer = Tokenizer(tokenizer_folder)
+    before, after = tokenizer.encode("the"), tokenizer.encode(" dog")
+    logits = every_logit(models[1]["amlp"], torch.tensor([[2, *before, 4, *after, 3]]))[0, 1 + len(before)]
+    expected = logits.softmax(-1).topk(5)
+    assert [candidate["token"] for candidate in facts["filled"]] == expected.indices.tolist()
+    assert [candidate["score"] for candidate in facts["filled"]] == pytest.approx(expected.values.tolist(), abs=1e-5)
+    best = tokenizer.decode([*before, facts["filled"][0]["token"], *after])
+    assert facts["filled"][0]["sequence"] == best
+
+
+def test_new_heads_on_a_pretrained_trunk(loaded):
+    facts, _ = loaded
+    assert facts["AutoModelForSequenceClassification"] == ["GmlpScaleForSequenceClassification", 0.1]
+    assert facts["AutoModelForQuestionAnswering"] == ["GmlpScaleForQuestionAnswering", 0.1]
+
+
+@torch.no_grad()
+def test_finetuned_heads_pad_as_in_finetuning(models, loaded):
+    _, tensors = loaded
+    padded = torch.nn.functional.pad(IDS[:, :7], (0, ROW_LENGTH - 7))
+    assert_close(tensors["class logits"], models[1]["classifier"].predict(LabelledBatch(padded, None)))
+    span_logits = models[1]["spans"].predict(SpanBatch(padded, None, None))[:, :7]
+    assert_close(tensors["first logits"], span_logits[..., 0])
+    assert_close(tensors["last logits"], span_logits[..., 1])
+
+
+@torch.no_grad()
+def test_text_classification(models, loaded, tokenizer_folder):
+    facts, _ = loaded
+    tokenizer = Tokenizer(tokenizer_folder)
+    ids = [2, *tokenizer.encode("the cat"), 3, *tokenizer.encode("a dog"), 3]
+    row = torch.nn.functional.pad(torch.tensor([ids]), (0, max(0, ROW_LENGTH - len(ids))))
+    probabilities = models[1]["classifier"].predict(LabelledBatch(row, None))[0].softmax(-1).tolist()
+    found = {entry["label"]: entry["score"] for entry in facts["classified"]}
+    assert found == pytest.approx(dict(zip(LABELS, probabilities, strict=True)), abs=1e-5)
+
+
+def test_the_code_of_an_export_is_the_package_s_own(models):
+    folder, _ = models
+    package = Path(__file__).parents[2] / "gmlp_scale"
+    for name in ("gmlp", "mixer", "transformer", "backbone", "toeplitz"):
+        ours, exported = ((place / f"{name}.py").read_text() for place in (package / "models", folder / "gmlp"))
+        changed = [line for line in exported.splitlines() if line not in ours.splitlines()]
+        assert all(line.startswith("from .") for line in changed)
