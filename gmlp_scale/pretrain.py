@@ -17,8 +17,9 @@ from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, build_engine
 from gmlp_scale.models import build_model
-from gmlp_scale.plan import flops_per_step
-from gmlp_scale.train.checkpoint import Checkpoint, Checkpointer, CheckpointError, folder_name, newest_checkpoint
+from gmlp_scale.plan import count_parameters, flops_per_step
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name, newest_checkpoint
+from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.evaluate import evaluate
 from gmlp_scale.train.loop import NotFiniteError, Progress, train
 from gmlp_scale.train.metrics import Metrics, peak_tflops
@@ -60,6 +61,7 @@ def pretrain(run: RunConfig) -> Progress:
             rank=world.rank,
             world_size=world.size,
             broadcast=world.broadcast,
+            timeout_seconds=run.engine.timeout_seconds / 2,
         )
         stack.callback(checkpointer.close)
         details = {"config": run.model_dump(mode="json"), "data": loader.fingerprint()}
@@ -68,6 +70,8 @@ def pretrain(run: RunConfig) -> Progress:
             _check_continues(run, checkpoint, details)
         world.on_main(lambda: write_text(run.run_dir / "config.yaml", run.to_yaml()))
 
+        num_parameters, engine_name = count_parameters(run), run.engine.kind
+        log.info("%s: %s parameters, engine %s, ranks: %d", run.name, f"{num_parameters:,}", engine_name, world.size)
         engine = _build_engine(run, world, is_new=checkpoint is None)
         stack.callback(engine.close)
         if checkpoint:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.engine import Engine
-from gmlp_scale.train.checkpoint import Checkpointer
+from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
 from gmlp_scale.train.optimizer import OptimizerConfig, learning_rate
 from gmlp_scale.world import World

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gmlp_scale.train import checkpoint as checkpoint_module
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, CheckpointError, newest_checkpoint
+from gmlp_scale.train import checkpointer as checkpointer_module
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
 
 SHAPES = {
     "model.embedding.weight": (7, 3),
@@ -119,7 +121,7 @@ def names_in(directory: Path) -> list[str]:
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "FILE_BYTES", 50)
+    monkeypatch.setattr(checkpointer_module, "FILE_BYTES", 50)
 
 
 # --- round trips
@@ -201,13 +203,13 @@ def test_pieces_that_leave_a_hole_or_overlap_are_not_saved(tmp_path):
 
 
 def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_path, monkeypatch):
-    disk_is_back, real_fsync = threading.Event(), checkpoint_module._fsync
+    disk_is_back, real_fsync = threading.Event(), checkpointer_module._fsync
 
     def stuck_fsync(path):
         assert disk_is_back.wait(timeout=60)
         real_fsync(path)
 
-    monkeypatch.setattr(checkpoint_module, "_fsync", stuck_fsync)
+    monkeypatch.setattr(checkpointer_module, "_fsync", stuck_fsync)
     checkpointer, engine = alone(tmp_path), FakeEngine(seed=1)
     checkpointer.save(engine, 1, {})  # returns with the disk stuck
     for key, tensor in FakeEngine(seed=2).tensors.items():  # the next training step
@@ -236,7 +238,7 @@ def test_synchronous_save_is_complete_on_return(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path, asynchronous=False)
     assert checkpointer.save(FakeEngine(seed=1), 1, {}) > 0
     assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
-    monkeypatch.setattr(checkpoint_module, "save_file", full_disk)
+    monkeypatch.setattr(checkpointer_module, "save_file", full_disk)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.save(FakeEngine(seed=2), 2, {})
     assert newest_checkpoint(tmp_path)[0].step == 1
@@ -248,13 +250,13 @@ def full_disk(tensors, path):
 
 
 def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
-    save_file = checkpoint_module.save_file
+    save_file = checkpointer_module.save_file
 
     def save_file_but_for_one(tensors, path):
         is_full = path.parent.name.startswith("step_000000002") and path.name.startswith("rank_00001")
         (full_disk if is_full else save_file)(tensors, path)
 
-    monkeypatch.setattr(checkpoint_module, "save_file", save_file_but_for_one)
+    monkeypatch.setattr(checkpointer_module, "save_file", save_file_but_for_one)
 
     def run(rank, broadcast):
         config = CheckpointConfig(save_every_steps=1)
@@ -280,7 +282,7 @@ def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, 
 def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_module, "save_file", full_disk)
+        patched.setattr(checkpointer_module, "save_file", full_disk)
         checkpointer.save(FakeEngine(seed=1), 1, {})
         checkpointer._join()
         assert "No space left" in checkpointer.last_error
@@ -292,7 +294,7 @@ def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ended_by", ["timeout", "close"])
 def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
-    monkeypatch.setattr(checkpoint_module, "CLOSE_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 0.2)
     checkpointer = Checkpointer(
         tmp_path,
         CheckpointConfig(save_every_steps=1),
@@ -460,7 +462,7 @@ def reseal(folder: Path, change) -> None:
     done = json.loads((folder / "DONE").read_text())
     del done["sha256"]
     change(done)
-    (folder / "DONE").write_text(checkpoint_module._sealed(json.dumps(done)))
+    (folder / "DONE").write_text(checkpoint_module.sealed(json.dumps(done)))
 
 
 def test_a_pickle_is_never_run(tmp_path):
@@ -475,7 +477,7 @@ def test_a_pickle_is_never_run(tmp_path):
     file.write_bytes(payload)
     with pytest.raises(CheckpointError, match=r"rank_00000_000\.safetensors has"):
         Checkpoint.open(folder)
-    record = {"bytes": len(payload), "sha256": checkpoint_module._sha256(file)}
+    record = {"bytes": len(payload), "sha256": checkpoint_module.file_sha256(file)}
     reseal(folder, lambda done: done["files"].update({file.name: record}))
     with pytest.raises(SafetensorError):
         Checkpoint.open(folder).read("model.temperature")

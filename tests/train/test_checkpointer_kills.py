@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmlp_scale.train import checkpoint as checkpoint_module
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, CheckpointError, newest_checkpoint
+from gmlp_scale.train import checkpointer as checkpointer_module
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
 
 WORLD_SIZE = 2  # two ranks, on threads of one process: a kill takes the whole node
 KEYS = ["model.a", "model.b", "model.c"]
@@ -100,7 +101,7 @@ class Killer:
 
     def save_file(self, tensors, path) -> None:
         self.event("start of file", path)
-        save_file = checkpoint_module.safetensors_save_file
+        save_file = checkpointer_module.safetensors_save_file
         save_file(tensors, path)
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
@@ -111,13 +112,13 @@ class Killer:
 def save_until_killed(directory: Path, log: Path, fatal_event: int) -> None:
     """Steps 1 and 2 undisturbed, then step 3, whose retention deletes step 1, with the kill."""
     torch.set_num_threads(1)
-    checkpoint_module.FILE_BYTES = 1000
+    checkpointer_module.FILE_BYTES = 1000
     checkpointers = start_ranks(directory)
     save_step(checkpointers, 1)
     save_step(checkpointers, 2)
     killer = Killer(log, fatal_event)
-    checkpoint_module.safetensors_save_file = checkpoint_module.save_file
-    checkpoint_module.save_file = killer.save_file
+    checkpointer_module.safetensors_save_file = checkpointer_module.save_file
+    checkpointer_module.save_file = killer.save_file
     for name in ["mkdir", "rename", "unlink", "rmdir", "fsync"]:
         killer.watch(name)
     save_step(checkpointers, 3, on_piece=lambda: killer.event("stage"))
