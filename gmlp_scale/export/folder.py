@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
+from gmlp_scale.data.files import read_file
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.export.card import model_card
 from gmlp_scale.export.sources import copy_sources
@@ -83,6 +84,7 @@ def write_export(
         weights: float32 by our parameter names, those of build_model(model, head=head_class(head, len(labels))).
         details: JSON-able; kept in config.json and shown in the card.
         row_length: what every row was padded to in finetuning.
+        tokenizer_folder: a path or a URL.
 
     Raises:
         ExportError: if the folder is there and not empty.
@@ -120,7 +122,7 @@ def write_export(
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_sources(unfinished)
         write_tokenizer(unfinished, tokenizer, model.sequence_length)
-        shutil.copyfile(Path(tokenizer_folder) / MODEL_NAME, unfinished / MODEL_NAME)
+        (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
         num_parameters = sum(tensor.numel() for tensor in weights.values())
         card = model_card(model, num_parameters, head, row_length, details)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
@@ -206,7 +208,7 @@ def _model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
     try:
         return TypeAdapter(ModelConfig).validate_python({name: config[name] for name in names if name in config})
     except ValidationError as error:
-        problems = "; ".join(f"{mistake['loc'][-1]}: {mistake['msg']}" for mistake in error.errors())
+        problems = "; ".join(f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in error.errors())
         raise ExportError(f"{folder / 'config.json'} describes no model of ours: {problems}") from error
 
 

@@ -19,7 +19,7 @@ def export_pretrained(run_dir: Path, step: int | None, folder: Path) -> Path:
     """
     check_is_free(folder)
     run, checkpoint, model = load_pretrained(run_dir, step)
-    tokenizer_folder = Path(run.data.shards) / "tokenizer"
+    tokenizer_folder = f"{run.data.shards}/tokenizer"
     if Tokenizer(tokenizer_folder).sha256 != checkpoint.details["data"]["tokenizer_sha256"]:
         raise ExportError(
             f"{tokenizer_folder} is not the tokenizer of the rows that {run_dir} was trained on: "

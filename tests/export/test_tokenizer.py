@@ -95,7 +95,7 @@ def test_real_texts(tmp_path, write_and_load):
     with gzip.open(VALID, "rt", encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
     assert len(texts) > 400
-    train_tokenizer(texts[::12], 2000, tmp_path)
+    train_tokenizer(texts[::24], 1500, tmp_path)
     tokenizer = Tokenizer(tmp_path)
     encoded = write_and_load(tokenizer)(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
     scores = np.array([score for _, score in tokenizer.scored_pieces()])

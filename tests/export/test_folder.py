@@ -1,0 +1,163 @@
+"""Export folders: written whole or not at all, read back to the bit, and refused with a reason."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from models.tiny_models import KINDS, TINY
+from safetensors.torch import load_file, save_file
+
+from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.export import folder as folder_module
+from gmlp_scale.export.folder import ExportError, read_export
+
+HEADS = [("masked_language_model", ()), ("sequence_classification", ("no", "maybe", "yes")), ("question_answering", ())]
+
+
+@pytest.fixture
+def export(tiny_export, tmp_path):
+    tiny_export("amlp", tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def assert_weights_are(export, model):
+    expected = dict(model.named_parameters())
+    assert export.weights.keys() == expected.keys()
+    for name, weight in export.weights.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, expected[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_comes_back(tiny_export, tokenizer_folder, tmp_path, kind):
+    model = tiny_export(kind, tmp_path / "hf")
+    export = read_export(tmp_path / "hf")
+    assert export.model.model_dump() | TINY | KINDS[kind] | {"vocab_size": 420} == export.model.model_dump()
+    assert_weights_are(export, model)
+    assert export.tokenizer.sha256 == Tokenizer(tokenizer_folder).sha256
+    assert (export.head, export.labels, export.row_length) == ("masked_language_model", (), None)
+    assert export.details == {"step": 3, "heldout": {"step": 2, "perplexity": 17.25}, "config": {"name": kind}}
+
+
+@pytest.mark.parametrize(("head", "labels"), HEADS)
+def test_every_head_comes_back(tiny_export, tmp_path, head, labels):
+    model = tiny_export("gmlp", tmp_path / "hf", head, labels, row_length=8)
+    export = read_export(tmp_path / "hf")
+    assert_weights_are(export, model)
+    assert (export.head, export.labels, export.row_length) == (head, labels, 8)
+
+
+def test_the_file_holds_the_tied_matrix_once(export):
+    names = load_file(export / "model.safetensors").keys()
+    assert "model.embedding.weight" in names
+    assert not any("head" in name for name in names)
+
+
+def test_the_card_tells_the_recipe_the_steps_and_the_perplexity(export, tiny_export, tmp_path):
+    card = (export / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: fill-mask\n")
+    for text in (
+        "aMLP, 2 blocks",
+        "3 steps",
+        "perplexity 17.250",
+        "measured at step 2",
+        "name: amlp",
+        'pipeline("fill-mask"',
+    ):
+        assert text in card
+    tiny_export("gmlp", tmp_path / "classifier", "sequence_classification", ("a", "b"), details={}, row_length=8)
+    card = (tmp_path / "classifier" / "README.md").read_text()
+    assert 'pipeline("text-classification"' in card and "padded to 8" in card
+
+
+def test_a_taken_folder_is_refused_and_left_alone(tiny_export, tmp_path):
+    (tmp_path / "empty").mkdir()
+    tiny_export("gmlp", tmp_path / "empty")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("mine")
+    with pytest.raises(ExportError, match="taken is there already: remove it"):
+        tiny_export("gmlp", tmp_path / "taken")
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.txt"]
+    with pytest.raises(ExportError, match=r"thesis\.txt is there already"):
+        tiny_export("gmlp", tmp_path / "taken" / "thesis.txt")
+
+
+def test_nothing_is_left_where_writing_fails(tiny_export, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(folder_module, "write_tokenizer", fail)
+    with pytest.raises(OSError, match="disk full"):
+        tiny_export("gmlp", tmp_path / "exports" / "hf")
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_no_tokenizer(tiny_export, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer at"):
+        tiny_export("gmlp", tmp_path / "hf", tokenizer_folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_absent_files_are_named(export, tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no export at .*nowhere: .*config\.json does not exist; launch/export"
+    ):
+        read_export(tmp_path / "nowhere")
+    (export / "tokenizer.model").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(FileNotFoundError, match="no tokenizer at"):
+        read_export(export)
+    (tmp_path / "tokenizer.model").rename(export / "tokenizer.model")
+    (export / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
+        read_export(export)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, "is of model_type 'bert', not 'gmlp_scale'"),
+        ({"kind": "rnn"}, "describes no model of ours: .*'rnn'"),
+        ({"d_model": "wide"}, "describes no model of ours: amlp.d_model: Input should be a valid integer"),
+        ({"architectures": ["GmlpScaleModel"]}, r"architectures \['GmlpScaleModel'\]; needed is one of GmlpScaleForM"),
+        ({"vocab_size": 421}, "has 420 pieces but config.json says vocab_size 421"),
+        ({"num_blocks": 3}, r"blocks\.2\..* is missing and should be .*; and \d+ more"),
+        ({"d_attn": 9}, r"attention\.out\.weight is \(16, 8\) and should be \(16, 9\)"),
+    ],
+)
+def test_a_wrong_config_is_refused(export, changes, message):
+    edit_config(export, **changes)
+    with pytest.raises(ExportError, match=message):
+        read_export(export)
+
+
+def test_damaged_files_are_refused(export):
+    (export / "config.json").write_text("{")
+    with pytest.raises(ExportError, match="is not JSON"):
+        read_export(export)
+    (export / "config.json").write_text("[]")
+    with pytest.raises(ExportError, match="is of model_type 'list'"):
+        read_export(export)
+
+
+def test_damaged_weights_are_refused(export):
+    path = export / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"model.more": torch.zeros(2)}, path)
+    with pytest.raises(ExportError, match=r"more is \(2,\) and should be absent"):
+        read_export(export)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ExportError, match=r"model\.safetensors cannot be read"):
+        read_export(export)
+
+
+def test_the_tokenizer_must_be_the_model_s(export, tmp_path):
+    train_tokenizer(["the cat and the dog went over the sea"] * 50, 275, tmp_path)
+    shutil.copy(tmp_path / "tokenizer.model", export)
+    with pytest.raises(ExportError, match="they are not of one export"):
+        read_export(export)

@@ -1,0 +1,100 @@
+"""launch/export.py on a real run."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_shards import VOCAB_SIZE, write_tiny_shards
+
+from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.export.folder import read_export
+from gmlp_scale.pretrain import load_pretrained
+from launch.export import main
+
+ROOT = Path(__file__).parents[2]
+RECIPE = [
+    "engine.kind=single", "model.num_blocks=2", "model.d_model=16", "model.d_ffn=32", "model.sequence_length=32",
+    f"model.vocab_size={VOCAB_SIZE}", "train.num_steps=4", "train.global_batch_size=4", "train.micro_batch_size=4",
+    "train.evaluate_every_steps=2", "train.num_evaluation_rows=4", "optimizer.warmup_steps=2",
+    "checkpoint.save_every_steps=3",
+]  # fmt: skip
+
+
+@pytest.fixture
+def export(monkeypatch, capsys):
+    """export(options...) -> (exit code, what it printed, its error)."""
+
+    def run(*options) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch/export.py", *map(str, options)])
+        code = main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A run of 4 steps with checkpoints after steps 3 and 4, evaluated after 2 and 4."""
+    folder = tmp_path_factory.mktemp("run")
+    letters = random.Random(0)
+    texts = [" ".join("".join(letters.choices("abcdefghijklmnopqrst", k=5)) for _ in range(20)) for _ in range(300)]
+    train_tokenizer(texts, VOCAB_SIZE, folder / "shards" / "tokenizer")
+    write_tiny_shards(folder / "shards", [16], [4], sequence_length=32)
+    manifest_path = folder / "shards" / "manifest.json"
+    sha256 = Tokenizer(folder / "shards" / "tokenizer").sha256
+    manifest_path.write_text(json.dumps(json.loads(manifest_path.read_text()) | {"tokenizer_sha256": sha256}))
+    places = [f"data.shards={folder / 'shards'}", f"output_dir={folder}", "name=tiny"]
+    command = [
+        sys.executable,
+        ROOT / "launch" / "pretrain.py",
+        "--config",
+        ROOT / "configs" / "pretrain" / "smoke.yaml",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, *RECIPE, *places], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return folder / "tiny"
+
+
+@pytest.mark.parametrize(("step", "evaluated_step"), [(None, 4), (3, 2)])
+def test_a_run_s_checkpoint_is_exported(run_dir, tmp_path, export, step, evaluated_step):
+    choice = [] if step is None else ["--step", step]
+    code, printed, error = export("--run", run_dir, "--output", tmp_path / "hf", *choice)
+    assert (code, error) == (0, "")
+    run, checkpoint, model = load_pretrained(run_dir, step)
+    assert str(checkpoint.path) in printed
+    written = read_export(tmp_path / "hf")
+    assert written.model == run.model
+    assert all(torch.equal(written.weights[name], parameter) for name, parameter in model.named_parameters())
+    assert written.details["step"] == checkpoint.step == (step or 4)
+    assert written.details["heldout"]["step"] == evaluated_step
+    assert written.details["data"] == checkpoint.details["data"]
+    assert written.details["config"]["train"]["num_steps"] == 4
+    assert f"perplexity {written.details['heldout']['perplexity']:.3f}" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_user_errors_are_one_message(run_dir, tmp_path, export):
+    for run, output, choice, message in (
+        (tmp_path / "nowhere", tmp_path / "hf", [], "nowhere"),
+        (run_dir, tmp_path / "hf", ["--step", 7], "step_000000007 has no DONE"),
+        (run_dir, run_dir, [], f"{run_dir} is there already"),
+    ):
+        code, printed, error = export("--run", run, "--output", output, *choice)
+        assert (code, printed) == (1, "")
+        assert message in error
+    assert not (tmp_path / "hf").exists()
+
+
+def test_another_tokenizer_beside_the_shards_is_refused(run_dir, tmp_path, export):
+    place = run_dir.parent / "shards" / "tokenizer" / "tokenizer.model"
+    own = place.read_bytes()
+    train_tokenizer(["the cat and the dog went over the sea"] * 50, 275, place.parent)
+    code, _, error = export("--run", run_dir, "--output", tmp_path / "hf")
+    place.write_bytes(own)
+    assert code == 1
+    assert "is not the tokenizer of the rows that" in error
