@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from gmlp_scale.data.loader import DataConfig
 from gmlp_scale.engine import EngineConfig
 from gmlp_scale.models import ModelConfig
-from gmlp_scale.train.checkpoint import CheckpointConfig
+from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.loop import TrainConfig
 from gmlp_scale.train.optimizer import OptimizerConfig
 
