@@ -49,15 +49,15 @@ def _start_worker() -> None:
 
 
 @contextmanager
-def progress_bar(job: JobFolder, total_bytes: int | None) -> Iterator[None]:
+def progress_bar(job: JobFolder, folder: str, description: str, total_bytes: int) -> Iterator[None]:
     """Show the sum of the tasks' progress while the body runs: of the input's stored bytes, or of documents."""
     done = threading.Event()
     key, unit = ("bytes_read", "B") if total_bytes else ("documents", "doc")
-    bar = tqdm(desc="tokenizing", total=total_bytes, unit=unit, unit_scale=True, smoothing=0.05, file=sys.stderr)
+    bar = tqdm(desc=description, total=total_bytes or None, unit=unit, unit_scale=True, smoothing=0.05, file=sys.stderr)
 
     def follow():
         while not done.wait(1.0):
-            _show(bar, job, key)
+            _show(bar, job.read_all(folder), key)
 
     thread = threading.Thread(target=follow, name="progress")
     thread.start()
@@ -66,11 +66,10 @@ def progress_bar(job: JobFolder, total_bytes: int | None) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        _show(bar, job, key)
+        _show(bar, job.read_all(folder), key)
         bar.close()
 
 
-def _show(bar: tqdm, job: JobFolder, key: str) -> None:
-    tasks = job.read_all("progress")
+def _show(bar: tqdm, tasks: list[dict], key: str) -> None:
     bar.n = sum(task.get(key, 0) for task in tasks)
     bar.set_postfix_str(f"{sum(task.get('documents', 0) for task in tasks):,} documents")

@@ -32,9 +32,17 @@ class ReadDocuments(BaseReader):
     name = "Documents"
 
     def __init__(
-        self, files: list[InputFile], job: JobFolder, *, text_field: str, max_record_bytes: int, max_bad_fraction: float
+        self,
+        files: list[InputFile],
+        job: JobFolder,
+        *,
+        progress: str = "progress",
+        text_field: str,
+        max_record_bytes: int,
+        max_bad_fraction: float,
     ):
         super().__init__(text_key=text_field)
+        self._progress = progress
         self._files = files
         self._job = job
         self._max_record_bytes = max_record_bytes
@@ -70,7 +78,7 @@ class ReadDocuments(BaseReader):
 
     def _report(self, rank: int, counts: Counter, bytes_read: int) -> None:
         progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
-        self._job.write(f"progress/{rank:05d}.json", progress)
+        self._job.write(f"{self._progress}/{rank:05d}.json", progress)
 
     def _check_bad_fraction(self, counts: Counter, first: dict) -> None:
         """End a hopeless task early; the whole job is checked at its end."""
@@ -86,10 +94,11 @@ class ReadDocuments(BaseReader):
 class ReadHubDataset(HuggingFaceDatasetReader):
     """Yields the documents of this task's share of `name` (NAME:CONFIG:SPLIT), streamed by `datasets`, and counts."""
 
-    def __init__(self, name: str, job: JobFolder, *, text_field: str):
+    def __init__(self, name: str, job: JobFolder, *, progress: str = "progress", text_field: str):
         path, config, split = name.split(":")
         super().__init__(path, {"name": config, "split": split}, streaming=True, text_key=text_field)
         self._job = job
+        self._progress = progress
         self._counts = Counter()
 
     def get_document_from_dict(self, data: dict, source_file: str, id_in_file: str) -> Document | None:
@@ -105,10 +114,10 @@ class ReadHubDataset(HuggingFaceDatasetReader):
             self._counts["bytes"] += len(document.text.encode())
             yield document
             if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
-                self._job.write(f"progress/{rank:05d}.json", self._counts)
+                self._job.write(f"{self._progress}/{rank:05d}.json", self._counts)
                 last_report = time.monotonic()
         self._job.write(f"counts/read-{rank:05d}.json", self._counts)
-        self._job.write(f"progress/{rank:05d}.json", self._counts)
+        self._job.write(f"{self._progress}/{rank:05d}.json", self._counts)
 
 
 def num_hub_files(name: str) -> int:

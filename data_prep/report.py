@@ -31,31 +31,42 @@ def write_manifest(job: JobFolder, tokenizer: Tokenizer, *, num_tasks: int, sequ
     write_file(f"{job.output}/{MANIFEST_NAME}", manifest.to_json().encode())
 
 
-def make_report(job: JobFolder, *, sequence_length: int, workers: int) -> dict:
-    """What the job read, refused and wrote, from the counts of its tasks."""
+def make_report(job: JobFolder, *, filters: list[str], sequence_length: int) -> dict:
+    """What the job read, refused, dropped and wrote, from the counts of its tasks."""
     read, written = job.total_counts("read"), job.total_counts("write")
     seconds = {name.removesuffix(" seconds"): round(written[name], 2) for name in written if name.endswith(" seconds")}
-    tokens = written["tokens"]
+    tokens, num_bytes = written["tokens"], written["bytes"]
     rows = written["train rows"] + written["heldout rows"]
+    reasons = {name.removeprefix("bad: "): count for name, count in sorted(read.items()) if name.startswith("bad: ")}
     return {
-        "documents": read["documents"],
+        "documents_read": read["documents"],
+        "bytes_read": read["bytes"],
+        "bad_records": num_bad_records(read),
+        "bad_records_by_reason": reasons,
+        **_drops(job, filters, read["documents"]),
+        "documents": written["train documents"] + written["heldout documents"],
         "heldout_documents": written["heldout documents"],
-        "bytes": read["bytes"],
+        "bytes": num_bytes,
         "tokens": tokens,
-        "tokens_per_byte": round(tokens / max(1, read["bytes"]), 4),
+        "tokens_per_byte": round(tokens / max(1, num_bytes), 4),
         "unknown_rate": round(written["unknown tokens"] / max(1, tokens), 6),
         "byte_fallback_rate": round(written["byte tokens"] / max(1, tokens), 6),
         "train_rows": written["train rows"],
         "heldout_rows": written["heldout rows"],
         "padding_fraction": round(written["padding tokens"] / max(1, rows * sequence_length), 6),
-        "bad_records": num_bad_records(read),
-        "bad_records_by_reason": {
-            name.removeprefix("bad: "): n for name, n in sorted(read.items()) if n and "bad: " in name
-        },
         "seconds_by_stage_summed_over_tasks": seconds,
-        "megabytes_per_second_per_worker": round(read["bytes"] / 1e6 / max(1e-9, sum(seconds.values())), 3),
-        "workers": workers,
+        "megabytes_per_second_per_worker": round(num_bytes / 1e6 / max(1e-9, sum(seconds.values())), 3),
     }
+
+
+def _drops(job: JobFolder, filters: list[str], num_documents: int) -> dict[str, dict[str, int]]:
+    """For each filter in turn the documents that it read, kept and dropped."""
+    drops = {}
+    for name in filters:
+        kept = job.total_counts(name)["documents"]
+        drops[name] = {"read": num_documents, "kept": kept, "dropped": num_documents - kept}
+        num_documents = kept
+    return drops
 
 
 def check_bad_fraction(job: JobFolder, max_bad_fraction: float) -> None:

@@ -22,7 +22,7 @@ from gmlp_scale.data.files import with_retries
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
 _BLOCK_BYTES = 8 << 20  # fetched from a store at a time
-_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".tsv": "text"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BadRecord:
     """How it begins."""
 
 
-def find_inputs(sources: Iterable[str]) -> list[InputFile]:
+def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFile]:
     """Files of the globs and URLs, each source's sorted by name. ValueError where one matches nothing readable."""
     found = []
     for source in sources:
@@ -65,18 +65,18 @@ def find_inputs(sources: Iterable[str]) -> list[InputFile]:
             if info["type"] == "file"
         ]
         if not files:
-            raise ValueError(f"--input {source} matches no file")
+            raise ValueError(f"{option} {source} matches no file")
         unreadable = [file.url for file in files if file.kind is None]
         if unreadable:
             raise ValueError(
-                f"--input {source} matches {unreadable[0]}, whose format is unknown; readable are "
+                f"{option} {source} matches {unreadable[0]}, whose format is unknown; readable are "
                 f"{', '.join(_SUFFIXES)}, all but Parquet also with .gz or .zst after it"
             )
         found += files
     names = [file.url for file in found]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"--input names {name} twice")
+            raise ValueError(f"{option} names {name} twice")
     return found
 
 

@@ -12,13 +12,14 @@ import argparse
 import sys
 import time
 
+from data_prep.dedup import DEDUPLICATIONS
 from data_prep.estimate import estimate
-from data_prep.executors import LocalExecutor, progress_bar
 from data_prep.job_folder import JobError, JobFolder
-from data_prep.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task, num_hub_files
+from data_prep.read_documents import num_hub_files
 from data_prep.report import check_bad_fraction, make_report, print_table, write_manifest, write_report
+from data_prep.run_job import run_passes
 from data_prep.sources import InputFile, find_inputs
-from data_prep.write_shards import PACKINGS, WriteShards
+from data_prep.write_shards import PACKINGS
 from gmlp_scale.data.files import read_file, write_file
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 
@@ -33,6 +34,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output", required=True, metavar="SHARDS_DIR")
     parser.add_argument("--heldout-fraction", type=float, default=0.005, help="of the documents, chosen by their text")
     parser.add_argument("--packing", choices=PACKINGS, default="packed")
+    parser.add_argument("--dedup", nargs="+", choices=DEDUPLICATIONS, default=[], help="drop documents that come again")
+    parser.add_argument(
+        "--decontaminate", nargs="+", metavar="FILE", default=[], help="texts that none may share 13 words with"
+    )
     parser.add_argument("--text-field", default="text")
     parser.add_argument("--tasks", type=int, help="default: one for each input file")
     parser.add_argument("--workers", type=int, default=1, help="tasks that run at the same time")
@@ -119,6 +124,7 @@ def settings(options: argparse.Namespace, files: list[InputFile], num_tasks: int
     """Everything that the output's bytes depend on."""
     names = (
         "sequence_length", "heldout_fraction", "packing", "text_field", "shard_bytes", "max_record_bytes",
+        "dedup", "decontaminate",
     )  # fmt: skip
     return {name: getattr(options, name) for name in names} | {
         "tasks": num_tasks,
@@ -127,36 +133,20 @@ def settings(options: argparse.Namespace, files: list[InputFile], num_tasks: int
     }
 
 
+def filter_names(options: argparse.Namespace) -> list[str]:
+    """The filters of the job, in their order."""
+    return [*(["decontaminate"] if options.decontaminate else []), *options.dedup]
+
+
 def run(
     options: argparse.Namespace, files: list[InputFile], num_tasks: int, tokenizer: Tokenizer, job: JobFolder
 ) -> None:
-    """Run the tasks that are not done, then write tokenizer, manifest and report."""
-    if files:
-        reader = ReadDocuments(
-            files,
-            job,
-            text_field=options.text_field,
-            max_record_bytes=options.max_record_bytes,
-            max_bad_fraction=options.max_bad_fraction,
-        )
-    else:
-        reader = ReadHubDataset(options.input[0].removeprefix("hf:"), job, text_field=options.text_field)
-    writer = WriteShards(
-        options.tokenizer,
-        job,
-        sequence_length=options.sequence_length,
-        packing=options.packing,
-        heldout_fraction=options.heldout_fraction,
-        shard_bytes=options.shard_bytes,
-    )
-    executor = LocalExecutor([reader, writer], num_tasks, options.workers, logging_dir=f"{job.url}/executor")
+    """Run the tasks that are not done, then write tokenizer, report and, last, the manifest."""
     started = time.monotonic()
-    planned = [inputs_of_task(files, rank, num_tasks) for rank in range(num_tasks if files else 0)]
-    with progress_bar(job, sum(file.num_bytes for task in planned for file, _, _ in task)):
-        executor.run()
+    run_passes(options, files, num_tasks, job)
     check_bad_fraction(job, options.max_bad_fraction)
     write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
-    report = make_report(job, sequence_length=options.sequence_length, workers=options.workers)
+    report = make_report(job, filters=filter_names(options), sequence_length=options.sequence_length)
     write_report(job, report)
     write_manifest(
         job, tokenizer, num_tasks=num_tasks, sequence_length=options.sequence_length, packing=options.packing

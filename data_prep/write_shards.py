@@ -146,6 +146,7 @@ class WriteShards(PipelineStep):
                 split = "heldout" if is_heldout(text, self._heldout_fraction) else "train"
                 outputs[split].rows.add(ids)
                 counts[f"{split} documents"] += 1
+                counts["bytes"] += len(text.encode())
             for output in outputs.values():
                 output.write(output.rows.take())
             counts.update(_token_counts(np.concatenate(encoded)))

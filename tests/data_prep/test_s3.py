@@ -51,7 +51,8 @@ def upload(client, folder: Path, prefix: str) -> None:
 def make_loader(folder, cache_dir, run_dir, **data) -> Loader:
     return Loader(
         DataConfig(shards=str(folder), cache_dir=cache_dir and str(cache_dir), **data),
-        sequence_length=32, vocab_size=400, seed=0, global_batch_size=8, micro_batch_size=8, rank=0, world_size=1, run_dir=run_dir,
+        sequence_length=32, vocab_size=400, seed=0, global_batch_size=8, micro_batch_size=8, rank=0, world_size=1,
+        run_dir=run_dir,
     )  # fmt: skip
 
 

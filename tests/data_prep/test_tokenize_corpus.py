@@ -86,7 +86,7 @@ def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(corpus, tokeniz
 def test_a_killed_worker_ends_the_job_with_one_clear_error(corpus, tokenize, tmp_path):
     write_jsonl(corpus / "long.jsonl", make_texts(60_000))
     process = tokenize(f"{corpus}/long.jsonl", tmp_path / "out", launch=start)
-    progress = tmp_path / "out/job/progress/00000.json"
+    progress = tmp_path / "out/job/progress-tokenizing/00000.json"
     deadline = time.monotonic() + 60
     while not progress.exists():
         assert process.poll() is None and time.monotonic() < deadline
@@ -148,6 +148,34 @@ def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
     bad.write_bytes(b"{}\n" * 10_001)
     message = tokenize(bad, tmp_path / "early", code=1)
     assert f"10000 of 10000 records are bad, more than --max-bad-fraction 0.01; the first is {bad}, line 1" in message
+
+
+def drops(folder) -> dict:
+    report = json.loads((folder / "report.json").read_text())
+    return {name: report[name] for name in ("decontaminate", "exact", "minhash") if name in report}
+
+
+def test_duplicates_are_dropped_and_counted(corpus, tokenize, tmp_path):
+    words = ["".join(chr(97 + number * 7919 // 26**k % 26) for k in range(5)) for number in range(400)]
+    near = [" ".join(words), " ".join([*words[:200], "changed", *words[201:]])]
+    texts = make_texts(300, 0)
+    write_jsonl(corpus / "again.jsonl", [texts[5].upper(), texts[5] + "  ", texts[9], *near])
+    printed = tokenize(f"{corpus}/*", tmp_path / "out", "--dedup", "exact", "minhash", "--workers", 2)
+    found = drops(tmp_path / "out")
+    assert found["exact"] == {"read": 905, "kept": 902, "dropped": 3}
+    assert found["minhash"]["read"] == 902 and found["minhash"]["dropped"] >= 1
+    assert "dropped 3" in printed
+    assert json.loads((tmp_path / "out/report.json").read_text())["documents"] == found["minhash"]["kept"]
+    tokens = all_rows(tmp_path / "out", "train")[:, 1:].reshape(-1)
+    assert Tokenizer(tmp_path / "out/tokenizer").decode(tokens).count(" ".join(words[:100])) == 1
+
+
+def test_contaminated_documents_are_dropped_and_counted(corpus, tokenize, tmp_path):
+    dev = " ".join(f"Eval{number}," for number in range(30))
+    write_jsonl(corpus / "leak.jsonl", ["Before. " + dev.lower() + " after", " ".join(dev.split()[:12])])
+    (tmp_path / "dev.tsv").write_text(f"sentence\tlabel\n{dev}\t1\n")
+    tokenize(f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.tsv")
+    assert drops(tmp_path / "out") == {"decontaminate": {"read": 902, "kept": 901, "dropped": 1}}
 
 
 def test_document_packing_is_recorded(corpus, tokenize, tmp_path):

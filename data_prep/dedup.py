@@ -1,0 +1,153 @@
+"""Dropping documents before they are tokenized: duplicates, near duplicates, and what would spoil an evaluation.
+
+Deduplication is datatrove's, in passes over the whole input: the tasks write signatures, a few tasks find the
+duplicates among all of them, and the filter drops those in the pass that comes after.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import xxhash
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.dedup import (
+    ExactDedupFilter,
+    ExactDedupSignature,
+    ExactFindDedups,
+    MinhashConfig,
+    MinhashDedupBuckets,
+    MinhashDedupCluster,
+    MinhashDedupFilter,
+    MinhashDedupSignature,
+)
+from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
+from datatrove.utils.hashing import HashConfig
+from datatrove.utils.word_tokenizers import WordTokenizer
+
+from data_prep.job_folder import JobError, JobFolder
+from data_prep.sources import FileReader, InputFile, Record
+from gmlp_scale.data.hashing import hash64
+
+NGRAM_WORDS = 13
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of tasks over the whole input, or, without `reads_documents`, over what the pass before left."""
+
+    name: str
+    steps: list[PipelineStep]
+    num_tasks: int
+    reads_documents: bool
+
+
+def exact_passes(job: JobFolder, num_tasks: int) -> tuple[list[Pass], PipelineStep]:
+    """The passes that find documents with equal normalised text, and the filter that keeps one of each."""
+    folder = f"{job.url}/dedup/exact"
+    config = ExactDedupConfig(content_getter=normalized_text)
+    passes = [
+        Pass("exact-signatures", [ExactDedupSignature(f"{folder}/signatures", config)], num_tasks, True),
+        Pass("exact-find", [ExactFindDedups(f"{folder}/signatures", f"{folder}/duplicates", config)], 1, False),
+    ]
+    return passes, ExactDedupFilter(f"{folder}/duplicates", config)
+
+
+def minhash_passes(job: JobFolder, num_tasks: int) -> tuple[list[Pass], PipelineStep]:
+    """The passes that find near duplicates by MinHash (14 buckets of 8 hashes of 5-grams of words), and the filter."""
+    folder = f"{job.url}/dedup/minhash"
+    config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))  # datatrove 0.10 and xxhash 4 do not fit together
+    signature = MinhashDedupSignature(f"{folder}/signatures", config, language=BlankWordTokenizer())
+    passes = [
+        Pass("minhash-signatures", [signature], num_tasks, True),
+        Pass(
+            "minhash-buckets",
+            [MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)],
+            config.num_buckets,
+            False,
+        ),
+        Pass("minhash-clusters", [MinhashDedupCluster(f"{folder}/buckets", f"{folder}/remove", config)], 1, False),
+    ]
+    return passes, MinhashDedupFilter(f"{folder}/remove")
+
+
+DEDUPLICATIONS = {"exact": exact_passes, "minhash": minhash_passes}
+
+
+def normalized_text(document: Document) -> bytes:
+    """Lower case, with single blanks."""
+    return " ".join(document.text.lower().split()).encode()
+
+
+class BlankWordTokenizer(WordTokenizer):
+    """Words are what stands between blanks; datatrove's own for English would need spaCy."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        raise NotImplementedError
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        raise NotImplementedError
+
+
+class DropContaminated(PipelineStep):
+    """Drops documents that share 13 words in a row with a text of `files`, as held-out or finetuning dev sets."""
+
+    type = "Filter"
+    name = "Decontamination"
+
+    def __init__(self, files: list[InputFile], *, text_field: str, max_record_bytes: int):
+        super().__init__()
+        self._files = files
+        self._text_field = text_field
+        self._max_record_bytes = max_record_bytes
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        hashes = [np.empty(0, np.uint64)]
+        for file in self._files:
+            reader = FileReader(file, text_field=self._text_field, max_record_bytes=self._max_record_bytes)
+            for record in reader:
+                if not isinstance(record, Record):
+                    raise JobError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
+                lines = record.text.splitlines() if file.kind == "text" else [record.text]
+                hashes += [ngram_hashes(line) for line in lines]
+        banned = np.unique(np.concatenate(hashes))
+        for document in data:
+            if not np.isin(ngram_hashes(document.text), banned).any():
+                yield document
+
+
+def ngram_hashes(text: str, num_words: int = NGRAM_WORDS) -> np.ndarray:
+    """Hashes of every `num_words` words in a row, case and punctuation aside; uint64."""
+    words = np.array([_word_hash(word) for word in re.findall(r"\w+", text.lower())], np.uint64)
+    if len(words) < num_words:
+        return np.empty(0, np.uint64)
+    windows = np.lib.stride_tricks.sliding_window_view(words, num_words)
+    return hash64(*windows.T)
+
+
+@lru_cache(maxsize=1_000_000)
+def _word_hash(word: str) -> int:
+    return xxhash.xxh64_intdigest(word.encode())
+
+
+class CountDocuments(PipelineStep):
+    """Counts the documents that reach it, under `name`."""
+
+    type = "Count"
+
+    def __init__(self, job: JobFolder, name: str):
+        super().__init__()
+        self._job = job
+        self.name = name
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        num_documents = 0
+        for document in data:
+            num_documents += 1
+            yield document
+        self._job.write(f"counts/{self.name}-{rank:05d}.json", {"documents": num_documents})
