@@ -1,4 +1,4 @@
-"""Running the tasks of a pipeline on this machine, with a progress bar."""
+"""Running the tasks of a pipeline: on this machine with a progress bar, or as Slurm job arrays."""
 
 import os
 import sys
@@ -8,8 +8,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
 from tqdm import tqdm
 
 from data_prep.job_folder import JobError, JobFolder
@@ -46,6 +48,31 @@ def _start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def slurm_executor(
+    steps: list[PipelineStep],
+    num_tasks: int,
+    workers: int,
+    logging_dir: str,
+    *,
+    partition: str,
+    time_limit: str,
+    depends: SlurmPipelineExecutor | None,
+) -> SlurmPipelineExecutor:
+    """A job array of the tasks that have no completion mark, which starts after `depends`; its `run` submits both."""
+    return SlurmPipelineExecutor(
+        steps,
+        num_tasks,
+        time_limit,
+        partition,
+        workers=workers,
+        logging_dir=logging_dir,
+        depends=depends,
+        job_name=logging_dir.rsplit("/", 1)[-1].removeprefix("executor-"),
+        env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
+        qos=None,
+    )
 
 
 @contextmanager

@@ -41,6 +41,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--text-field", default="text")
     parser.add_argument("--tasks", type=int, help="default: one for each input file")
     parser.add_argument("--workers", type=int, default=1, help="tasks that run at the same time")
+    parser.add_argument("--executor", choices=("local", "slurm"), default="local")
+    parser.add_argument("--slurm-partition", help="needed with --executor slurm")
+    parser.add_argument("--slurm-time", default="12:00:00", help="limit of one task")
     parser.add_argument("--shard-bytes", type=int, default=8 << 20)
     parser.add_argument("--max-record-bytes", type=int, default=4_000_000, help="longer records are refused")
     parser.add_argument("--max-bad-fraction", type=float, default=0.01, help="more bad records than this end the job")
@@ -89,6 +92,8 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"{option} is {getattr(options, name)}; it must be between {lowest} and {highest}")
     if options.tasks is not None and options.tasks < 1:
         raise ValueError(f"--tasks is {options.tasks}; it must be at least 1")
+    if (options.executor == "slurm") != (options.slurm_partition is not None):
+        raise ValueError("--executor slurm and --slurm-partition go together: give both or neither")
     is_hub = [source.startswith("hf:") and not source.startswith("hf://") for source in options.input]
     if any(is_hub) and len(is_hub) > 1:
         raise ValueError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
@@ -143,7 +148,9 @@ def run(
 ) -> None:
     """Run the tasks that are not done, then write tokenizer, report and, last, the manifest."""
     started = time.monotonic()
-    run_passes(options, files, num_tasks, job)
+    if not run_passes(options, files, num_tasks, job):
+        print("submitted to Slurm; when the jobs have ended, the same command writes the manifest")
+        return
     check_bad_fraction(job, options.max_bad_fraction)
     write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
     report = make_report(job, filters=filter_names(options), sequence_length=options.sequence_length)

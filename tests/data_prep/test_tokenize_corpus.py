@@ -2,6 +2,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -176,6 +177,34 @@ def test_contaminated_documents_are_dropped_and_counted(corpus, tokenize, tmp_pa
     (tmp_path / "dev.tsv").write_text(f"sentence\tlabel\n{dev}\t1\n")
     tokenize(f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.tsv")
     assert drops(tmp_path / "out") == {"decontaminate": {"read": 902, "kept": 901, "dropped": 1}}
+
+
+def write_program(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_slurm_job_array_does_the_same_work(corpus, tokenize, tmp_path):
+    """Against stand-ins for Slurm's programs: what is submitted is read, and run by hand for each array index."""
+    tokenize(f"{corpus}/*.gz", tmp_path / "local", "--dedup", "exact")
+    write_program(
+        tmp_path / "bin/sbatch", f'cp "${{@: -1}}" {tmp_path}/$(date +%s%N).slurm; echo Submitted batch job 17'
+    )
+    write_program(tmp_path / "bin/srun", 'while [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done; exec "$@"')
+    write_program(tmp_path / "bin/scontrol", "echo localhost")
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    slurm = ("--dedup", "exact", "--executor", "slurm", "--slurm-partition", "cpu", "--workers", 2)
+    assert "submitted to Slurm" in tokenize(f"{corpus}/*.gz", tmp_path / "out", *slurm, environment=environment)
+    scripts = sorted(path for path in tmp_path.glob("*.slurm") if "launch_pickled_pipeline" in path.read_text())
+    assert len(scripts) == 3  # signatures, find, tokenizing
+    assert "#SBATCH --partition=cpu" in scripts[2].read_text() and "#SBATCH --array=0-2%2" in scripts[2].read_text()
+    for script, num_tasks in zip(scripts, (3, 1, 3), strict=True):
+        for index in range(num_tasks):
+            inside = {"SLURM_ARRAY_TASK_ID": str(index), "SLURM_NODELIST": "localhost"}
+            subprocess.run(["bash", script], env=os.environ | environment | inside, check=True, capture_output=True)
+    tokenize(f"{corpus}/*.gz", tmp_path / "out", *slurm, environment=environment)
+    assert contents(tmp_path / "out") == contents(tmp_path / "local")
 
 
 def test_document_packing_is_recorded(corpus, tokenize, tmp_path):
