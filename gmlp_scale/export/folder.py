@@ -113,6 +113,13 @@ def write_export(
         "mask_token_id": MASK_ID,
         "details": details,
     }
+    if head == "question_answering":
+        config["custom_pipelines"] = {
+            "question-answering": {
+                "impl": "question_answering.QuestionAnsweringPipeline",
+                "pt": ["AutoModelForQuestionAnswering"],
+            }
+        }
     if labels:
         config["id2label"] = dict(enumerate(labels))
         config["label2id"] = {label: number for number, label in enumerate(labels)}

@@ -1,7 +1,8 @@
 """The code of an export: the package's own sources, so that its mathematics is written once.
 
-Starting from modeling_gmlp, every module of the package that is imported is copied to one flat folder, whole but for
-its import lines: `from gmlp_scale.models.gmlp import` becomes `from .gmlp import`, and pydantic becomes plain_config.
+Starting from the files in hugging_face/, every module of the package that is imported is copied to one flat folder,
+whole but for its import lines: `from gmlp_scale.models.gmlp import` becomes `from .gmlp import`, and pydantic becomes
+plain_config.
 """
 
 import importlib.util
@@ -10,14 +11,15 @@ from pathlib import Path
 
 CONFIGURATION = "gmlp_scale.export.hugging_face.configuration_gmlp"
 MODELING = "gmlp_scale.export.hugging_face.modeling_gmlp"
+QUESTION_ANSWERING = "gmlp_scale.export.hugging_face.question_answering"
 PLAIN_CONFIG = "gmlp_scale.export.hugging_face.plain_config"
 
 _IMPORT = re.compile(r"^from (gmlp_scale[\w.]*) import", flags=re.MULTILINE)
 
 
 def copy_sources(folder: Path) -> None:
-    """Writes modeling_gmlp.py, configuration_gmlp.py and every module that they need into `folder`."""
-    waiting, source_of = [CONFIGURATION, MODELING], {}
+    """Writes the files of hugging_face/ and every module that they need into `folder`."""
+    waiting, source_of = [CONFIGURATION, MODELING, QUESTION_ANSWERING], {}
     while waiting:
         module = waiting.pop()
         if module not in source_of:

@@ -1,10 +1,12 @@
 """Exports in a process of their own, where neither this package nor pydantic nor sentencepiece can be imported."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from models.tiny_models import KINDS, TINY
@@ -12,12 +14,18 @@ from safetensors.torch import load_file
 
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.finetune.question_answering import QuestionRows
+from gmlp_scale.finetune.questions import Question
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
 
 LENGTH = TINY["sequence_length"]
 IDS = torch.randint(5, 420, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 LABELS = ("no", "maybe", "yes")
 ROW_LENGTH = 10
+QUESTIONS = [
+    {"question": "a dog", "context": "the cat went over to see what 日本 had done with their old ship at sea" * repeats}
+    for repeats in (1, 5)
+]
 
 LOADER = """
 import json, sys
@@ -72,6 +80,9 @@ with torch.no_grad():
     tensors["first logits"], tensors["last logits"] = spans.start_logits, spans.end_logits
     classify = pipeline("text-classification", model=f"{folder}/classifier", trust_remote_code=True)
     facts["classified"] = classify({"text": "the cat", "text_pair": "a dog"}, top_k=None)
+    answer = pipeline("question-answering", model=f"{folder}/spans", trust_remote_code=True)
+    facts["answers"] = answer(json.loads(sys.argv[4]), document_stride=3)
+    facts["answer or nothing"] = answer(**json.loads(sys.argv[4])[0], document_stride=3, handle_impossible_answer=True)
 
 facts["imported"] = [name for name in sys.modules if name.partition(".")[0] in ABSENT and sys.modules[name]]
 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{folder}/tensors.safetensors")
@@ -95,7 +106,7 @@ def loaded(models, tmp_path_factory):
     folder, _ = models
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     process = subprocess.run(
-        [sys.executable, "-I", "-c", LOADER, folder, json.dumps(IDS.tolist()), json.dumps(list(KINDS))],
+        [sys.executable, "-I", "-c", LOADER, folder, *map(json.dumps, (IDS.tolist(), list(KINDS), QUESTIONS))],
         cwd=elsewhere,
         env={"HF_HOME": str(elsewhere), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HOME": str(elsewhere)},
         capture_output=True,
@@ -195,6 +206,20 @@ def test_text_classification(models, loaded, tokenizer_folder):
     probabilities = models[1]["classifier"].predict(LabelledBatch(row, None))[0].softmax(-1).tolist()
     found = {entry["label"]: entry["score"] for entry in facts["classified"]}
     assert found == pytest.approx(dict(zip(LABELS, probabilities, strict=True)), abs=1e-5)
+
+
+@torch.no_grad()
+def test_question_answering_answers_as_finetuning_scores(models, loaded, tokenizer_folder):
+    facts, _ = loaded
+    questions = [Question(str(number), **texts, answers=()) for number, texts in enumerate(QUESTIONS)]
+    rows = QuestionRows(questions, Tokenizer(tokenizer_folder), ROW_LENGTH, document_stride=3, has_unanswerable=True)
+    summaries = rows.summarize(models[1]["spans"].predict(rows.batch(np.arange(rows.num_rows))))
+    texts, null_odds = rows.answers(summaries.numpy())
+    for found, asked, text, odds in zip(facts["answers"], QUESTIONS, texts.values(), null_odds.values(), strict=True):
+        assert found["answer"] == text != ""
+        assert asked["context"][found["start"] : found["end"]] == text
+        assert found["score"] == pytest.approx(1 / (1 + math.exp(odds)), abs=1e-5)
+    assert facts["answer or nothing"]["answer"] == ("" if null_odds["0"] > 0 else texts["0"])
 
 
 def test_the_code_of_an_export_is_the_package_s_own(models):
