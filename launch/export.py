@@ -7,7 +7,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from gmlp_scale.export.folder import ExportError
 from gmlp_scale.export.pretrained import export_pretrained
 from gmlp_scale.pretrain import USER_ERRORS
 
@@ -20,7 +19,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         checkpoint_path = export_pretrained(options.run, options.step, options.output)
-    except (*USER_ERRORS, ExportError) as error:
+    except (*USER_ERRORS, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"{options.output} holds {checkpoint_path}")

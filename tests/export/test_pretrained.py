@@ -94,7 +94,10 @@ def test_another_tokenizer_beside_the_shards_is_refused(run_dir, tmp_path, expor
     place = run_dir.parent / "shards" / "tokenizer" / "tokenizer.model"
     own = place.read_bytes()
     train_tokenizer(["the cat and the dog went over the sea"] * 50, 275, place.parent)
-    code, _, error = export("--run", run_dir, "--output", tmp_path / "hf")
+    other = export("--run", run_dir, "--output", tmp_path / "hf")
+    place.write_bytes(own[:-100])
+    damaged = export("--run", run_dir, "--output", tmp_path / "hf")
     place.write_bytes(own)
-    assert code == 1
-    assert "is not the tokenizer of the rows that" in error
+    assert other[0] == damaged[0] == 1
+    assert "is not the tokenizer of the rows that" in other[2]
+    assert "tokenizer.model" in damaged[2]
