@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from finetune.tiny import write_tiny_export
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.world import start_world
 
 TEXT = (
     "a man plays the guitar on stage while people in the park watch children who run and laugh under old trees "
@@ -50,3 +53,16 @@ def write_squad(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def export(tmp_path_factory, tokenizer_folder) -> Path:
+    """A tiny gMLP of 128 positions."""
+    torch.set_num_threads(1)
+    return write_tiny_export(tmp_path_factory.mktemp("export") / "gmlp", tokenizer_folder)
+
+
+@pytest.fixture
+def world():
+    with start_world(60, device="cpu") as world:
+        yield world

@@ -1,0 +1,70 @@
+"""The recipes of finetuning: the paper's numbers, and every mistake at once."""
+
+import pytest
+from finetune.tiny import RECIPES
+
+from gmlp_scale.config import ConfigError, load_config
+from gmlp_scale.finetune.config import FinetuneConfig
+
+
+def load(task: str, *overrides: str) -> FinetuneConfig:
+    return load_config(FinetuneConfig, RECIPES / f"{task}.yaml", overrides)
+
+
+def mistakes(task: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(task, *overrides)
+    return error.value.mistakes
+
+
+@pytest.mark.parametrize("task", ["mnli", "sst2", "squad_v1", "squad_v2"])
+def test_recipes_are_the_papers(task, tmp_path):
+    run = load(task)
+    assert run.name == run.task == task
+    assert (run.dropout, run.optimizer.weight_decay, run.optimizer.gradient_clipping) == (0.1, 0.01, None)
+    assert run.train.global_batch_size == 32
+    rows = 88_524
+    train, optimizer = run.train_config(rows), run.optimizer_config(rows)
+    if task.startswith("squad"):
+        assert (run.data.sequence_length, run.data.document_stride) == (512, 128)
+        assert (train.num_steps, optimizer.warmup_steps, optimizer.peak_learning_rate) == (8_000, 1_000, 5e-5)
+    else:
+        assert run.data.sequence_length == 128
+        assert run.grid.global_batch_size == [16, 32] and run.grid.peak_learning_rate == [1e-5, 2e-5, 3e-5]
+        assert train.num_steps == 13_832 and optimizer.warmup_steps == 1_383  # 5 epochs of 2,766.4 steps
+        assert train.evaluate_every_steps == 2_767
+    (tmp_path / "config.yaml").write_text(run.to_yaml())
+    assert load_config(FinetuneConfig, tmp_path / "config.yaml") == run
+
+
+def test_every_mistake_is_told_at_once():
+    told = "\n".join(
+        mistakes(
+            "sst2",
+            "train.num_steps=3",
+            "train.micro_batch_size=5",
+            "data.dev_mismatched=x.tsv",
+            "data.document_stride=3",
+            "train.allow_changed_on_resume=[optimizer.rate]",
+        )
+    )
+    assert "train.num_epochs: found 5.0 with train.num_steps = 3; give one of the two" in told
+    assert "train.micro_batch_size: found 5; must divide train.global_batch_size = 32" in told
+    assert "grid.global_batch_size: found 16; must be a multiple of train.micro_batch_size = 5" in told
+    assert "data.dev_mismatched: found x.tsv; sst2 has no such part" in told
+    assert "data.document_stride: found 3; sst2 has no windows" in told
+    assert "train.allow_changed_on_resume: found 'optimizer.rate'" in told
+
+
+def test_fields_are_checked_and_worded():
+    told = mistakes("mnli", "data.trian=x", "grid.peak_learning_rate=[a]", "engine.kind=ddp", "model=null")
+    assert any(mistake.startswith("data.trian: unknown field; did you mean train?") for mistake in told)
+    assert any(mistake.startswith("grid.peak_learning_rate.0: found 'a'") for mistake in told)
+    assert any(mistake.startswith("engine.kind: found 'ddp'; one of single, zero, fsdp2") for mistake in told)
+    assert any(mistake.startswith("model: found None") for mistake in told)
+
+
+def test_tasks_and_squads_needs():
+    assert mistakes("mnli", "task=qqp") == ["task: found 'qqp'; one of mnli, sst2, squad_v1, squad_v2"]
+    told = mistakes("squad_v1", "data.document_stride=null", "data.sequence_length=60", "data.test=x.json")
+    assert [mistake.split(":")[0] for mistake in told] == ["data.test", "data.document_stride", "data.sequence_length"]

@@ -1,0 +1,52 @@
+"""Finetuning on two ranks: every engine gives what one process gives, and moves to another one's checkpoint."""
+
+from pathlib import Path
+
+import pytest
+from finetune.tiny import sentiment_run
+from ranks import run_ranks
+
+from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.run import finetune
+from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.world import start_world
+
+PLAIN = ("dropout=0.0", "train.num_steps=4", "train.evaluate_every_steps=2", "train.micro_batch_size=2")
+
+
+def finetune_on_every_engine(tmp_path: Path, export: Path) -> list[dict]:
+    """The scores of each engine's run; the last one goes on from ZeRO 1 to FSDP2."""
+    engines = [["engine.kind=zero", "engine.stage=3"], ["engine.kind=fsdp2"]]
+    contents = []
+    with start_world(120, device="cpu", init_group=True) as world:
+        for number, engine in enumerate(engines):
+            run = sentiment_run(tmp_path, export, *PLAIN, f"name=engine_{number}", *engine)
+            contents.append(finetune(run, read_inputs(run), world))
+        first = ["engine.kind=zero", "engine.stage=1", "train.stop_after_step=2"]
+        for engine in (first, ["engine.kind=fsdp2"]):
+            run = sentiment_run(tmp_path, export, *PLAIN, "name=moved", *engine)
+            contents.append(finetune(run, read_inputs(run), world))
+    return contents
+
+
+def test_engines_agree(tmp_path, export, world):
+    reference = sentiment_run(tmp_path, export, *PLAIN, "name=single")
+    expected = finetune(reference, read_inputs(reference), world)["scores"]["dev"]
+    zero, fsdp2, stopped, moved = run_ranks(finetune_on_every_engine, 2, tmp_path, export)[0]
+    assert stopped is None
+    losses = {
+        name: [
+            row["train/loss"]
+            for row in read_metrics(tmp_path / "outputs" / name / "metrics.jsonl")
+            if "train/loss" in row
+        ]
+        for name in ("single", "engine_0", "engine_1", "moved")
+    }
+    for name, content in (("engine_0", zero), ("engine_1", fsdp2), ("moved", moved)):
+        assert losses[name] == pytest.approx(losses["single"], rel=1e-5), name
+        assert content["scores"]["dev"]["loss"] == pytest.approx(expected["loss"], rel=1e-5), name
+        assert content["scores"]["dev"]["accuracy"] == expected["accuracy"]
+        predictions = [
+            (tmp_path / "outputs" / run / "predictions" / "dev" / "SST-2.tsv").read_text() for run in ("single", name)
+        ]
+        assert predictions[0] == predictions[1]

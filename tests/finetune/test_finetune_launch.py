@@ -1,0 +1,60 @@
+"""launch/finetune.py: dry run, a whole run, mistakes and their exit codes."""
+
+import sys
+
+import pytest
+from finetune.tiny import RECIPES, sentiment_run
+
+from launch import finetune as launcher
+
+
+@pytest.fixture
+def launch(tmp_path, export, monkeypatch, capsys):
+    """launch(*arguments) -> (exit code, standard output, standard error), on the tiny run of sentiment_run."""
+    run = sentiment_run(tmp_path, export, "train.num_steps=2")
+    (tmp_path / "recipe.yaml").write_text(run.to_yaml())
+
+    def call(*arguments: str, config=tmp_path / "recipe.yaml"):
+        monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(config), *arguments])
+        code = launcher.main()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_dry_run_starts_nothing(launch, tmp_path):
+    code, out, _ = launch("--dry-run", "--grid", "--seeds", "3")
+    assert code == 0 and not (tmp_path / "outputs").exists()
+    assert "train                   60 examples, 60 rows of 16 tokens" in out
+    assert "steps                   2, 0 of them warm-up; 0.27 epochs" in out
+    assert "runs                    4: " in out and "batch_16_rate_0.001_seed_0: 2 steps" in out
+    assert "would resume from       nothing: a new run" in out
+
+
+def test_a_run_and_its_resume(launch, tmp_path):
+    assert launch()[0] == 0
+    assert (tmp_path / "outputs" / "sst2" / "scores.json").exists()
+    assert "step_000000002" in launch("--dry-run")[1]
+
+
+def test_mistakes_leave_with_2_before_anything_is_started(launch, tmp_path):
+    code, _, error = launch("train.micro_batch_size=3", "seed=-1")
+    assert code == 2 and "seed" in error
+    code, _, error = launch("train.micro_batch_size=3")
+    assert code == 2 and "must divide" in error
+    code, _, error = launch("--dry-run", "data.dev=nowhere.tsv")
+    assert code == 2 and "data.dev: nowhere.tsv does not exist" in error
+
+
+def test_errors_of_the_run_leave_with_1(launch, tmp_path):
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nx\t7\n")
+    code, _, error = launch()
+    assert code == 1 and "dev.tsv: 1 mistake\n  line 2: label is '7'; sst2 has 0, 1" in error
+    code, _, error = launch("model=nowhere")
+    assert code == 1 and "no export at nowhere" in error
+
+
+@pytest.mark.parametrize("task", ["mnli", "sst2", "squad_v1", "squad_v2"])
+def test_recipes_name_what_is_missing(launch, task):
+    code, _, error = launch("--dry-run", config=RECIPES / f"{task}.yaml")
+    assert code == 2 and "no export at exports/gmlp_base" in error

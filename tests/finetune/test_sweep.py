@@ -1,0 +1,124 @@
+"""Grid and seeds: what is run, what is picked, what is skipped, and the table."""
+
+import json
+
+import pytest
+from finetune.tiny import sentiment_run
+
+from gmlp_scale.config import ConfigError
+from gmlp_scale.finetune import sweep as sweep_module
+from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.paper import published
+from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
+from gmlp_scale.models import GmlpConfig
+
+
+def small(tmp_path, export, *overrides):
+    return sentiment_run(tmp_path, export, "train.num_steps=2", "train.evaluate_every_steps=2", *overrides)
+
+
+def count_runs(monkeypatch) -> list[str]:
+    """The names of the runs that are trained from now on."""
+    trained = []
+
+    def finetune(run, inputs, world):
+        trained.append(run.name)
+        return real(run, inputs, world)
+
+    real = sweep_module.finetune
+    monkeypatch.setattr(sweep_module, "finetune", finetune)
+    return trained
+
+
+def test_grid_then_seeds_and_nothing_twice(tmp_path, export, world, monkeypatch):
+    trained = count_runs(monkeypatch)
+    run = small(tmp_path, export)
+    inputs = read_inputs(run)
+    table = sweep(run, inputs, world, num_seeds=3, grid=True)
+    points = ["batch_8_rate_0.001_seed_0", "batch_16_rate_0.001_seed_0"]
+    accuracies = [point["scores"]["accuracy"] for point in table["grid"]]
+    picked = (8, 16)[accuracies.index(max(accuracies))]
+    assert table["global_batch_size"] == picked
+    assert trained == [*points, f"batch_{picked}_rate_0.001_seed_1", f"batch_{picked}_rate_0.001_seed_2"]
+    scores = [
+        json.loads((run.run_dir / f"batch_{picked}_rate_0.001_seed_{seed}" / "scores.json").read_text())
+        for seed in range(3)
+    ]
+    by_seed = [content["scores"]["dev"]["accuracy"] for content in scores]
+    found = table["scores"]["accuracy"]
+    assert found["by_seed"] == by_seed and [content["seed"] for content in scores] == [0, 1, 2]
+    assert [found[name] for name in ("minimum", "median", "maximum")] == sorted(by_seed)
+    assert json.loads((run.run_dir / "table.json").read_text()) == table
+    text = (run.run_dir / "table.md").read_text()
+    assert f"| accuracy | {100 * found['median']:.2f} |" in text and "| 16 | 0.001 |" in text and "paper" not in text
+
+    trained.clear()
+    assert sweep(run, inputs, world, num_seeds=3, grid=True) == table and trained == []
+    with pytest.raises(ConfigError, match=r"scores.json belongs to another run"):
+        sweep(small(tmp_path, export, "dropout=0.3"), inputs, world, num_seeds=1, grid=True)
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, export, world, monkeypatch):
+    trained = count_runs(monkeypatch)
+    stopped = small(tmp_path, export, "train.stop_after_step=1")
+    assert sweep(stopped, read_inputs(stopped), world, num_seeds=2, grid=False) is None
+    assert trained == ["batch_8_rate_0.001_seed_0"] and not (stopped.run_dir / "table.json").exists()
+    run = small(tmp_path, export)
+    table = sweep(run, read_inputs(run), world, num_seeds=2, grid=False)
+    assert trained[1:] == ["batch_8_rate_0.001_seed_0", "batch_8_rate_0.001_seed_1"]
+    assert len(table["grid"]) == 1 and table["seeds"] == [0, 1]
+
+
+def test_members_differ_in_their_point_alone(tmp_path, export):
+    run = small(tmp_path, export, "grid.peak_learning_rate=[1e-5, 3e-5]", "seed=4")
+    named = {member.name: member for member in members(run, grid=True)}
+    assert list(named) == [f"batch_{batch}_rate_{rate}_seed_4" for batch in (8, 16) for rate in ("1e-05", "3e-05")]
+    one = named["batch_16_rate_3e-05_seed_4"]
+    assert (one.train.global_batch_size, one.optimizer.peak_learning_rate, one.seed) == (16, 3e-5, 4)
+    assert one.run_dir == run.run_dir / one.name
+    assert one.train.num_steps == run.train.num_steps and one.data == run.data
+
+
+def scores_of(seed: int, accuracy: float, mismatched: float) -> dict:
+    return {
+        "seed": seed,
+        "scores": {"dev": {"accuracy": accuracy}, "dev_mismatched": {"accuracy": mismatched}},
+        "num_examples": {"train": 392_702, "dev": 9_815, "dev_mismatched": 9_832},
+        "config": {"train": {"global_batch_size": 32}, "optimizer": {"peak_learning_rate": 2e-5}},
+    }
+
+
+def test_table_stands_beside_the_papers_numbers(tmp_path, export, monkeypatch):
+    run = small(tmp_path, export)
+    inputs = read_inputs(run)
+    assert published(run, inputs) is None  # neither model nor data are the paper's
+    monkeypatch.setattr(sweep_module, "published", lambda run, inputs: ("gMLP base", {"accuracy": 83.7}))
+    seeds = [scores_of(seed, *pair) for seed, pair in enumerate([(0.83, 0.85), (0.85, 0.82), (0.81, 0.83)])]
+    table = build_table(run, inputs, seeds[:1], seeds)
+    assert table["scores"]["accuracy_mismatched"]["median"] == 0.83
+    lines = to_markdown(table, "accuracy").splitlines()
+    assert "| score | median | minimum | maximum | paper, gMLP base |" in lines
+    assert "| accuracy | 83.00 | 81.00 | 85.00 | 83.7 |" in lines
+    assert "| accuracy_mismatched | 83.00 | 82.00 | 85.00 |  |" in lines
+
+
+def test_papers_numbers_need_the_papers_model_and_data(tmp_path, export):
+    run = small(tmp_path, export)
+    inputs = read_inputs(run)
+    base = GmlpConfig(num_blocks=48, d_model=512, d_ffn=3072, sequence_length=512, vocab_size=32_000)
+
+    class Numbered:
+        def __init__(self, number):
+            self.num_examples = number
+
+    def with_(model, train, dev):
+        official = type(inputs)(
+            export=type(inputs.export)(**(vars(inputs.export) | {"model": model})),
+            rows={"train": Numbered(train), "dev": Numbered(dev)},
+        )
+        return published(run, official)
+
+    assert with_(base, 67_349, 872) == ("gMLP base", {"accuracy": 94.2})
+    assert with_(base, 67_348, 872) is None
+    assert with_(base.model_copy(update={"gating": "linear"}), 67_349, 872) is None
+    assert with_(base.model_copy(update={"num_blocks": 47}), 67_349, 872) is None
