@@ -179,6 +179,18 @@ def test_contaminated_documents_are_dropped_and_counted(corpus, tokenize, tmp_pa
     assert drops(tmp_path / "out") == {"decontaminate": {"read": 902, "kept": 901, "dropped": 1}}
 
 
+def test_a_data_set_of_the_hub_is_streamed(corpus, tokenize, tmp_path):
+    """From a folder, which `datasets` reads by the same path as a name on the hub."""
+    write_jsonl(corpus / "bad.jsonl", ["", " fine "])
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    printed = tokenize(f"hf:{corpus}:default:train", tmp_path / "out", "--workers", 2, environment=offline)
+    assert "empty text 1" in printed
+    tokenize(f"{corpus}/*", tmp_path / "files", "--max-bad-fraction", 0.1)
+    for split in ("train", "heldout"):
+        hub, files = (all_rows(tmp_path / name, split) for name in ("out", "files"))
+        assert sorted(hub.reshape(-1)) == sorted(files.reshape(-1))
+
+
 def write_program(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")
