@@ -73,7 +73,7 @@ def finetune(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
             check_continues(run, str(checkpoint.path), checkpoint.details, details)
         world.on_main(lambda: write_text(run.run_dir / "config.yaml", run.to_yaml()))
 
-        engine = _build_engine(run, optimizer, inputs.export, world, is_new=checkpoint is None)
+        engine = build_engine_of(run, optimizer, inputs.export, world, is_new=checkpoint is None)
         stack.callback(engine.close)
         start_step = _resume(checkpoint, engine)
         metrics = _build_metrics(run, inputs, world, config.num_steps, start_step)
@@ -131,9 +131,10 @@ def _resume(checkpoint: Checkpoint | None, engine: Engine) -> int:
     return checkpoint.step
 
 
-def _build_engine(
+def build_engine_of(
     run: FinetuneConfig, optimizer: OptimizerConfig, export: Export, world: World, *, is_new: bool
 ) -> Engine:
+    """The engine of a run; its weights are left to the checkpoint unless `is_new`."""
     model = build_model(export.model, head=run.task_row.head, dropout=run.dropout)
     if is_new:
         initialise(model, export, seed=run.seed, pretrained=run.pretrained)

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from finetune.tiny import sentiment_run
 from ranks import run_ranks
 
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.finetune.run import finetune
+from gmlp_scale.finetune.run import build_engine_of, finetune
 from gmlp_scale.train.metrics import read_metrics
-from gmlp_scale.world import start_world
+from gmlp_scale.world import World, start_world
 
 PLAIN = ("dropout=0.0", "train.num_steps=4", "train.evaluate_every_steps=2", "train.micro_batch_size=2")
 
@@ -26,7 +28,24 @@ def finetune_on_every_engine(tmp_path: Path, export: Path) -> list[dict]:
         for engine in (first, ["engine.kind=fsdp2"]):
             run = sentiment_run(tmp_path, export, *PLAIN, "name=moved", *engine)
             contents.append(finetune(run, read_inputs(run), world))
+        assert all(predicts_without_dropout(tmp_path, export, world, kind) for kind in ("zero", "fsdp2"))
     return contents
+
+
+def predicts_without_dropout(tmp_path: Path, export: Path, world: World, kind: str) -> bool:
+    """Whether predicting draws nothing and training still does."""
+    run = sentiment_run(tmp_path, export, *PLAIN, "dropout=0.5", f"engine.kind={kind}")
+    inputs = read_inputs(run)
+    engine = build_engine_of(run, run.optimizer_config(60), inputs.export, world, is_new=True)
+    batch = inputs.rows["dev"].batch(np.arange(2))
+    repeats = torch.equal(engine.predict(batch), engine.predict(batch))
+    draws = engine.module(batch).item() != engine.module(batch).item()
+    engine.close()
+    return repeats and draws
+
+
+def test_predicting_leaves_dropout_out_and_training_has_it(tmp_path, export, world):
+    assert predicts_without_dropout(tmp_path, export, world, "single")
 
 
 def test_engines_agree(tmp_path, export, world):
