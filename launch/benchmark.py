@@ -15,17 +15,21 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gmlp_scale.config import ConfigError, RunConfig, load_run_config
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.data.shards import MANIFEST_NAME, ROW_DTYPE, Manifest, ShardWriter, Splits, write_file
 from gmlp_scale.engine import build_engine
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import count_parameters
@@ -67,11 +71,13 @@ def benchmark(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool
         steps["transformers_bert"] = transformers_bert_step(run, world.device, batch)
     ceiling = {}
     seconds = time_in_turns(steps, num_rounds, world.device, ceiling, run)
+    print("loader", file=sys.stderr, flush=True)
     num_masked = batch.labels_BM.shape[1]
     with torch.device("meta"):
         step_flops = 3 * build_model(run.model).flops_per_sample(num_masked) * run.train.micro_batch_size
     tokens = run.train.micro_batch_size * run.model.sequence_length
     ours = statistics.median(seconds["gmlp_scale"])
+    loaded = loader_rows_per_second(run)
     peak = run.train.peak_tflops_per_device or peak_tflops(world.device, run.train.precision)
     report = {
         "date": datetime.date.today().isoformat(),
@@ -91,6 +97,8 @@ def benchmark(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool
         "fraction_of_ceiling": step_flops / ours / 1e12 / max(ceiling.values()),
         "mfu": peak and step_flops / ours / 1e12 / peak,
         "peak_memory_gib": peak_memory_bytes(world.device) / 2**30,
+        "loader_rows_per_second": loaded,
+        "loader_rows_over_trained_rows": loaded * ours / run.train.micro_batch_size,
         "peers": {},
     }
     for name in steps.keys() - {"gmlp_scale"}:
@@ -243,6 +251,40 @@ def matrix_products(run: RunConfig, device: torch.device) -> dict[str, tuple[Cal
         a, b = (torch.randn(shape, device=device, dtype=DTYPES[run.train.precision]) for shape in ((m, k), (k, n)))
         products[name] = (partial(torch.mm, a, b), 2 * m * k * n)
     return products
+
+
+def loader_rows_per_second(run: RunConfig) -> float:
+    """Rows per second that the loader's one thread delivers, shuffled and masked, from local shards in memory."""
+    length, vocab_size = run.model.sequence_length, run.model.vocab_size
+    rows_RN = np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, vocab_size, (2**15, length)).astype(ROW_DTYPE)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = ShardWriter(folder, "train", "train-00000", sequence_length=length, rows_per_shard=2**13)
+        writer.add(rows_RN)
+        manifest = Manifest(
+            sequence_length=length,
+            vocab_size=vocab_size,
+            packing=run.data.packing,
+            tokenizer_sha256="0" * 64,
+            total_rows={"train": len(rows_RN), "heldout": 0},
+            splits=Splits(train=tuple(writer.close()), heldout=()),
+        )
+        write_file(f"{folder}/{MANIFEST_NAME}", manifest.to_json().encode())
+        loader = Loader(
+            run.data.model_copy(update={"shards": folder}),
+            sequence_length=length,
+            vocab_size=vocab_size,
+            seed=0,
+            global_batch_size=256,
+            micro_batch_size=256,
+            rank=0,
+            world_size=1,
+            run_dir=Path(folder),
+        )
+        for step in range(len(rows_RN) // 256):  # opens and verifies every shard
+            loader.micro_batches(step)
+        seconds = [timed(partial(loader.micro_batches, step), torch.device("cpu")) for step in range(64)]
+        loader.close()
+    return 256 / statistics.median(seconds)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

@@ -22,7 +22,7 @@ EXCEPTIONS = {"data_prep.inspect_batch": ("gmlp_scale.config",)}  # shows the ro
 # modules that alone may import these
 CONFINED = {
     "deepspeed": ("gmlp_scale.engine.zero",),
-    "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine", "gmlp_scale.train.checkpoint"),
+    "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine"),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
     "tensorboard": ("gmlp_scale.train.metrics",),
     "torch.utils.tensorboard": ("gmlp_scale.train.metrics",),

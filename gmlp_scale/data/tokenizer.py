@@ -136,7 +136,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
         )
     except RuntimeError as error:
         raise ValueError(f"a tokenizer of {vocab_size} pieces cannot be trained on this input: {error}") from error
-    write_file(f"{folder}/{MODEL_NAME}", model.getvalue())
+    write_file(f"{folder}/{MODEL_NAME}", _with_rounded_scores(model.getvalue()))
+
+
+def _with_rounded_scores(model: bytes) -> bytes:
+    """The model with its pieces' log-probabilities as multiples of 1/64.
+
+    SentencePiece adds them up in float32 from the beginning of a text; of such numbers the sum is exact up to 2**18
+    (some 100,000 characters), so that how a word is cut does not depend on how far into a text it stands.
+    """
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    proto = ModelProto.FromString(model)
+    for piece in proto.pieces:
+        piece.score = round(piece.score * 64) / 64
+    return proto.SerializeToString(deterministic=True)
 
 
 def _training_lines(text: str) -> Iterable[str]:

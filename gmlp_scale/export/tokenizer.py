@@ -1,11 +1,8 @@
 """The tokenizer of an export: tokenizer.json, the same unigram model for the `tokenizers` library, and its config.
 
-Its ids are those of gmlp_scale.data.tokenizer.Tokenizer on every text, offsets included, but for two things:
-    It reads the names of special tokens in a text as those tokens ("<mask>" is id 4), which fill-mask needs. Called
-        with split_special_tokens=True it takes them for text, as ours always does.
-    SentencePiece adds up scores in float32 from the beginning of a text, `tokenizers` in float64. Where the scores of
-        two segmentations differ by less than float32 can tell, SentencePiece takes either, depending on what stands
-        before, `tokenizers` the better one: 22 and 30 tokens of 700,000 with two trained tokenizers.
+Its ids are those of gmlp_scale.data.tokenizer.Tokenizer on every text, offsets included, but for one thing: it reads the
+names of special tokens in a text as those tokens ("<mask>" is id 4), which fill-mask needs. Called with
+split_special_tokens=True it takes them for text, as ours always does.
 
 What needs care is that `tokenizers` has no notion of pieces that no text may match:
     The space is itself. Pieces hold blanks, not SentencePiece's U+2581, so a blank and a U+2581 stay two things.

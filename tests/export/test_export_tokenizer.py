@@ -2,10 +2,8 @@
 
 import gzip
 import json
-from difflib import SequenceMatcher
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,27 +89,15 @@ def test_any_text(tokenizer, fast, plain, plain_fast, text):
 
 @pytest.mark.skipif(not VALID.exists(), reason=f"{VALID} is not there")
 def test_real_texts(tmp_path, write_and_load):
-    """Equal, but where two segmentations have the same score within what float32 can tell so far into the text."""
+    """The same ids however far into a text: train_tokenizer rounds the scores so that float32 adds them exactly."""
     with gzip.open(VALID, "rt", encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
     assert len(texts) > 400
     train_tokenizer(texts[::24], 1500, tmp_path)
     tokenizer = Tokenizer(tmp_path)
     encoded = write_and_load(tokenizer)(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
-    scores = np.array([score for _, score in tokenizer.scored_pieces()])
-    num_differing = 0
     for found, expected in zip(encoded["input_ids"], tokenizer.encode_batch(texts), strict=True):
-        changes = (
-            SequenceMatcher(None, found, expected.tolist(), autojunk=False).get_opcodes()
-            if found != expected.tolist()
-            else []
-        )
-        for kind, *ends in changes:
-            if kind != "equal":
-                gap = scores[found[ends[0] : ends[1]]].sum() - scores[expected[ends[2] : ends[3]]].sum()
-                assert abs(gap) <= 4 * np.spacing(np.float32(abs(scores[found].sum())))
-                num_differing += 1
-    assert num_differing < 1e-4 * sum(map(len, encoded["input_ids"]))
+        assert found == expected.tolist()
 
 
 def test_special_tokens_and_templates(tokenizer, fast):
