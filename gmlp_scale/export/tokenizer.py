@@ -1,7 +1,7 @@
 """The tokenizer of an export: tokenizer.json, the same unigram model for the `tokenizers` library, and its config.
 
-Its ids are those of gmlp_scale.data.tokenizer.Tokenizer on every text, offsets included, but for one thing: it reads the
-names of special tokens in a text as those tokens ("<mask>" is id 4), which fill-mask needs. Called with
+Its ids are those of gmlp_scale.data.tokenizer.Tokenizer on every text, offsets included, but for one thing: it reads
+the names of special tokens in a text as those tokens ("<mask>" is id 4), which fill-mask needs. Called with
 split_special_tokens=True it takes them for text, as ours always does.
 
 What needs care is that `tokenizers` has no notion of pieces that no text may match:
