@@ -13,7 +13,6 @@ import fsspec
 from gmlp_scale.data.files import is_local, with_retries
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
 
-_MAX_CACHE_BYTES = 500_000_000_000
 _DOWNLOADS_AT_A_TIME = 8
 
 
@@ -21,13 +20,13 @@ class ShardFiles:
     """The shards of a folder as local files; with a `cache_dir` they are copied there when first wanted.
 
     The copies are shared by all processes of the machine: each is fetched once, verified, and appears under its name
-    only when whole, so a killed process leaves nothing that is ever read. Beyond `max_cache_bytes` the copies that were
+    only when whole, so a killed process leaves nothing that is ever read. Beyond `max_bytes` the copies that were
     used longest ago are removed; whoever has one open keeps it.
 
     folder: a path or a URL that fsspec opens.
     """
 
-    def __init__(self, folder: str, cache_dir: str | None, *, max_cache_bytes: int = _MAX_CACHE_BYTES):
+    def __init__(self, folder: str, cache_dir: str | None, *, max_bytes: int | None = None):
         self._filesystem, self._root = fsspec.url_to_fs(folder)
         if not is_local(folder) and cache_dir is None:
             raise ShardError(
@@ -35,7 +34,7 @@ class ShardFiles:
                 "may be copied to"
             )
         self._cache_dir = Path(cache_dir) if cache_dir else None
-        self._max_cache_bytes = max_cache_bytes
+        self._max_bytes = max_bytes
 
     def fetch(self, shards: Iterable[Shard]) -> None:
         """Copy the shards that the cache lacks, several at a time."""
@@ -95,6 +94,8 @@ class ShardFiles:
         return content
 
     def _make_room(self, num_bytes: int) -> None:
+        if self._max_bytes is None:
+            return
         cached = []
         for entry in os.scandir(self._cache_dir):
             if entry.name.endswith(".tar"):
@@ -102,7 +103,7 @@ class ShardFiles:
                     cached.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         total = num_bytes + sum(size for _, size, _ in cached)
         for _, size, path in sorted(cached):
-            if total <= self._max_cache_bytes:
+            if total <= self._max_bytes:
                 break
             Path(path).unlink(missing_ok=True)
             total -= size

@@ -19,6 +19,7 @@ from gmlp_scale.data.shards import Manifest, Shard, ShardError
 
 _HELDOUT_SEED = 0
 _MOST_OPEN_SHARDS = 4096  # well below Linux's limit on memory maps
+_CACHE_MAX_BYTES = 500_000_000_000
 
 
 class DataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -26,6 +27,8 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
     cache_dir: str | None = None
     """Local folder that shards are copied to when first read; needed for a URL."""
+    cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
+    """Beyond this the copies in cache_dir that were used longest ago are removed; it holds for all ranks of a node."""
     packing: Literal["packed", "document"] = "packed"
     """How documents were laid into rows; the shards must agree."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
@@ -42,6 +45,11 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"on_corrupt_shard={self.on_corrupt_shard} with max_corrupt_shards={self.max_corrupt_shards}: "
                 "skip needs max_corrupt_shards of at least 1, error needs 0"
+            )
+        if self.cache_dir is None and self.cache_max_bytes != _CACHE_MAX_BYTES:
+            raise ValueError(
+                f"cache_max_bytes={self.cache_max_bytes} without a cache_dir has nothing to limit: set cache_dir, or "
+                f"leave cache_max_bytes at {_CACHE_MAX_BYTES}"
             )
         return self
 
@@ -89,7 +97,7 @@ class Loader:
         self._vocab_size = vocab_size
         self._num_masked = num_masked_positions(sequence_length, config.masked_fraction)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._files = ShardFiles(config.shards, config.cache_dir)
+        self._files = ShardFiles(config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
 
         shards = self.manifest.splits.train
         shards_per_group = max(1, config.shuffle_group_bytes * len(shards) // sum(shard.bytes for shard in shards))

@@ -139,6 +139,9 @@ def test_settings_without_effect_are_refused():
         DataConfig(shards="x", on_corrupt_shard="skip")
     with pytest.raises(ValueError, match="error needs 0"):
         DataConfig(shards="x", max_corrupt_shards=3)
+    with pytest.raises(ValueError, match="cache_max_bytes=5 without a cache_dir"):
+        DataConfig(shards="x", cache_max_bytes=5)
+    assert DataConfig(shards="x", cache_dir="y", cache_max_bytes=5).cache_max_bytes == 5
 
 
 def test_fingerprint_tells_other_data(write_shards, make_loader, tmp_path):
