@@ -33,11 +33,12 @@ def main() -> int:
     is_sweep = options.grid or options.seeds > 1
     try:
         run = load_config(FinetuneConfig, options.config, options.overrides)
+        runs = members(run, grid=options.grid) if is_sweep else [run]
+        for one in runs:
+            one.num_micro_batches(launched_world_size())
         if options.dry_run:
-            runs = members(run, grid=options.grid) if is_sweep else [run]
             print(describe(runs, options.seeds, read_inputs(run), launched_world_size()))
             return 0
-        run.num_micro_batches(launched_world_size())
     except USER_ERRORS as error:
         print(error, file=sys.stderr)
         return 2
