@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is what Slurm sends some time before it ends a job (--signal=USR1@120)."""
@@ -55,23 +54,24 @@ def start_world(
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # DeepSpeed looks for a device by itself, and finds the GPU where the run was asked to stay on the CPU.
+    # DeepSpeed reads these two: it would find the GPU where the run was asked to stay on the CPU, and it insists on a
+    # local rank even where no launcher gave one.
     os.environ["DS_ACCELERATOR"] = device
+    os.environ["LOCAL_RANK"] = str(local_rank)
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     torch_device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
-    host_group = stop_group = None
+    store = host_group = None
     if size > 1 or init_group:
         timeout = timedelta(seconds=timeout_seconds)
-        store = dist.HashStore() if size == 1 else None  # None: the launcher's MASTER_ADDR and MASTER_PORT
+        store = next(dist.rendezvous("env://", timeout=timeout))[0] if size > 1 else dist.HashStore()
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
     if size > 1:
-        # Of their own, so that what the host agrees on cannot meet an engine's collectives in another order.
+        # Of its own, so that what the host agrees on cannot meet an engine's collectives in another order.
         host_group = dist.new_group(backend="gloo", timeout=timeout)
-        stop_group = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, size, local_rank, torch_device, host_group, _StopVote(stop_group))
+    return World(rank, size, local_rank, torch_device, host_group, _StopSignal(store))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class World:
     local_rank: int
     device: torch.device
     _host_group: dist.ProcessGroup | None
-    _stop_vote: "_StopVote"
+    _stop_signal: "_StopSignal"
 
     @property
     def is_main(self) -> bool:
@@ -140,14 +140,18 @@ class World:
     def stop_requested(self) -> bool:
         """Whether the run is to end after this step: the same answer on every rank at the same call.
 
-        To be called once per step by all ranks. A signal to any rank is answered one call later, since each call reads
-        the vote that the call before it started: no step waits for the network, and the device is never waited for.
+        To be called by all ranks after each step. A signal to any rank is answered at the call after the one that
+        notices it; the ranks must meet in between, as they do over the next step's gradients.
         """
-        return self._stop_vote.call()
+        return self._stop_signal.next_answer()
 
     def stop(self) -> None:
-        """Ends the process groups once all ranks are here. Engines must be closed before."""
-        self._stop_vote.finish()
+        """Ends the process groups once all ranks are here. Engines must be closed before.
+
+        Without it a gloo thread may come back to an interpreter that has gone and abort the process ("terminate called
+        without an active exception"); this waits for those threads.
+        """
+        self._stop_signal.restore()
         self.barrier()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -159,16 +163,20 @@ class World:
         if exception_type is None:
             self.stop()
         else:
-            self._stop_vote.restore_signals()  # the other ranks may never come: leave without them
+            self._stop_signal.restore()  # the other ranks may never come: leave without them
 
 
-class _StopVote:
-    """Turns a signal to any rank into one answer for all."""
+class _StopSignal:
+    """Turns a signal to any rank into one answer for all, through the launcher's key-value store.
 
-    def __init__(self, group: dist.ProcessGroup | None):
-        self.group = group
+    Not through an overlapped all_reduce: a process cannot end while one of its collectives is pending, so a rank that
+    failed would stay until the timeout, unnoticed by the launcher and by the other ranks.
+    """
+
+    def __init__(self, store: dist.Store | None):
+        self.store = store
         self.is_signalled = False
-        self.pending: tuple[dist.Work, Tensor] | None = None
+        self.num_calls = 0
         self.previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -176,27 +184,21 @@ class _StopVote:
             raise KeyboardInterrupt  # asked a second time: do not wait for the end of the step
         self.is_signalled = True
 
-    def call(self) -> bool:
-        if self.group is None:
+    def next_answer(self) -> bool:
+        self.num_calls += 1
+        if self.store is None:
             return self.is_signalled
-        answer = self._read()
-        vote = torch.tensor([int(self.is_signalled)])
-        self.pending = (dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.group, async_op=True), vote)
-        return answer
-
-    def _read(self) -> bool:
-        if self.pending is None:
+        if self.is_signalled:
+            # The first to ask decides. No rank can pass its next call before this one takes part in the next step, by
+            # when the store has confirmed this.
+            stop_call = self.store.compare_set("stop_call", "", str(self.num_calls + 1))
+        elif self.store.check(["stop_call"]):
+            stop_call = self.store.get("stop_call")
+        else:
             return False
-        work, vote = self.pending
-        work.wait()
-        self.pending = None
-        return bool(vote.item())
+        return self.num_calls >= int(stop_call)
 
-    def finish(self) -> None:
-        self._read()
-        self.restore_signals()
-
-    def restore_signals(self) -> None:
+    def restore(self) -> None:
         for number, previous in self.previous.items():
             signal.signal(number, previous)
 

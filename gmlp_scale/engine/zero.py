@@ -3,6 +3,8 @@
 Stage 1 shards masters and moments, stage 2 gradients as well, stage 3 the parameters too.
 """
 
+import contextlib
+import io
 import json
 import logging
 import math
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from gmlp_scale.engine.masters import MOMENTS, Piece, ReadRows, model_key, moment_key
 from gmlp_scale.train.optimizer import create_moments
 from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
 
 
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
@@ -45,28 +49,20 @@ class ZeroEngine:
         micro_batch_size: int,
         gradient_clipping: float | None,
     ):
-        import deepspeed
-
-        # Without this DeepSpeed compiles a C++ extension (40 s) for a collective of its inference on CPUs.
-        deepspeed.ops.__compatible_ops__ = {}
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-
         self.stage = config.stage
         self.world = world
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         initial = {model_key(name): parameter.data for name, parameter in model.named_parameters()}
-        self.module, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=build_optimizer(model.named_parameters()),
-            config=_deepspeed_settings(
+        self.module = _initialize(
+            model,
+            build_optimizer(model.named_parameters()),
+            _deepspeed_settings(
                 config,
                 num_parameters=sum(parameter.numel() for parameter in initial.values()),
                 required=_required_settings(
                     config.stage, world, precision, num_micro_batches, micro_batch_size, gradient_clipping
                 ),
             ),
-            dist_init_required=False,
         )
         # DeepSpeed makes a process group of its own, with torch's default timeout.
         self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=config.timeout_seconds))
@@ -178,6 +174,20 @@ class ZeroEngine:
             self.zero._reassign_or_swap_out_partitioned_parameters(group)
         if persistent := self.zero.persistent_parameters:  # small ones, gathered all the time
             persistent[0].all_gather(persistent)
+
+
+def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) -> nn.Module:
+    """deepspeed.initialize, without what it would compile and print."""
+    import deepspeed
+
+    # No compiled extensions: DeepSpeed would build one (40 s) for a collective of its inference on CPUs.
+    deepspeed.ops.__compatible_ops__ = {}
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # memory reports of stage 1 in bf16
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    log.debug("deepspeed.initialize: %s", printed.getvalue())
+    return engine
 
 
 def _read_elements(read: ReadRows, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:

@@ -1,0 +1,92 @@
+import json
+
+import pytest
+import torch.distributed as dist
+from pydantic import ValidationError
+from ranks import run_ranks
+from tiny_runs import GMLP, start_engine, train
+
+from gmlp_scale.engine import SingleConfig, ZeroConfig
+from gmlp_scale.world import start_world
+
+
+def _file(tmp_path, content: dict):
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def _settings_in_use(engine_config: ZeroConfig) -> dict:
+    with start_world(60, "cpu", init_group=True) as world:
+        engine = start_engine(world, GMLP, engine_config)
+        train(engine, world, 0, 1)
+        zero = engine.module.optimizer
+        settings = {
+            "bucket": zero.reduce_bucket_size,
+            "overlap": zero.overlap_comm,
+            "clipping": engine.module.gradient_clipping(),
+        }
+        engine.close()
+    return settings
+
+
+def test_a_file_of_the_users_own_is_merged(tmp_path):
+    own = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 100}, "gradient_clipping": 0.5}
+    config = ZeroConfig(stage=2, deepspeed_config=_file(tmp_path, own))
+    assert run_ranks(_settings_in_use, 1, config) == [{"bucket": 100, "overlap": False, "clipping": 0.5}]
+
+
+def _mistake(engine_config: ZeroConfig) -> str:
+    with start_world(60, "cpu", init_group=True) as world, pytest.raises(ValueError) as caught:
+        start_engine(world, GMLP, engine_config)
+    return str(caught.value)
+
+
+def test_a_file_that_contradicts_the_recipe_is_refused_with_every_field(tmp_path):
+    own = {
+        "zero_optimization": {"stage": 3, "overlap_comm": True},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam"},
+    }
+    (message,) = run_ranks(_mistake, 1, ZeroConfig(stage=2, deepspeed_config=_file(tmp_path, own)))
+    assert "zero_optimization.stage: found 3; the recipe says 2" in message
+    assert "gradient_clipping: found 1.0; the recipe says 0.5" in message
+    assert "bf16.enabled: found True; the recipe says False" in message
+    assert "optimizer: the recipe's own sections decide it" in message
+    assert "overlap_comm" not in message
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValidationError, match="does not point to a file"):
+        ZeroConfig(deepspeed_config=tmp_path / "nowhere.json")
+
+
+def _timeouts_and_prints(precision: str) -> list[float]:
+    with start_world(61, "cpu") as world:
+        engine = start_engine(world, GMLP, ZeroConfig(stage=1, timeout_seconds=61), precision)
+        train(engine, world, 0, 1)
+        timeouts = [
+            group._get_backend(world.device).options._timeout.total_seconds()
+            for group in dist.distributed_c10d._world.pg_map
+        ]
+        engine.close()
+    return timeouts
+
+
+def test_every_process_group_has_the_timeout_of_the_config_and_nothing_is_printed(capfd):
+    for timeouts in run_ranks(_timeouts_and_prints, 2, "bf16"):
+        assert timeouts == [61] * 3  # the ranks' own, the host's, DeepSpeed's
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def _single() -> str:
+    with start_world(60, "cpu") as world, pytest.raises(ValueError) as caught:
+        start_engine(world, GMLP, SingleConfig())
+    return str(caught.value)
+
+
+def test_single_refuses_several_processes():
+    for message in run_ranks(_single, 2):
+        assert "2 were started" in message

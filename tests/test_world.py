@@ -1,0 +1,143 @@
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from gmlp_scale.world import launched_world_size, set_up_logging, start_world
+
+
+def _agree() -> dict:
+    """stop_requested()'s answers by step; rank 1 is signalled during step 3, each rank at a pace of its own."""
+    with start_world(30, "cpu") as world:
+        answers = []
+        for step in range(8):
+            time.sleep(0.02 * world.rank)
+            world.barrier()  # what the gradients of a step are
+            if step == 3 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            answers.append(world.stop_requested())
+        return {
+            "answers": answers,
+            "sum": world.sum([world.rank + 0.5, 1.0]),
+            "gather": world.gather(world.rank * 2**40),
+            "broadcast": world.broadcast({"from": world.rank, "text": "é" * 100}),
+            "size": (world.rank, world.size, world.is_main, world.device),
+        }
+
+
+def test_all_ranks_stop_at_the_same_step():
+    results = run_ranks(_agree, 3)
+    for rank, result in enumerate(results):
+        assert result["answers"] == [False] * 4 + [True] * 4  # asked for during step 3, answered one call later
+        assert result["sum"] == [0.5 + 1.5 + 2.5, 3.0]
+        assert result["gather"] == [0, 2**40, 2**41]
+        assert result["broadcast"] == {"from": 0, "text": "é" * 100}
+        assert result["size"] == (rank, 3, rank == 0, torch.device("cpu"))
+
+
+def _main_fails() -> str:
+    with start_world(30, "cpu") as world:
+        done = []
+        world.on_main(lambda: done.append(world.rank))
+        assert done == ([0] if world.is_main else [])
+        try:
+            world.on_main(_refuse)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def _refuse() -> None:
+    raise FileExistsError("another run holds the folder")
+
+
+def test_what_fails_on_the_main_rank_fails_on_all():
+    main, other = run_ranks(_main_fails, 2)
+    assert main == "FileExistsError: another run holds the folder"
+    assert other.startswith("OtherRankError: rank 0 could not go on")
+
+
+def _one_rank_fails() -> str:
+    try:
+        with start_world(120, "cpu") as world:
+            world.stop_requested()
+            if world.is_main:
+                raise KeyError("something broke")
+            world.barrier()
+    except (KeyError, RuntimeError) as error:
+        return type(error).__name__
+
+
+def test_a_rank_that_fails_leaves_at_once_and_the_others_notice():
+    # Well within the timeout of the collectives.
+    assert run_ranks(_one_rank_fails, 2, timeout_seconds=60) == ["KeyError", "RuntimeError"]
+
+
+def _wait_for_nobody(timeout_seconds: float) -> float | None:
+    world = start_world(timeout_seconds, "cpu")
+    if world.rank == 1:
+        time.sleep(timeout_seconds + 2)
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        world.barrier()
+    return time.monotonic() - start
+
+
+def test_a_collective_raises_after_the_timeout():
+    waited = run_ranks(_wait_for_nobody, 2, 2.0)[0]
+    assert 1.5 < waited < 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_one_process_needs_no_launcher(monkeypatch, number):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before = signal.getsignal(number)
+    with start_world(30, "cpu") as world:
+        assert (world.rank, world.size, world.is_main) == (0, 1, True)
+        assert not torch.distributed.is_initialized()
+        assert world.sum([2.5]) == [2.5]
+        assert world.gather(3) == [3]
+        assert world.broadcast("x") == "x"
+        world.barrier()
+        assert not world.stop_requested()
+        os.kill(os.getpid(), number)
+        assert world.stop_requested()
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with start_world(30, "cpu") as world:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert world.stop_requested()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert launched_world_size() == 2
+    with pytest.raises(ValueError, match="torchrun or deepspeed"):
+        start_world(30, "cpu")
+
+
+def test_log_lines_name_the_rank_when_there_are_several(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    log = logging.getLogger("gmlp_scale")
+    kept = log.handlers, log.propagate, log.level
+    try:
+        with start_world(30, "cpu") as world:
+            set_up_logging(world)
+            set_up_logging(world)  # twice must not double the lines
+            logging.getLogger("gmlp_scale.train").info("step 1")
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].endswith("INFO step 1") and "rank" not in lines[0]
+    finally:
+        log.handlers, log.propagate = kept[:2]
+        log.setLevel(kept[2])
