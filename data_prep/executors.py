@@ -1,8 +1,10 @@
-"""Running the tasks of a pipeline: on this machine with a progress bar, or as Slurm job arrays."""
+"""Running the tasks of a pipeline: on this machine or a Ray cluster with a progress bar, or as Slurm job arrays."""
 
 import os
+import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -10,11 +12,14 @@ from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
-from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from tqdm import tqdm
 
 from data_prep.job_folder import JobError, JobFolder
+
+_MOST_RESTARTS_OF_A_TASK = 5
 
 
 class LocalExecutor(LocalPipelineExecutor):
@@ -50,6 +55,48 @@ def _start_worker() -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
+class RayExecutor(RayPipelineExecutor):
+    """datatrove's executor with Ray's plain tasks for its actors: a task whose process or machine is lost starts again
+    elsewhere, where the actors' pool waits for a killed process for ever."""
+
+    _run_for_rank = PipelineExecutor._run_for_rank  # Ray's own logs in one folder of /tmp for all users and jobs
+
+    def run(self) -> None:
+        """Run the tasks that have no completion mark. Raises JobError where there is no cluster or it gives up."""
+        try:
+            import ray
+        except ImportError as error:
+            raise JobError("--executor ray needs the package ray: pip install ray") from error
+        waiting, running = deque(self.get_incomplete_ranks()), []
+        if not waiting:
+            return
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level="error")
+        except ConnectionError as error:
+            raise JobError("--executor ray finds no cluster: run `ray start`, or set RAY_ADDRESS") from error
+        try:
+            run_task = ray.remote(num_cpus=1, max_retries=_MOST_RESTARTS_OF_A_TASK)(_run_ray_task)
+            executor = ray.put(self)
+            while waiting or running:
+                while waiting and len(running) < self.workers:
+                    running.append(run_task.remote(executor, waiting.popleft()))
+                (done,), running = ray.wait(running)
+                ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            raise JobError(
+                f"Ray gave a task up ({type(error).__name__}); the same command again goes on with the tasks that are "
+                "not done"
+            ) from error
+        finally:
+            ray.shutdown()
+
+
+def _run_ray_task(executor: RayExecutor, rank: int) -> None:
+    executor._run_for_rank(rank, local_rank=1)
+
+
 def slurm_executor(
     steps: list[PipelineStep],
     num_tasks: int,
@@ -73,6 +120,12 @@ def slurm_executor(
         env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
         qos=None,
     )
+
+
+def is_in_slurm_queue(slurm_job: str) -> bool:
+    """Whether a job that was submitted has not ended."""
+    listing = subprocess.run(["squeue", "--noheader", "--jobs", slurm_job], capture_output=True, text=True)
+    return bool(listing.stdout.strip())  # Slurm forgets ended jobs, and then ends with an error
 
 
 @contextmanager

@@ -1,23 +1,23 @@
 """The job folder inside an output folder: what was asked for, which tasks are done, what they counted and refused.
 
 OUTPUT/job/job.json                 the settings and inputs; another job cannot continue here
-OUTPUT/job/running.json             host and process of the job that runs now
-OUTPUT/job/executor/                datatrove's logs and completion marks
+OUTPUT/job/claims/000001.json       host and process of each job that ran here, one at a time
+OUTPUT/job/slurm.json               the last job that was submitted to Slurm
+OUTPUT/job/executor-PASS/           datatrove's logs and completion marks
 OUTPUT/job/counts/STEP-00003.json   what a step of a task counted
 OUTPUT/job/receipts/00003.json      the shards that a task wrote
 OUTPUT/job/quarantine/00003.jsonl   records that a task could not read, with file and line
-OUTPUT/job/progress/00003.json      how far a running task is
+OUTPUT/job/progress-PASS/00003.json how far a running task is
 """
 
 import json
-import os
-import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import fsspec
 
+from data_prep.claim import claimed
 from gmlp_scale.data.files import read_file, with_retries, write_file
 
 
@@ -32,16 +32,28 @@ class JobFolder:
         self.output = output
         self.url = f"{output.rstrip('/')}/job"
 
-    def begin(self, settings: dict) -> None:
-        """Record the settings, or see that they are those of the job that began here. Raises JobError."""
-        settings = json.loads(json.dumps(settings))
+    @contextmanager
+    def begun(self, settings: dict) -> Iterator[None]:
+        """Hold the folder for this process while the body runs, with the settings recorded.
+
+        Raises JobError where they are not those of the job that began here, ClaimedError where another job holds it.
+        """
+        if self._is_foreign():
+            raise JobError(f"--output {self.output} is there and is not the output of a job like this: choose another")
+        with claimed(f"{self.url}/claims", self.output):
+            self._record(json.loads(json.dumps(settings)))
+            yield
+
+    def _is_foreign(self) -> bool:
+        """Whether something else than a job's output is there."""
+        filesystem, path = fsspec.url_to_fs(self.output)
+        if not filesystem.exists(path) or filesystem.exists(f"{path.rstrip('/')}/job"):
+            return False
+        return not filesystem.isdir(path) or bool(filesystem.ls(path))
+
+    def _record(self, settings: dict) -> None:
         known = self.read("job.json")
         if known is None:
-            filesystem, path = fsspec.url_to_fs(self.output)
-            if filesystem.exists(path) and (not filesystem.isdir(path) or filesystem.ls(path)):
-                raise JobError(
-                    f"--output {self.output} is there and is not the output of a job like this: choose another"
-                )
             self.write("job.json", settings)
         elif known != settings:
             names = [name for name in {**known, **settings} if known.get(name) != settings.get(name)]
@@ -52,24 +64,6 @@ class JobFolder:
                 f"--output {self.output} holds a job with other settings ({changes}): choose another folder, or "
                 "give the old settings to go on with that job"
             )
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Hold the folder for this process. Raises JobError naming the process that holds it already."""
-        mine = {"host": socket.gethostname(), "process": os.getpid()}
-        holder = self.read("running.json")
-        if holder and not _is_gone(holder):
-            raise JobError(
-                f"another job writes to {self.output}: process {holder['process']} on {holder['host']}. Wait for it; "
-                f"if it is gone, delete {self.url}/running.json"
-            )
-        self.write("running.json", mine)
-        try:
-            yield
-        finally:
-            filesystem, path = fsspec.url_to_fs(f"{self.url}/running.json")
-            with suppress(FileNotFoundError):
-                filesystem.rm_file(path)
 
     def write(self, name: str, content: object) -> None:
         write_file(f"{self.url}/{name}", (json.dumps(content, indent=1) + "\n").encode())
@@ -102,16 +96,3 @@ class JobFolder:
 def _brief(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _is_gone(holder: dict) -> bool:
-    """Whether the process was on this machine and has ended."""
-    if holder["host"] != socket.gethostname():
-        return False
-    try:
-        os.kill(holder["process"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

@@ -7,8 +7,8 @@ from dataclasses import replace
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
-from data_prep.executors import LocalExecutor, progress_bar, slurm_executor
-from data_prep.job_folder import JobFolder
+from data_prep.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, progress_bar, slurm_executor
+from data_prep.job_folder import JobError, JobFolder
 from data_prep.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task
 from data_prep.sources import InputFile, find_inputs
 from data_prep.write_shards import WriteShards
@@ -20,16 +20,28 @@ def run_passes(options: argparse.Namespace, files: list[InputFile], num_tasks: i
     `options` are those of tokenize_corpus.py; no `files` means a data set of the hub.
     """
     passes = _plan_passes(options, files, num_tasks, job)
-    if options.executor == "local":
-        for one in passes:
-            executor = LocalExecutor(
-                one.steps, one.num_tasks, options.workers, logging_dir=f"{job.url}/executor-{one.name}"
-            )
-            planned = [inputs_of_task(files, rank, one.num_tasks) for rank in range(one.num_tasks)] if files else []
-            total_bytes = sum(file.num_bytes for task in planned for file, _, _ in task)
-            with progress_bar(job, f"progress-{one.name}", one.name, total_bytes if one.reads_documents else 0):
-                executor.run()
-        return True
+    if options.executor == "slurm":
+        return _submit(passes, options, job)
+    executor_class = {"local": LocalExecutor, "ray": RayExecutor}[options.executor]
+    for one in passes:
+        executor = executor_class(
+            one.steps, one.num_tasks, options.workers, logging_dir=f"{job.url}/executor-{one.name}"
+        )
+        planned = [inputs_of_task(files, rank, one.num_tasks) for rank in range(one.num_tasks)] if files else []
+        total_bytes = sum(file.num_bytes for task in planned for file, _, _ in task)
+        with progress_bar(job, f"progress-{one.name}", one.name, total_bytes if one.reads_documents else 0):
+            executor.run()
+    return True
+
+
+def _submit(passes: list[Pass], options: argparse.Namespace, job: JobFolder) -> bool:
+    """Submit the passes that are not done, each to start after the one before; whether there was nothing to submit."""
+    before = job.read("slurm.json")
+    if before and is_in_slurm_queue(before["slurm_job"]):
+        raise JobError(
+            f"Slurm job {before['slurm_job']} still works on {job.output}: wait until it has left the queue, or "
+            f"scancel {before['slurm_job']}"
+        )
     executor = None
     for one in passes:
         executor = slurm_executor(
@@ -44,6 +56,7 @@ def run_passes(options: argparse.Namespace, files: list[InputFile], num_tasks: i
     if not executor.get_incomplete_ranks():
         return True
     executor.run()
+    job.write("slurm.json", {"slurm_job": str(executor.job_id)})
     return False
 
 

@@ -41,7 +41,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--text-field", default="text")
     parser.add_argument("--tasks", type=int, help="default: one for each input file")
     parser.add_argument("--workers", type=int, default=1, help="tasks that run at the same time")
-    parser.add_argument("--executor", choices=("local", "slurm"), default="local")
+    parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")
     parser.add_argument("--slurm-partition", help="needed with --executor slurm")
     parser.add_argument("--slurm-time", default="12:00:00", help="limit of one task")
     parser.add_argument("--shard-bytes", type=int, default=8 << 20)
@@ -61,20 +61,11 @@ def main() -> int:
             print_table(dry_run(options, files, tokenizer))
             return 0
         job = JobFolder(options.output)
-        job.begin(settings(options, files, num_tasks, tokenizer))
+        with job.begun(settings(options, files, num_tasks, tokenizer)):
+            return run(options, files, num_tasks, tokenizer, job)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    try:
-        with job.claimed():
-            run(options, files, num_tasks, tokenizer, job)
-    except (JobError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with the tasks that are not done", file=sys.stderr)
-        return 130
-    return 0
 
 
 def check(options: argparse.Namespace) -> None:
@@ -145,12 +136,26 @@ def filter_names(options: argparse.Namespace) -> list[str]:
 
 def run(
     options: argparse.Namespace, files: list[InputFile], num_tasks: int, tokenizer: Tokenizer, job: JobFolder
-) -> None:
-    """Run the tasks that are not done, then write tokenizer, report and, last, the manifest."""
+) -> int:
+    """Run the tasks that are not done and, if then all are, finish; the exit code."""
     started = time.monotonic()
-    if not run_passes(options, files, num_tasks, job):
-        print("submitted to Slurm; when the jobs have ended, the same command writes the manifest")
-        return
+    try:
+        if run_passes(options, files, num_tasks, job):
+            finish(options, num_tasks, tokenizer, job)
+            print(f"shards in {options.output}, after {time.monotonic() - started:.1f} s")
+        else:
+            print("submitted to Slurm; when the jobs have ended, the same command writes the manifest")
+    except (JobError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the tasks that are not done", file=sys.stderr)
+        return 130
+    return 0
+
+
+def finish(options: argparse.Namespace, num_tasks: int, tokenizer: Tokenizer, job: JobFolder) -> None:
+    """Write tokenizer, report and, last, the manifest."""
     check_bad_fraction(job, options.max_bad_fraction)
     write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
     report = make_report(job, filters=filter_names(options), sequence_length=options.sequence_length)
@@ -159,7 +164,6 @@ def run(
         job, tokenizer, num_tasks=num_tasks, sequence_length=options.sequence_length, packing=options.packing
     )
     print_table(report)
-    print(f"shards in {options.output}, after {time.monotonic() - started:.1f} s")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +16,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PERMANENT = (
-    FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError, ImportError,
+    FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError,
+    ImportError,
 )  # fmt: skip
 _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -54,6 +56,26 @@ def read_file(url: str | Path) -> bytes:
     return with_retries(lambda: filesystem.cat_file(path), f"reading {url}")
 
 
+def create_file(url: str | Path, content: bytes) -> None:
+    """Write a file that is not there yet: of several processes at the same moment one succeeds.
+
+    FileExistsError for the others. Certain on local files, S3 and Google Cloud Storage; other stores may only look.
+    """
+    filesystem, path = fsspec.url_to_fs(str(url))
+    if isinstance(filesystem, LocalFileSystem):
+        temporary = _write_temporary(Path(path), content)
+        try:
+            os.link(temporary, path)
+        finally:
+            temporary.unlink()
+        return
+    try:
+        with_retries(lambda: filesystem.pipe_file(path, content, mode="create"), f"creating {url}")
+    except FileExistsError:
+        if read_file(url) != content:  # else a try of ours came through whose answer was lost
+            raise
+
+
 def write_file(url: str | Path, content: bytes) -> None:
     """Write a file so that it appears under its name only when whole.
 
@@ -63,16 +85,21 @@ def write_file(url: str | Path, content: bytes) -> None:
     if not isinstance(filesystem, LocalFileSystem):
         with_retries(lambda: filesystem.pipe_file(path, content), f"writing {url}")
         return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, target)
-    directory = os.open(target.parent, os.O_RDONLY)
+    temporary = _write_temporary(Path(path), content)
+    os.replace(temporary, path)
+    directory = os.open(Path(path).parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _write_temporary(target: Path, content: bytes) -> Path:
+    """Write and fsync a file beside `target` under a name that no process of any machine shares."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary

@@ -6,6 +6,7 @@ import pytest
 from corpora import make_texts, run, write_jsonl
 from hypothesis import settings
 
+from data_prep import claim
 from gmlp_scale.data.tokenizer import train_tokenizer
 
 settings.register_profile("deterministic", deadline=None, derandomize=True)
@@ -36,3 +37,12 @@ def shards_to_read(tokenizer_dir, tmp_path_factory) -> Path:
     run("tokenize_corpus.py", "--input", f"{folder}/corpus/*.gz", "--tokenizer", tokenizer_dir, "--sequence-length", 32,
         "--output", folder / "shards", "--heldout-fraction", 0.1, "--shard-bytes", 20_000)  # fmt: skip
     return folder / "shards"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Claims that show life and are given up within a second, and processes whose end is not seen at once."""
+    monkeypatch.setattr(claim, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claim, "_GONE_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(claim, "_LOOK_EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(claim, "_is_other_process", lambda process: True)

@@ -9,6 +9,7 @@ import fsspec
 import pytest
 import torch
 from corpora import contents, run
+from test_claim import check_races
 
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.files import read_file, with_retries, write_file
@@ -130,14 +131,14 @@ def test_permanent_errors_name_the_object_at_once(s3, server, shards_to_read, tm
 def test_the_cache_evicts_what_was_used_longest_ago(shards_to_read, tmp_path):
     shards = Manifest.load(shards_to_read).splits.train[:4]
     room = shards[0].bytes + shards[2].bytes + shards[3].bytes
-    files = ShardFiles(str(shards_to_read), str(tmp_path / "cache"), max_cache_bytes=room)
+    files = ShardFiles(str(shards_to_read), str(tmp_path / "cache"), max_bytes=room)
     opened = ShardRows(files.local_path(shards[0]), shards[0], 32)
     for age, shard in ((30, shards[1]), (20, shards[2])):
         path = files.local_path(shard)
         os.utime(path, (path.stat().st_atime - age, path.stat().st_mtime - age))
     files.local_path(shards[3])
     assert {path.stem for path in (tmp_path / "cache").glob("*.tar")} == {shards[i].sha256 for i in (0, 2, 3)}
-    files = ShardFiles(str(shards_to_read), str(tmp_path / "cache"), max_cache_bytes=1)
+    files = ShardFiles(str(shards_to_read), str(tmp_path / "cache"), max_bytes=1)
     files.local_path(shards[1])
     assert {path.stem for path in (tmp_path / "cache").glob("*.tar")} == {shards[1].sha256}
     assert len(opened.read([0, 1])) == 2  # an evicted shard that is open stays readable
@@ -179,6 +180,11 @@ def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
     with pytest.raises(OSError, match="reading s3://b/x failed 3 times, at last with ConnectionResetError"):
         with_retries(fail, "reading s3://b/x")
     assert len(calls) == 3
+
+
+def test_of_jobs_that_start_together_one_holds_a_bucket(s3, server, quick):
+    server.fault_fraction = 0.1
+    check_races("s3://bucket/out/job/claims", 2)
 
 
 def test_any_fsspec_store_will_do():

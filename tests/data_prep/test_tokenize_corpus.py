@@ -119,17 +119,6 @@ def test_other_settings_on_one_output_are_refused(corpus, tokenize, tmp_path):
     assert "is not the output of a job" in tokenize(f"{corpus}/*.gz", tmp_path / "other", code=2)
 
 
-def test_a_second_job_on_one_output_names_the_first(corpus, tokenize, tmp_path):
-    tokenize(f"{corpus}/*.gz", tmp_path / "out")
-    holder = {"host": os.uname().nodename, "process": os.getpid()}
-    (tmp_path / "out/job/running.json").write_text(json.dumps(holder))
-    assert f"process {os.getpid()} on {os.uname().nodename}" in tokenize(f"{corpus}/*.gz", tmp_path / "out", code=1)
-    holder["process"] = 2**22 + 1  # more than Linux gives: gone
-    (tmp_path / "out/job/running.json").write_text(json.dumps(holder))
-    tokenize(f"{corpus}/*.gz", tmp_path / "out")
-    assert not (tmp_path / "out/job/running.json").exists()
-
-
 def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
     bad = corpus / "bad.jsonl"
     bad.write_bytes(b'{"text": "fine"}\n{"text": \n{"other": 1}\n{"text": " "}\n')
@@ -205,12 +194,17 @@ def test_slurm_job_array_does_the_same_work(corpus, tokenize, tmp_path):
     )
     write_program(tmp_path / "bin/srun", 'while [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done; exec "$@"')
     write_program(tmp_path / "bin/scontrol", "echo localhost")
+    write_program(tmp_path / "bin/squeue", f'[[ "$*" == *" 17" ]] && cat {tmp_path}/queue')
+    (tmp_path / "queue").write_text("17 cpu tokenizing R\n")
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     slurm = ("--dedup", "exact", "--executor", "slurm", "--slurm-partition", "cpu", "--workers", 2)
     assert "submitted to Slurm" in tokenize(f"{corpus}/*.gz", tmp_path / "out", *slurm, environment=environment)
     scripts = sorted(path for path in tmp_path.glob("*.slurm") if "launch_pickled_pipeline" in path.read_text())
     assert len(scripts) == 3  # signatures, find, tokenizing
     assert "#SBATCH --partition=cpu" in scripts[2].read_text() and "#SBATCH --array=0-2%2" in scripts[2].read_text()
+    message = tokenize(f"{corpus}/*.gz", tmp_path / "out", *slurm, environment=environment, code=1)
+    assert "Slurm job 17 still works on" in message
+    (tmp_path / "queue").write_text("")
     for script, num_tasks in zip(scripts, (3, 1, 3), strict=True):
         for index in range(num_tasks):
             inside = {"SLURM_ARRAY_TASK_ID": str(index), "SLURM_NODELIST": "localhost"}
