@@ -1,13 +1,12 @@
 import json
 import os
-import random
 import signal
 import subprocess
 import time
 
 import numpy as np
 import pytest
-from corpora import contents, make_texts, run, start, write_jsonl
+from corpora import contents, make_texts, run, start, workers_of, write_jsonl
 
 from data_prep.write_shards import is_heldout
 from gmlp_scale.data.shards import Manifest, ShardRows
@@ -67,23 +66,6 @@ def test_shards_hold_the_corpus(corpus, tokenize, tokenizer_dir, tmp_path):
     assert contents(out) == before
 
 
-def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(corpus, tokenize, tmp_path):
-    options = ("--tasks", 6, "--workers", 2)
-    started = time.monotonic()
-    tokenize(f"{corpus}/*.gz", tmp_path / "whole", *options)
-    duration = time.monotonic() - started
-    expected = contents(tmp_path / "whole")
-    assert len(expected) > 12
-    moments = random.Random(0)
-    for _ in range(4):
-        process = tokenize(f"{corpus}/*.gz", tmp_path / "killed", *options, launch=start)
-        time.sleep(moments.uniform(0.3, 1.0) * duration)
-        process.kill()  # the job's own process alone: its workers must end by themselves
-        process.communicate()
-    tokenize(f"{corpus}/*.gz", tmp_path / "killed", *options)
-    assert contents(tmp_path / "killed") == expected
-
-
 def test_a_killed_worker_ends_the_job_with_one_clear_error(corpus, tokenize, tmp_path):
     write_jsonl(corpus / "long.jsonl", make_texts(60_000))
     process = tokenize(f"{corpus}/long.jsonl", tmp_path / "out", launch=start)
@@ -92,22 +74,12 @@ def test_a_killed_worker_ends_the_job_with_one_clear_error(corpus, tokenize, tmp
     while not progress.exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    workers = [
-        int(pid) for pid in os.listdir("/proc") if pid.isdigit() and writes(int(pid), tmp_path / "out", process.pid)
-    ]
+    workers = workers_of(tmp_path / "out", process.pid)
     assert workers
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "a worker was killed" in errors and "Traceback" not in errors
-
-
-def writes(pid: int, folder, parent: int) -> bool:
-    """Whether a process of the job other than its first has the task's log open."""
-    try:
-        return pid != parent and any(os.readlink(f.path).startswith(str(folder)) for f in os.scandir(f"/proc/{pid}/fd"))
-    except OSError:
-        return False
 
 
 def test_other_settings_on_one_output_are_refused(corpus, tokenize, tmp_path):
