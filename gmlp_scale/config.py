@@ -26,10 +26,9 @@ from gmlp_scale.train.optimizer import OptimizerConfig
 FREE_ON_RESUME = (
     "name", "output_dir", "engine.", "checkpoint.",
     "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
-    "data.max_corrupt_shards",
-    "train.stop_after_step", "train.micro_batch_size", "train.compile", "train.recompute", "train.log_every_steps",
-    "train.evaluate_every_steps", "train.num_evaluation_rows", "train.peak_tflops_per_device",
-    "train.allow_changed_on_resume",
+    "data.max_corrupt_shards", "train.stop_after_step", "train.micro_batch_size", "train.device", "train.compile",
+    "train.recompute", "train.log_every_steps", "train.evaluate_every_steps", "train.num_evaluation_rows",
+    "train.peak_tflops_per_device", "train.allow_changed_on_resume",
 )  # fmt: skip
 
 
@@ -45,10 +44,10 @@ class ConfigError(ValueError):
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     """One pretraining run."""
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: str = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
     output_dir: Path = Path("outputs")
-    seed: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**32)
     """Of the initial weights, the order of the rows and the masks."""
     model: ModelConfig
     data: DataConfig
@@ -66,7 +65,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         return self.train.global_batch_size * self.model.sequence_length
 
     def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError where the global batch cannot be cut evenly."""
+        """Micro-batches per rank and step. Raises ConfigError where the recipe does not fit as many ranks."""
+        if self.engine.kind == "single" and world_size > 1:
+            raise ConfigError(self.name, [f"engine.kind: found single with {world_size} ranks; needed: zero or fsdp2"])
         return num_micro_batches(self.name, self.train.global_batch_size, self.train.micro_batch_size, world_size)
 
     def to_yaml(self) -> str:
@@ -80,6 +81,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         )
         if warmup_steps >= train.num_steps:
             yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {train.num_steps}"
+        if self.engine.kind == "zero" and self.engine.stage == 3 and train.compile:
+            yield "train.compile: found true; needed: false with engine.stage=3, whose hooks break every compiled block"
 
 
 AnyConfig = TypeVar("AnyConfig", bound=BaseModel)

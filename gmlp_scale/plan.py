@@ -7,9 +7,11 @@ import torch
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.data.loader import check_fit
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.engine import EngineConfig
 from gmlp_scale.models import build_model
+from gmlp_scale.train.checkpoint import step_folders
 
 
 def count_parameters(run: RunConfig) -> int:
@@ -27,11 +29,18 @@ def state_bytes_per_rank(
 ) -> dict[str, float]:
     """Bytes of parameters, gradients, master weights and the two moments on each rank.
 
-    ZeRO stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 and FSDP2 everything
-    (Rajbhandari et al. 2020, figure 1); activations are not counted.
+    ZeRO stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 everything (Rajbhandari et al.
+    2020, figure 1). FSDP2 is stage 3 if it reshards after the forward pass, else stage 2; while it accumulates
+    micro-batches its gradients are whole. Activations are not counted.
     """
     low = 2 if precision == "bf16" else 4
-    stage = engine.stage if engine.kind == "zero" else {"single": 0, "fsdp2": 3}[engine.kind]
+    match engine.kind:
+        case "zero":
+            stage = engine.stage
+        case "fsdp2":
+            stage = 3 if engine.reshard_after_forward else 2
+        case "single":
+            stage = 0
 
     def share(sharded: bool) -> int:
         return world_size if sharded else 1
@@ -49,7 +58,8 @@ def describe(run: RunConfig, world_size: int) -> str:
     """The resolved config and what follows from it.
 
     Raises:
-        ConfigError: if the global batch cannot be cut over `world_size` ranks.
+        ConfigError: if the recipe does not fit `world_size` ranks.
+        ShardError: if the shards are there but do not fit the recipe.
     """
     micro_batches = f"{run.num_micro_batches(world_size)} micro-batches of {run.train.micro_batch_size} rows each"
     num_parameters = count_parameters(run)
@@ -81,16 +91,18 @@ def _meta_model(run: RunConfig) -> torch.nn.Module:
 
 def _describe_data(run: RunConfig) -> str:
     try:
-        rows = Manifest.load(run.data.shards).num_rows("train")
-    except (OSError, ValueError) as error:
+        manifest = Manifest.load(run.data.shards)
+    except FileNotFoundError as error:
         return f"steps per epoch         unknown: {error}"
+    check_fit(manifest, run.data, run.model.sequence_length, run.model.vocab_size)
+    rows = manifest.num_rows("train")
     steps = rows / run.train.global_batch_size
     return f"steps per epoch         {steps:,.1f} ({rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"
 
 
 def describe_resume(run_dir: Path) -> str:
-    done = sorted((run_dir / "checkpoints").glob("step_*/DONE"))
-    return f"would resume from       {done[-1].parent if done else 'nothing: a new run'}"
+    folders = step_folders(run_dir / "checkpoints")
+    return f"would resume from       {folders[-1] if folders else 'nothing: a new run'}"
 
 
 def short(value: float) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from gmlp_scale.config import ConfigError, RunConfig, check_unchanged, load_run_config
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import ShardError
-from gmlp_scale.engine import Engine, build_engine
+from gmlp_scale.engine import Engine, EngineConfigError, build_engine
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import count_parameters, flops_per_step
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name, newest_checkpoint
@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 
 USER_ERRORS = (
     ConfigError,
+    EngineConfigError,
     ShardError,
-    FileNotFoundError,
+    OSError,
     RunFolderError,
     CheckpointError,
     NotFiniteError,
@@ -49,12 +50,15 @@ def pretrain(run: RunConfig) -> Progress:
         folder; a shard is corrupt; no checkpoint can be written or read; a loss or norm is not finite.
     """
     with ExitStack() as stack:
-        world = stack.enter_context(start_world(run.engine.timeout_seconds, init_group=run.engine.kind != "single"))
+        needs_group = run.engine.kind != "single"
+        world = stack.enter_context(start_world(run.engine.timeout_seconds, run.train.device, init_group=needs_group))
         set_up_logging(world)
-        _check_ranks(run, world)
+        run.num_micro_batches(world.size)
         world.on_main(lambda: stack.enter_context(claimed(run.run_dir)))
         loader = build_loader(run, rank=world.rank, world_size=world.size)
         stack.callback(loader.close)
+        if not loader.manifest.num_rows("heldout"):
+            raise ShardError(f"{run.data.shards} has no held-out rows to evaluate on: write it with --heldout-fraction")
         checkpointer = Checkpointer(
             run.run_dir / "checkpoints",
             run.checkpoint,
@@ -135,14 +139,6 @@ def build_loader(run: RunConfig, *, rank: int, world_size: int) -> Loader:
         world_size=world_size,
         run_dir=run.run_dir,
     )
-
-
-def _check_ranks(run: RunConfig, world: World) -> None:
-    run.num_micro_batches(world.size)
-    if run.engine.kind == "single" and world.size > 1:
-        raise ConfigError(
-            run.name, [f"engine.kind: found single with {world.size} ranks; use zero or fsdp2, or start one"]
-        )
 
 
 def _check_continues(run: RunConfig, checkpoint: Checkpoint, details: dict) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -34,13 +34,15 @@ def start_world(
     timeout_seconds: float,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     init_group: bool = False,
+    hear_stop_signals: bool = True,
 ) -> "World":
-    """Joins the processes that the launcher started and begins to listen for stop signals.
+    """Joins the processes that the launcher started.
 
     Args:
         timeout_seconds: how long a collective waits for the other ranks before it raises.
         device: "auto" takes the GPU of this process's local rank where there is one.
         init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
+        hear_stop_signals: turn them into the answer of `stop_requested`; for those who ask it.
 
     Raises:
         ValueError: the launcher's variables are incomplete.
@@ -71,7 +73,8 @@ def start_world(
     if size > 1:
         # Of its own, so that what the host agrees on cannot meet an engine's collectives in another order.
         host_group = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, size, local_rank, torch_device, host_group, _StopSignal(store))
+    stop_signal = _StopSignal(store, STOP_SIGNALS if hear_stop_signals else ())
+    return World(rank, size, local_rank, torch_device, host_group, stop_signal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,11 +176,11 @@ class _StopSignal:
     failed would stay until the timeout, unnoticed by the launcher and by the other ranks.
     """
 
-    def __init__(self, store: dist.Store | None):
+    def __init__(self, store: dist.Store | None, numbers: Iterable[signal.Signals]):
         self.store = store
         self.is_signalled = False
         self.num_calls = 0
-        self.previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        self.previous = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_signalled and number == signal.SIGINT:

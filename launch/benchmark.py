@@ -53,7 +53,7 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    with start_world(run.engine.timeout_seconds) as world:
+    with start_world(run.engine.timeout_seconds, run.train.device, hear_stop_signals=False) as world:
         report = benchmark(run, world, options.rounds, with_peers=not options.no_peers)
     text = json.dumps(report, indent=1)
     print(text)

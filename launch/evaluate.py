@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.data.shards import ShardError
 from gmlp_scale.pretrain import USER_ERRORS, load_pretrained
 from gmlp_scale.train.evaluate import evaluate, unigram_predictor
 from gmlp_scale.world import start_world
@@ -24,7 +25,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=10_000, help="held-out rows, the first ones (default: %(default)s)")
     options = parser.parse_args()
     try:
-        with start_world(timeout_seconds=600) as world, torch.inference_mode():
+        with start_world(timeout_seconds=600, hear_stop_signals=False) as world, torch.inference_mode():
             run, checkpoint, model = load_pretrained(options.run, options.step)
             loader = Loader(
                 run.data.model_copy(update={"shards": options.shards}),
@@ -37,6 +38,8 @@ def main() -> int:
                 world_size=1,
                 run_dir=options.run,
             )
+            if loader.manifest.tokenizer_sha256 != checkpoint.details["data"]["tokenizer_sha256"]:
+                raise ShardError(f"{options.shards} was written with another tokenizer than that of {options.run}")
             batches = list(loader.heldout_batches(options.rows))
             model_result = evaluate(model.to(world.device).predict, tqdm(batches, unit=" batches", disable=None), world)
             counts_V = torch.from_numpy(loader.token_counts(options.rows * 10))

@@ -29,7 +29,7 @@ def main() -> int:
         return 2
     try:
         run, _, model = load_pretrained(options.run, options.step)
-        tokenizer = Tokenizer(Path(run.data.shards) / "tokenizer")
+        tokenizer = Tokenizer(f"{run.data.shards}/tokenizer")
         for sentence in options.sentences:
             probabilities_MV = fill(model, tokenizer, sentence)
             print(sentence)

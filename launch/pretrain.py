@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.data.shards import ShardError
 from gmlp_scale.plan import describe
 from gmlp_scale.pretrain import USER_ERRORS, pretrain
 from gmlp_scale.world import launched_world_size
@@ -27,7 +28,7 @@ def main() -> int:
         if options.dry_run:
             print(describe(run, launched_world_size()))
             return 0
-    except ConfigError as error:
+    except (ConfigError, ShardError) as error:
         print(error, file=sys.stderr)
         return 2
     try:

@@ -105,7 +105,9 @@ def test_resume_refuses_what_changes_the_run_and_allows_what_does_not():
 
 
 def test_global_batch_must_cut_evenly_over_the_ranks():
-    run = load_run_config(SMOKE)
+    run = load_run_config(SMOKE, ["engine.kind=fsdp2"])
     assert run.num_micro_batches(1) * run.train.micro_batch_size == run.train.global_batch_size
     with pytest.raises(ConfigError, match="7 ranks x micro_batch_size must divide"):
         run.num_micro_batches(7)
+    with pytest.raises(ConfigError, match="found single with 2 ranks"):
+        load_run_config(SMOKE).num_micro_batches(2)

@@ -83,7 +83,7 @@ class Loader:
                 f"train.micro_batch_size={micro_batch_size}: change one of the three"
             )
         self.manifest = Manifest.load(config.shards)
-        _check_fit(self.manifest, config, sequence_length, vocab_size)
+        check_fit(self.manifest, config, sequence_length, vocab_size)
         self.rows = self.manifest.num_rows("train")
         self.steps_per_epoch = self.rows / global_batch_size
         self.wait_seconds = 0.0
@@ -163,10 +163,7 @@ class Loader:
         """
         shards = self.manifest.splits.heldout
         if not shards:
-            raise ShardError(
-                "the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction, or turn "
-                "evaluation off"
-            )
+            raise ShardError("the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction")
         num_rows = min(num_rows, self.manifest.num_rows("heldout"))
         first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(shards))])
         open_shards = OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
@@ -216,7 +213,7 @@ def _rows_per_shard(shards: tuple[Shard, ...]) -> np.ndarray:
     return np.array([shard.rows for shard in shards])
 
 
-def _check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+def check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
     """ShardError naming everything in which the shards and the recipe disagree."""
     compared = [
         ("model.sequence_length", sequence_length, manifest.sequence_length),

@@ -4,6 +4,7 @@
 An engine knows of a model only `.blocks`, `.recompute`, `forward(batch) -> loss` and `predict(batch)`.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, Protocol
 
@@ -14,10 +15,22 @@ from torch import Tensor, nn
 from gmlp_scale.engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from gmlp_scale.engine.masters import Piece, ReadRows
 from gmlp_scale.engine.single import SingleConfig, SingleEngine
-from gmlp_scale.engine.zero import ZeroConfig, ZeroEngine
+from gmlp_scale.engine.zero import EngineConfigError, ZeroConfig, ZeroEngine
 from gmlp_scale.world import World
 
-__all__ = ["Engine", "EngineConfig", "Fsdp2Config", "Piece", "ReadRows", "SingleConfig", "ZeroConfig", "build_engine"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "EngineConfigError",
+    "Fsdp2Config",
+    "Piece",
+    "ReadRows",
+    "SingleConfig",
+    "ZeroConfig",
+    "build_engine",
+]
+
+log = logging.getLogger(__name__)
 
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
 
@@ -85,10 +98,15 @@ def build_engine(
     """
     # 1. Recompute, inside the trunk's loop, so that the compiled block is what runs again.
     model.recompute = recompute
-    # 2. Compile each block in place: whole models compile twice as slowly, and sharding hooks stay outside the graphs.
+    # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
     if compile:
         for block in model.blocks:
             block.compile()
+        if isinstance(config, ZeroConfig) and config.stage == 3 and world.is_main:
+            log.warning(
+                "ZeRO-3 gathers every layer's parameters in hooks that break a compiled block into many small graphs: "
+                "expect minutes of compilation and little gain. Set train.compile=false, or engine.stage=2 or fsdp2"
+            )
     # 3. Shard, which replaces the parameters; 4. build the optimizer over what each rank has to update.
     common = {
         "build_optimizer": build_optimizer,

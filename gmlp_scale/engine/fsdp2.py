@@ -42,7 +42,7 @@ class Fsdp2Engine:
         gradient_clipping: float | None,
     ):
         self.config = config
-        self.is_main = world.is_main
+        self.world = world
         self.num_micro_batches = num_micro_batches
         self.module = _shard(model.to(world.device), config, world, precision)
         masters = {}
@@ -64,7 +64,7 @@ class Fsdp2Engine:
                 self.masters.masters[name].rows.grad = parameter.grad.to_local()
             parameter.grad = None
         local_gradients = [m.rows.grad for m in self.masters.masters.values() if m.rows.grad is not None]
-        squared_norm = get_total_norm(local_gradients).square()
+        squared_norm = get_total_norm(local_gradients).to(self.world.device).square()  # on the CPU if there is none
         dist.all_reduce(squared_norm)
         norm = squared_norm.sqrt()
         self.masters.step(learning_rate, norm)
@@ -88,7 +88,7 @@ class Fsdp2Engine:
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
             full = parameter.detach().full_tensor()
-            if self.is_main:
+            if self.world.is_main:
                 yield name, full.cpu()
 
     def close(self) -> None:

@@ -24,6 +24,10 @@ from gmlp_scale.world import World
 log = logging.getLogger(__name__)
 
 
+class EngineConfigError(ValueError):
+    """What engine.deepspeed_config says and what the recipe says cannot both be."""
+
+
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     kind: Literal["zero"] = "zero"
     stage: Literal[1, 2, 3] = 1
@@ -225,7 +229,7 @@ def _deepspeed_settings(config: ZeroConfig, required: dict, num_parameters: int)
     """DeepSpeed's JSON: our defaults, over them the user's file, over that what the recipe decides.
 
     Raises:
-        ValueError: the file contradicts the recipe; names every field.
+        EngineConfigError: the file contradicts the recipe; names every field.
     """
     settings = {
         "zero_optimization": {
@@ -245,7 +249,9 @@ def _deepspeed_settings(config: ZeroConfig, required: dict, num_parameters: int)
         ]
         mistakes += _contradictions(own, required)
         if mistakes:
-            raise ValueError(f"{config.deepspeed_config} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
+            raise EngineConfigError(
+                f"{config.deepspeed_config} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes)
+            )
         settings = _merged(settings, own)
     return _merged(settings, required)
 

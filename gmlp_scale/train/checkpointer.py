@@ -230,6 +230,9 @@ def _write_pieces(folder: Path, rank: int, pieces: list[_StagedPiece]) -> dict[s
 
     def write(name: str) -> dict[str, Any]:
         path = folder / name
+        for key, rows in contents[name].items():
+            if not torch.isfinite(rows).all():
+                raise CheckpointError(f"{key} is not finite, so training has diverged")
         save_file(contents[name], path)
         path.chmod(folder.stat().st_mode & 0o666)  # as the umask has it: save_file leaves the owner's rights alone
         record = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
@@ -266,8 +269,12 @@ def _write_text(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="ascii")
     _fsync(partial)
-    partial.rename(path)
-    _fsync(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)  # before the rename: whoever waits for this file may move the folder on
+    try:
+        partial.rename(path)
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _fsync(path: Path) -> None:

@@ -28,8 +28,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """Rows per step over all ranks."""
     micro_batch_size: int = Field(gt=0)
     """Rows per forward pass on one rank; what is missing to the global batch is accumulated."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["float32", "bf16"] = "bf16"
-    """bf16: parameters and products in bfloat16 with a float32 master; LayerNorm, softmax and loss in float32."""
+    """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32."""
     compile: bool = True
     """torch.compile for each block."""
     recompute: Literal["none", "full"] = "none"
@@ -96,7 +98,7 @@ def train(
         rate = learning_rate(
             step, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
         )
-        torch.manual_seed((seed * config.num_steps + step) * world.size + world.rank)
+        torch.manual_seed(((seed * config.num_steps + step) * world.size + world.rank) % 2**63)
         step_loss = torch.zeros((), device=world.device)
         for index, micro_batch in enumerate(micro_batches, start=1):
             loss = engine.module(micro_batch.to(world.device))
@@ -117,12 +119,12 @@ def train(
             (mean_loss,) = (x / world.size for x in world.sum([loss_sum.item() / num_logged]))
             metrics.log_training(step, mean_loss, norm.item(), rate, loader.wait_seconds)
             loss_sum.zero_()
+        if saving:  # before the evaluation: if that fails, or takes longer than a stopped job has, nothing is lost
+            with metrics.clock_stopped():
+                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, details)
         if due(step, config.evaluate_every_steps) or step == config.num_steps:
             with metrics.clock_stopped():
                 metrics.log_evaluation(step, evaluate(step))
-        if saving:
-            with metrics.clock_stopped():
-                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, details)
         if leaving:
             break
     checkpointer.wait()

@@ -45,7 +45,7 @@ class Metrics:
     """Writes what the loop measures. Every rank has one; only the main rank's touches files and the console.
 
     Args:
-        flops_per_step: training FLOPs of the global batch: 3 x the forward pass (PERFORMANCE formula in README).
+        flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
         peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
     """
 
@@ -126,6 +126,7 @@ class Metrics:
         self._file.flush()
         for tag, value in values.items():
             self._tensorboard.add_scalar(tag, value, step)
+        self._tensorboard.flush()
 
     def close(self) -> None:
         if self.world.is_main:

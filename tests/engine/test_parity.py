@@ -22,11 +22,11 @@ OPTIONS = {"float32": {}, "recompute": {"recompute": "full"}, "bf16": {"precisio
 CASES = [("gmlp", "float32"), ("amlp", "float32"), ("amlp", "recompute"), ("amlp", "bf16")]
 
 
-def _train_each(engine_configs: dict) -> dict:
+def _train_each(cases: list, engine_configs: dict) -> dict:
     """Losses, norms, predictions and whole weights on this rank, for every case and engine."""
     results = {}
     with start_world(60, "cpu", init_group=True) as world:
-        for (model, option), name in itertools.product(CASES, engine_configs):
+        for (model, option), name in itertools.product(cases, engine_configs):
             engine = start_engine(world, MODELS[model], engine_configs[name], **OPTIONS[option])
             first = train(engine, world, 0, 2)
             # In the middle, since the steps after it must not notice.
@@ -43,38 +43,51 @@ def _train_each(engine_configs: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> dict:
-    return run_ranks(_train_each, 1, {"single": SingleConfig(), **SHARDED})[0]
+def single() -> dict:
+    return run_ranks(_train_each, 1, CASES, {"single": SingleConfig()})[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict]:
-    return run_ranks(_train_each, 2, SHARDED)
+    return run_ranks(_train_each, 2, CASES, SHARDED)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict:
+    return run_ranks(_train_each, 1, CASES[1:2], SHARDED)[0]
+
+
+def _assert_close(run: dict, expected: dict) -> None:
+    assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert run["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    torch.testing.assert_close(run["predictions"], expected["predictions"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+    assert not run["predictions"].requires_grad
 
 
 @pytest.mark.parametrize(("model", "option"), CASES[:3])
 @pytest.mark.parametrize("engine", SHARDED)
-def test_engines_agree_in_float32(one_rank, two_ranks, model, option, engine):
-    expected = one_rank[model, "float32", "single"]
+def test_engines_agree_in_float32_on_two_ranks(single, two_ranks, model, option, engine):
+    expected = single[model, "float32", "single"]
     assert min(expected["norms"]) > OPTIMIZER.gradient_clipping  # so every step is clipped
-    for run in (one_rank[model, option, engine], two_ranks[0][model, option, engine]):
-        assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert run["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-        torch.testing.assert_close(run["predictions"], expected["predictions"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(run["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
-        assert not run["predictions"].requires_grad
+    _assert_close(two_ranks[0][model, option, engine], expected)
 
 
 @pytest.mark.parametrize("engine", SHARDED)
-def test_engines_stay_near_each_other_in_bf16(one_rank, two_ranks, engine):
-    expected, exact = one_rank["amlp", "bf16", "single"], one_rank["amlp", "float32", "single"]
+def test_engines_agree_in_float32_on_one_rank(single, one_rank, engine):
+    _assert_close(one_rank["amlp", "float32", engine], single["amlp", "float32", "single"])
+
+
+@pytest.mark.parametrize("engine", SHARDED)
+def test_engines_stay_near_each_other_in_bf16(single, two_ranks, engine):
+    expected, exact = single["amlp", "bf16", "single"], single["amlp", "float32", "single"]
     assert expected["losses"] == pytest.approx(exact["losses"], rel=3e-3)
     assert expected["losses"] != exact["losses"]
-    for run in (one_rank["amlp", "bf16", engine], two_ranks[0]["amlp", "bf16", engine]):
-        assert run["losses"] == pytest.approx(expected["losses"], rel=3e-4)
-        assert run["norms"] == pytest.approx(expected["norms"], rel=1e-2)
-        assert all(weight.dtype == torch.float32 for weight in run["weights"].values())
-        torch.testing.assert_close(run["weights"], expected["weights"], rtol=0, atol=3e-3)
+    run = two_ranks[0]["amlp", "bf16", engine]
+    assert run["losses"] == pytest.approx(expected["losses"], rel=3e-4)
+    assert run["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+    assert all(weight.dtype == torch.float32 for weight in run["weights"].values())
+    torch.testing.assert_close(run["weights"], expected["weights"], rtol=0, atol=3e-3)
 
 
 def test_ranks_agree_and_the_main_one_alone_has_the_whole_weights(two_ranks):
