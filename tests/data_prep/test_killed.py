@@ -22,7 +22,7 @@ NUM_KILLS = 20
 def start_job(tokenizer_dir, tmp_path, monkeypatch):
     """start_job(output) -> process, forked from one that has imported everything, to be quick."""
     for number in range(8):
-        write_jsonl(tmp_path / f"corpus/part-{number}.jsonl.gz", make_texts(300, number))
+        write_jsonl(tmp_path / f"corpus/part-{number}.jsonl.gz", make_texts(150, number))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "data_prep.tokenize_corpus"])
 
@@ -43,6 +43,10 @@ def is_done(output: Path) -> bool:
     return (output / "manifest.json").exists()
 
 
+def opened_logs(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*.log")}
+
+
 def finish(process: BaseProcess, output: Path) -> dict[str, bytes]:
     process.join(60)
     assert is_done(output)
@@ -60,8 +64,10 @@ def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(start_job, tmp_
     while num_kills < NUM_KILLS:
         process = start_job(output)
         if draw.random() < 0.7:  # at a moment of the work, else perhaps before it
-            while process.is_alive() and not workers_of(output, process.pid):
-                time.sleep(0.01)
+            logs = output / "job/executor-tokenizing/logs"
+            before = opened_logs(logs)
+            while process.is_alive() and opened_logs(logs) == before:
+                time.sleep(0.02)
         process.join(draw.uniform(0, 0.4) * duration)
         if is_running := process.is_alive():
             # the job's own process alone, whose workers must end by themselves, or the workers alone

@@ -1,14 +1,17 @@
 """From a bucket to a bucket to a batch, against a real S3 server that falters."""
 
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import boto3
 import fsspec
 import pytest
 import torch
-from corpora import contents, run
+from corpora import REPOSITORY, contents, run
 from test_claim import check_races
 
 from gmlp_scale.data.cache import ShardFiles
@@ -191,3 +194,19 @@ def test_any_fsspec_store_will_do():
     write_file("memory://folder/file", b"content")
     assert read_file("memory://folder/file") == b"content"
     fsspec.filesystem("memory").rm("/folder", recursive=True)
+
+
+def test_pretraining_from_a_bucket(s3, server, shards_to_read, tmp_path):
+    upload(s3, shards_to_read, "shards")
+    server.fault_fraction = 0.1
+    command = [
+        "launch/pretrain.py", "--config", "configs/pretrain/smoke.yaml", "data.shards=s3://bucket/shards",
+        f"data.cache_dir={tmp_path}/cache", f"output_dir={tmp_path}", "model.sequence_length=32",
+        "model.vocab_size=400", "train.num_steps=6", "train.evaluate_every_steps=6",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "smoke/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert any("eval/loss" in line for line in lines)
+    assert list((tmp_path / "cache").glob("*.tar"))

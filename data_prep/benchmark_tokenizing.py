@@ -1,0 +1,186 @@
+"""Times the tokenizing pipeline beside the tokenizer alone, and the opening of a data set of C4's size, in one run.
+
+python data_prep/benchmark_tokenizing.py --input FILE FILE --tokenizer TOKENIZER_DIR
+
+Each contender takes the files in turn, one process for each file, all at the same time. `pipeline` reads, tokenizes,
+packs and writes shards; `sentencepiece` and `tokenizers` only encode texts that are in memory, the second by the same
+tokenizer as launch/export.py writes it. CPU seconds tell more than wall seconds on a machine that others use.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from data_prep.job_folder import JobFolder
+from data_prep.read_documents import ReadDocuments
+from data_prep.sources import FileReader, InputFile, Record, find_inputs
+from data_prep.write_shards import WriteShards
+from gmlp_scale.data.loader import DataConfig, Loader
+from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits
+from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+
+_READING = {"text_field": "text", "max_record_bytes": 4_000_000}
+_TEXTS_AT_A_TIME = 100
+_SLOW_TEXTS = 300
+_C4_SHARDS, _C4_ROWS_PER_SHARD, _C4_STEP = 40_000, 7_625, 1_000_000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--tokenizer", required=True, metavar="TOKENIZER_DIR")
+    options = parser.parse_args()
+    try:
+        files = find_inputs(options.input)
+        Tokenizer(options.tokenizer)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    report = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for contender in (pipeline, sentencepiece, tokenizers):
+            print(contender.__name__, file=sys.stderr, flush=True)
+            report[contender.__name__] = summed(in_processes(contender, files, options.tokenizer, folder))
+        for name in ("wall", "cpu"):
+            of_sentencepiece = (
+                report["pipeline"][f"mb_per_{name}_second"] / report["sentencepiece"][f"mb_per_{name}_second"]
+            )
+            report[f"pipeline_over_sentencepiece_by_{name}"] = round(of_sentencepiece, 3)
+        (report["c4_sized_data_set"],) = in_processes(open_c4_sized_data_set, files[:1], options.tokenizer, folder)
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def in_processes(contender, files: list[InputFile], tokenizer: str, folder: str) -> list[dict]:
+    """What the contender found in a fresh process for each file."""
+    with ProcessPoolExecutor(len(files), get_context("spawn")) as processes:
+        tasks = [processes.submit(contender, files, tokenizer, folder, rank) for rank in range(len(files))]
+        return [task.result() for task in tasks]
+
+
+def summed(parts: list[dict]) -> dict:
+    num_bytes = sum(part["bytes"] for part in parts)
+    wall, cpu = max(part["wall_seconds"] for part in parts), sum(part["cpu_seconds"] for part in parts)
+    return {
+        "wall_seconds": round(wall, 2),
+        "cpu_seconds": round(cpu, 2),
+        "mb_per_wall_second": round(num_bytes / 1e6 / wall, 3),
+        "mb_per_cpu_second": round(num_bytes / 1e6 / cpu, 3),
+        "peak_mb_of_a_process": round(max(part["peak_bytes"] for part in parts) / 1e6),
+        **{name: sum(part[name] for part in parts) for name in ("texts_with_other_ids",) if name in parts[0]},
+    }
+
+
+def pipeline(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
+    job = JobFolder(f"{folder}/out")
+    reader = ReadDocuments(files, job, max_bad_fraction=1.0, **_READING)
+    writer = WriteShards(
+        tokenizer, job, sequence_length=512, packing="packed", heldout_fraction=0.005, shard_bytes=8 << 20
+    )
+    with _Stopwatch() as watch:
+        writer.run(reader.run(None, rank, len(files)), rank, len(files))
+    return watch.found(bytes=job.read(f"counts/write-{rank:05d}.json")["bytes"])
+
+
+def sentencepiece(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{tokenizer}/{MODEL_NAME}")
+    texts = _texts(files[rank])
+    with _Stopwatch() as watch:
+        for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+            model.encode(texts[start : start + _TEXTS_AT_A_TIME], num_threads=1)
+    return watch.found(bytes=_num_bytes(texts))
+
+
+def tokenizers(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
+    """On the beginning of each file alone, since it is slow."""
+    import tokenizers
+
+    from gmlp_scale.export.tokenizer import write_tokenizer
+
+    ours = Tokenizer(tokenizer)
+    exported = Path(folder) / f"exported-{rank}"
+    exported.mkdir()
+    write_tokenizer(exported, ours, 512)
+    model = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    model.encode_special_tokens = True
+    texts = _texts(files[rank])[:_SLOW_TEXTS]
+    with _Stopwatch() as watch:
+        encoded = [model.encode(text, add_special_tokens=False).ids for text in texts]
+    num_different = sum(ours.encode(text) != ids for text, ids in zip(texts, encoded, strict=True))
+    return watch.found(bytes=_num_bytes(texts), texts_with_other_ids=num_different)
+
+
+def _texts(file: InputFile) -> list[str]:
+    return [record.text for record in FileReader(file, **_READING) if isinstance(record, Record)]
+
+
+def _num_bytes(texts: list[str]) -> int:
+    return sum(len(text.encode()) for text in texts)
+
+
+def open_c4_sized_data_set(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
+    """Seconds and memory for opening 40,000 shards of 305 M rows and for the batch of a late step; no shard is read."""
+    shards = tuple(
+        Shard(name=f"train/train-{number:06d}.tar", rows=_C4_ROWS_PER_SHARD, bytes=7_900_000, sha256=f"{number:064x}")
+        for number in range(_C4_SHARDS)
+    )
+    rows = {"train": _C4_SHARDS * _C4_ROWS_PER_SHARD, "heldout": 0}
+    splits = Splits(train=shards, heldout=())
+    manifest = Manifest(
+        sequence_length=512,
+        vocab_size=32_000,
+        packing="packed",
+        tokenizer_sha256="0" * 64,
+        total_rows=rows,
+        splits=splits,
+    )
+    (Path(folder) / MANIFEST_NAME).write_text(manifest.to_json())
+    (found,) = in_processes(_open_and_address, files[:1], tokenizer, folder)
+    return found | {"shards": _C4_SHARDS, "rows": rows["train"], "step": _C4_STEP}
+
+
+def _open_and_address(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
+    before = _peak_bytes()
+    with _Stopwatch() as watch:
+        loader = Loader(
+            DataConfig(shards=folder), sequence_length=512, vocab_size=32_000, seed=0, global_batch_size=256,
+            micro_batch_size=32, rank=0, world_size=1, run_dir=Path(folder),
+        )  # fmt: skip
+        opened = time.perf_counter()
+        loader.addresses(_C4_STEP)
+    seconds = {"addressing_seconds": round(time.perf_counter() - opened, 3)}
+    loader.close()
+    found = watch.found()
+    return seconds | {
+        "wall_seconds": round(found["wall_seconds"], 3),
+        "cpu_seconds": round(found["cpu_seconds"], 3),
+        "megabytes": round((found["peak_bytes"] - before) / 1e6),
+    }
+
+
+class _Stopwatch:
+    def __enter__(self):
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_):
+        self._wall, self._cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+
+    def found(self, **more: int) -> dict:
+        return {"wall_seconds": self._wall, "cpu_seconds": self._cpu, "peak_bytes": _peak_bytes(), **more}
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
