@@ -84,7 +84,7 @@ def test_the_same_engine_goes_on_bit_for_bit_twice_in_a_row(one_rank, two_ranks)
     [
         (1, SINGLE | SHARDED, ["zero 2"]),
         (2, SHARDED, ["zero 2", "fsdp2", "single"]),
-        (3, {name: SHARDED[name] for name in ("fsdp2", "zero 3")}, ["zero 3"]),
+        (4, {name: SHARDED[name] for name in ("fsdp2", "zero 3")}, ["zero 3"]),
     ],
 )
 def test_any_engine_goes_on_from_any_other(one_rank, two_ranks, world_size, engines, sources):
