@@ -26,10 +26,10 @@ def story(tmp_path_factory):
         f"output_dir={folder}/outputs",
         f"data.shards={folder}/shards",
     ]
-    smoke += ["model.vocab_size=320", "train.log_every_steps=2", "train.num_steps=40"]
+    smoke += ["model.vocab_size=300", "train.log_every_steps=2", "train.num_steps=40"]
     commands = {
         "tokenizer": [
-            "data_prep/train_tokenizer.py", "--input", corpus, "--vocab-size", 320, "--output", folder / "tokenizer",
+            "data_prep/train_tokenizer.py", "--input", corpus, "--vocab-size", 300, "--output", folder / "tokenizer",
         ],
         "shards": [
             "data_prep/tokenize_corpus.py", "--input", corpus, "--tokenizer", folder / "tokenizer",
@@ -68,7 +68,7 @@ def test_training_stops_resumes_and_ends(story):
 def test_evaluation_prints_both_perplexities(story):
     _, outputs = story
     found = dict(re.findall(r"^  (.*perplexity) +([\d.]+)", outputs["evaluate"], re.MULTILINE))
-    assert 1 < float(found["perplexity"]) < 320 and 1 < float(found["unigram perplexity"]) < 320
+    assert 1 < float(found["perplexity"]) < 300 and 1 < float(found["unigram perplexity"]) < 300
 
 
 def test_masks_are_filled(story):
