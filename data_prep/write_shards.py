@@ -26,7 +26,7 @@ class PackedRows:
         self._waiting: list[np.ndarray] = []
 
     def add(self, ids: np.ndarray) -> None:
-        self._waiting += [ids, np.array([SEP_ID])]
+        self._waiting += [ids.astype(ROW_DTYPE), np.array([SEP_ID], ROW_DTYPE)]
 
     def take(self) -> np.ndarray:
         """The rows that are full, uint16 [R, N]."""
@@ -143,10 +143,11 @@ class WriteShards(PipelineStep):
             encoded = tokenizer.encode_batch(texts)
             clock.lap("tokenizing seconds")
             for text, ids in zip(texts, encoded, strict=True):
-                split = "heldout" if is_heldout(text, self._heldout_fraction) else "train"
+                content = text.encode()
+                split = "heldout" if is_heldout(content, self._heldout_fraction) else "train"
                 outputs[split].rows.add(ids)
                 counts[f"{split} documents"] += 1
-                counts["bytes"] += len(text.encode())
+                counts["bytes"] += len(content)
             for output in outputs.values():
                 output.write(output.rows.take())
             counts.update(_token_counts(np.concatenate(encoded)))
@@ -159,9 +160,9 @@ class WriteShards(PipelineStep):
         self._job.write(f"receipts/{rank:05d}.json", receipt)
 
 
-def is_heldout(text: str, fraction: float) -> bool:
-    """Whether a document is held out: decided by its text alone, so that equal documents are on the same side."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+def is_heldout(content: bytes, fraction: float) -> bool:
+    """Whether a document is held out: decided by its UTF-8 text alone, so that equal documents are on the same side."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 

@@ -41,7 +41,7 @@ def test_document_rows_hold_one_document_each(documents, sequence_length, every)
 
 
 def test_held_out_documents_are_chosen_by_their_text():
-    texts = [f"document {number}" for number in range(4000)]
+    texts = [f"document {number}".encode() for number in range(4000)]
     chosen = [is_heldout(text, 0.1) for text in texts]
     assert chosen == [is_heldout(text, 0.1) for text in texts]
     assert 330 < sum(chosen) < 470
