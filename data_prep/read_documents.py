@@ -135,7 +135,7 @@ def num_bad_records(counts: Counter) -> int:
 def _problem(record: Record | BadRecord) -> BadRecord | None:
     if isinstance(record, BadRecord):
         return record
-    if not record.text.strip():
+    if not record.text or record.text.isspace():
         return BadRecord(record.line, "empty text", "")
     try:
         record.text.encode()

@@ -6,6 +6,7 @@ A record that cannot be read is never an exception and never silence: it comes o
 import gzip
 import io
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ import fsspec
 import orjson
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
-from isal import igzip, isal_zlib
 
 from data_prep.job_folder import JobError
 from gmlp_scale.data.files import with_retries
@@ -106,7 +106,7 @@ class FileReader:
                 for record in read(self._raw):
                     last_line = record.line
                     yield record
-            except (EOFError, isal_zlib.error, gzip.BadGzipFile, zstandard.ZstdError, CorruptFileError) as error:
+            except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, CorruptFileError) as error:
                 yield BadRecord(last_line + 1, "truncated or corrupt file", str(error))
 
     def _is_own(self, line: int) -> bool:
@@ -234,7 +234,7 @@ class _RetriedFile(io.RawIOBase):
 
 def _decompressed(raw: BinaryIO, url: str) -> io.BufferedIOBase:
     if url.endswith(".gz"):
-        return igzip.IGzipFile(fileobj=raw)
+        return gzip.GzipFile(fileobj=raw)
     if url.endswith(".zst"):
         return io.BufferedReader(_ZstdFile(raw), 1 << 17)
     return raw
