@@ -32,7 +32,7 @@ run python data_prep/verify_shards.py "$DATA/shards"
 train=(deepspeed --num_gpus 2 launch/pretrain.py --config configs/pretrain/demo.yaml "data.shards=$DATA/shards")
 
 say "4/8  Pretrain a small gMLP on two processes with ZeRO, and stop halfway"
-run "${train[@]}" train.stop_after_step=250
+run "${train[@]}" train.stop_after_step=180
 
 say "5/8  Resume: the same command, without the stop"
 run "${train[@]}"
