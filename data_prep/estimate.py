@@ -16,11 +16,12 @@ def estimate(
     """Reads and tokenizes the beginnings of a few files; `reading` is what FileReader takes."""
     started = time.perf_counter()
     num_documents = num_bad = num_bytes = num_tokens = 0
-    num_stored_bytes = 0.0
+    num_stored_bytes = 0
     for file in files[:: max(1, len(files) // _MAX_FILES)][:_MAX_FILES]:
         reader = FileReader(file, **reading)
-        file_bytes = 0
+        file_bytes = stored_bytes = 0
         for record in reader:
+            stored_bytes = reader.bytes_read  # which is not known once the file is closed
             if not isinstance(record, Record):
                 num_bad += 1
                 continue
@@ -29,10 +30,12 @@ def estimate(
             num_tokens += len(tokenizer.encode(record.text)) + 1
             if file_bytes >= _SAMPLE_BYTES_PER_FILE:
                 break
+        else:
+            stored_bytes = file.num_bytes
         num_bytes += file_bytes
-        num_stored_bytes += reader.bytes_read or file.num_bytes
+        num_stored_bytes += stored_bytes
     seconds = time.perf_counter() - started
-    scale = sum(file.num_bytes for file in files) / max(1.0, num_stored_bytes)
+    scale = sum(file.num_bytes for file in files) / max(1, num_stored_bytes)
     rows = round(scale * num_tokens / (sequence_length - 1))
     output_bytes = rows * sequence_length * ROW_DTYPE.itemsize
     return {

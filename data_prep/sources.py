@@ -3,11 +3,9 @@
 A record that cannot be read is never an exception and never silence: it comes out as a BadRecord with its place.
 """
 
-import gzip
 import io
 import itertools
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
@@ -16,11 +14,13 @@ import fsspec
 import orjson
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
+from isal import isal_zlib
 
 from data_prep.job_folder import JobError
 from gmlp_scale.data.files import with_retries
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
+_CHUNK_BYTES = 1 << 15  # of compressed input decompressed at a time
 _BLOCK_BYTES = 8 << 20  # fetched from a store at a time
 _SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".tsv": "text"}
 
@@ -106,7 +106,7 @@ class FileReader:
                 for record in read(self._raw):
                     last_line = record.line
                     yield record
-            except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, CorruptFileError) as error:
+            except (EOFError, isal_zlib.error, zstandard.ZstdError, CorruptFileError) as error:
                 yield BadRecord(last_line + 1, "truncated or corrupt file", str(error))
 
     def _is_own(self, line: int) -> bool:
@@ -232,44 +232,54 @@ class _RetriedFile(io.RawIOBase):
         super().close()
 
 
-def _decompressed(raw: BinaryIO, url: str) -> io.BufferedIOBase:
+def _decompressed(raw: BinaryIO, url: str) -> BinaryIO:
     if url.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if url.endswith(".zst"):
-        return io.BufferedReader(_ZstdFile(raw), 1 << 17)
-    return raw
+        frames = _Frames(raw, lambda: isal_zlib.decompressobj(wbits=31))  # a gzip header and trailer
+    elif url.endswith(".zst"):
+        frames = _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj())
+    else:
+        return raw
+    return io.BufferedReader(frames, _CHUNK_BYTES)
 
 
-class _ZstdFile(io.RawIOBase):
-    """Decompresses any number of Zstandard frames; EOFError where the last is cut short, which others pass over."""
+class _Frames(io.RawIOBase):
+    """Decompresses any number of frames one after the other; EOFError where the last is cut short.
 
-    def __init__(self, raw: BinaryIO):
+    `raw` is read in small chunks, so that its position tells how much was needed.
+    """
+
+    def __init__(self, raw: BinaryIO, start_frame: Callable):
         self._raw = raw
+        self._start_frame = start_frame
         self._frame = None
-        self._output = b""
+        self._output = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self._output:
-            compressed = self._raw.read(1 << 17)
+            compressed = self._raw.read(_CHUNK_BYTES)
             if not compressed:
                 if self._frame is not None:
-                    raise EOFError("compressed file ended before the end of a Zstandard frame")
+                    raise EOFError("compressed file ended in the middle")
                 return 0
-            parts = []
-            while compressed:
-                self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-                parts.append(self._frame.decompress(compressed))
-                compressed = self._frame.unused_data
-                if self._frame.eof:
-                    self._frame = None
-            self._output = b"".join(parts)
+            self._output = memoryview(self._decompress(compressed))
         count = min(len(buffer), len(self._output))
         buffer[:count] = self._output[:count]
         self._output = self._output[count:]
         return count
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        parts = []
+        while compressed:
+            self._frame = self._frame or self._start_frame()
+            parts.append(self._frame.decompress(compressed))
+            compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+                compressed = compressed.lstrip(b"\0")  # padding, as after the members of some gzip files
+        return b"".join(parts)
 
 
 def _is_utf8(content: bytes) -> bool:

@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -211,6 +212,15 @@ def test_dry_run_estimates_and_writes_nothing(corpus, tokenize, tmp_path):
     report = json.loads((tmp_path / "out/report.json").read_text())
     rows = report["train_rows"] + report["heldout_rows"]
     assert abs(int(estimates["  estimated rows"].replace(",", "")) - rows) <= 6
+
+
+def test_dry_run_estimates_from_the_beginning_of_long_files(tokenize, tmp_path):
+    draw = random.Random(0)
+    write_jsonl(tmp_path / "long.jsonl.gz", [draw.randbytes(300).hex() for _ in range(4000)])
+    printed = tokenize(tmp_path / "long.jsonl.gz", tmp_path / "out", "--dry-run")
+    estimates = dict(line.rsplit(maxsplit=1) for line in printed.replace(",", "").splitlines() if line)
+    assert int(estimates["  sampled documents"]) < 1000
+    assert abs(int(estimates["  estimated documents"]) - 4000) < 500
 
 
 def test_real_c4_documents(tokenize, tmp_path):
