@@ -1,57 +1,83 @@
-"""Held-out perplexity of a run's checkpoint, fixed rows and masks, beside the unigram perplexity.
+"""Held-out perplexity and accuracy of a run's checkpoint or an export, with fixed masks, beside unigram frequencies.
 
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512
+python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512 --all-steps --output curve.json
+python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512 \\
+    --finetune-probe sst2 data.train=train.tsv data.dev=dev.tsv
+
+--all-steps also writes the figures to RUN_DIR/tensorboard/evaluation, in the place of what was there. --finetune-probe
+exports the checkpoint, finetunes it for 200 steps by the recipe in configs/finetune, and adds the dev score to
+RUN_DIR/tensorboard/probe.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
+from gmlp_scale.analysis.heldout import evaluate_models, table
+from gmlp_scale.analysis.probe import load_probe, probe
+from gmlp_scale.analysis.tensorboard import add_scalars, replace_scalars
+from gmlp_scale.analysis.trained import AnalysisError, read_all_steps, read_model, read_run
+from gmlp_scale.finetune.run import USER_ERRORS
+from gmlp_scale.finetune.tasks import TASKS
+from gmlp_scale.train.run_folder import write_text
+from gmlp_scale.world import World, set_up_logging, start_world
 
-from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.shards import ShardError
-from gmlp_scale.pretrain import USER_ERRORS, load_pretrained
-from gmlp_scale.train.evaluate import evaluate, unigram_predictor
-from gmlp_scale.world import start_world
+RECIPES = Path(__file__).parent.parent / "configs" / "finetune"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR")
-    parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--run", type=Path, metavar="RUN_DIR")
+    model.add_argument("--export", type=Path, metavar="HF_DIR", help="a folder that launch/export.py wrote")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
+    steps.add_argument("--all-steps", action="store_true", help="every complete checkpoint of the run")
     parser.add_argument("--shards", required=True, metavar="SHARDS_DIR")
     parser.add_argument("--rows", type=int, default=10_000, help="held-out rows, the first ones (default: %(default)s)")
-    options = parser.parse_args()
+    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.add_argument("--finetune-probe", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the probe's recipe")
+    options = parser.parse_intermixed_args()
+    if options.export and (options.step or options.all_steps or options.finetune_probe):
+        parser.error("--step, --all-steps and --finetune-probe need --run")
+    if options.overrides and not options.finetune_probe:
+        parser.error(f"{options.overrides[0]}: only --finetune-probe takes such fields")
     try:
-        with start_world(timeout_seconds=600, hear_stop_signals=False) as world, torch.inference_mode():
-            run, checkpoint, model = load_pretrained(options.run, options.step)
-            loader = Loader(
-                run.data.model_copy(update={"shards": options.shards}),
-                sequence_length=run.model.sequence_length,
-                vocab_size=run.model.vocab_size,
-                seed=run.seed,
-                global_batch_size=run.train.micro_batch_size,
-                micro_batch_size=run.train.micro_batch_size,
-                rank=0,
-                world_size=1,
-                run_dir=options.run,
-            )
-            if loader.manifest.tokenizer_sha256 != checkpoint.details["data"]["tokenizer_sha256"]:
-                raise ShardError(f"{options.shards} was written with another tokenizer than that of {options.run}")
-            batches = list(loader.heldout_batches(options.rows))
-            model_result = evaluate(model.to(world.device).predict, tqdm(batches, unit=" batches", disable=None), world)
-            counts_V = torch.from_numpy(loader.token_counts(options.rows * 10))
-            unigram_result = evaluate(unigram_predictor(counts_V), batches, world)
-    except USER_ERRORS as error:
+        with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
+            if world.size > 1:
+                raise AnalysisError("launch/evaluate.py is one process: start it without torchrun or deepspeed")
+            set_up_logging(world)
+            content = _evaluate(options, world)
+    except (*USER_ERRORS, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
-    print(f"{checkpoint.path}: {model_result.num_tokens:,} masked tokens of {options.shards}")
-    print(f"  perplexity          {model_result.perplexity:10.3f}   (loss {model_result.loss:.4f})")
-    print(f"  unigram perplexity  {unigram_result.perplexity:10.3f}   (loss {unigram_result.loss:.4f})")
-    print(f"  accuracy            {model_result.accuracy:10.4f}   (unigram {unigram_result.accuracy:.4f})")
+        return 2
+    print(f"{options.run or options.export}: {table(content)}")
+    if options.output:
+        write_text(options.output, json.dumps(content, indent=2) + "\n")
     return 0
+
+
+def _evaluate(options: argparse.Namespace, world: World) -> dict:
+    recipe = RECIPES / f"{options.finetune_probe}.yaml"
+    probe_config = load_probe(recipe, options.overrides) if options.finetune_probe else None
+    if options.export:
+        models = [read_model(options.export)]
+    else:
+        models = read_all_steps(options.run) if options.all_steps else [read_run(options.run, options.step)]
+    content = evaluate_models(models, options.shards, options.rows, world)
+    if options.all_steps:
+        tags = ("loss", "perplexity", "accuracy")
+        scalars = {row["step"]: {f"eval/{tag}": row[tag] for tag in tags} for row in content["models"]}
+        replace_scalars(options.run / "tensorboard" / "evaluation", scalars)
+    if probe_config:
+        name = f"probe_{probe_config.task}_{probe_config.task_row.main_score}"
+        for row in content["models"]:
+            row[name] = probe(options.run, row["step"], probe_config, world)
+            add_scalars(options.run / "tensorboard" / "probe", {row["step"]: {f"eval/{name}": row[name]}})
+    return content
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ CONFINED = {
     "deepspeed": ("gmlp_scale.engine.zero",),
     "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine"),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
-    "tensorboard": ("gmlp_scale.train.metrics",),
-    "torch.utils.tensorboard": ("gmlp_scale.train.metrics",),
+    "tensorboard": ("gmlp_scale.train.metrics", "gmlp_scale.analysis.tensorboard"),
+    "torch.utils.tensorboard": ("gmlp_scale.train.metrics", "gmlp_scale.analysis.tensorboard"),
     "pickle": (),
     "dill": (),
 }

@@ -67,8 +67,10 @@ def test_training_stops_resumes_and_ends(story):
 
 def test_evaluation_prints_both_perplexities(story):
     _, outputs = story
-    found = dict(re.findall(r"^  (.*perplexity) +([\d.]+)", outputs["evaluate"], re.MULTILINE))
-    assert 1 < float(found["perplexity"]) < 300 and 1 < float(found["unigram perplexity"]) < 300
+    _, columns, unigram, model = [line.split() for line in outputs["evaluate"].splitlines()]
+    assert columns == ["step", "loss", "perplexity", "accuracy"]
+    assert unigram[0] == "unigram" and 1 < float(unigram[2]) < 300
+    assert model[0] == "40" and 1 < float(model[2]) < 300
 
 
 def test_masks_are_filled(story):

@@ -1,0 +1,78 @@
+"""Held-out loss, perplexity and accuracy of trained models on any shards: the same rows and masks for every model."""
+
+from collections.abc import Iterable
+from contextlib import closing
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from gmlp_scale.analysis.trained import AnalysisError, TrainedModel
+from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.data.shards import ShardError
+from gmlp_scale.pretrain import build_loader
+from gmlp_scale.train.evaluate import Evaluation, evaluate, unigram_predictor
+from gmlp_scale.world import World
+
+
+def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, world: World) -> dict[str, Any]:
+    """Evaluates checkpoints of one run, or one export, on the first `num_rows` held-out rows of `shards`.
+
+    Returns what launch/evaluate.py writes as JSON: the figures of each model by step, and those of unigram frequencies.
+
+    Raises:
+        AnalysisError: the model holds no recipe of pretraining.
+        ShardError: the shards have another tokenizer or sequence length, no held-out rows, or are corrupt.
+    """
+    batches, content = [], {}
+    for trained in models:
+        if not batches:
+            batches, counts_V = _read_heldout(trained, shards, num_rows)
+            unigram = evaluate(unigram_predictor(counts_V), batches, world)
+            content = {
+                "shards": shards,
+                "num_masked_tokens": unigram.num_tokens,
+                "unigram": _figures(unigram),
+                "models": [],
+            }
+        progress = tqdm(batches, desc=trained.place.name, unit=" batches", disable=None, leave=False)
+        with torch.inference_mode():
+            result = evaluate(trained.model.to(world.device).predict, progress, world)
+        content["models"].append({"place": str(trained.place), "step": trained.step, **_figures(result)})
+    return content
+
+
+def table(content: dict[str, Any]) -> str:
+    """The figures as text: a line for unigram frequencies and one for each model, by its step."""
+    rows = [{"step": "unigram", **content["unigram"]}, *content["models"]]
+    columns = [column for column in content["models"][0] if column != "place"]
+    widths = [max(12, len(column) + 2) for column in columns]
+    lines = [[f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)]]
+    for row in rows:
+        values = [row.get(column, "") for column in columns]
+        texts = [f"{value:.4f}" if isinstance(value, float) else str(value) for value in values]
+        lines.append([f"{text:>{width}}" for text, width in zip(texts, widths, strict=True)])
+    heading = f"{content['num_masked_tokens']:,} masked tokens of {content['shards']}"
+    return "\n".join([heading, *("".join(line) for line in lines)])
+
+
+def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[list[MaskedBatch], torch.Tensor]:
+    """Held-out rows, masked as in the model's own pretraining, and counts_V of some training rows' tokens."""
+    if trained.recipe is None:
+        raise AnalysisError(
+            f"{trained.place} holds no recipe of pretraining, so its masks are not known: give the export of a "
+            "pretraining run, or the run"
+        )
+    others = {"shards": shards, "on_corrupt_shard": "error", "max_corrupt_shards": 0}
+    recipe = trained.recipe.model_copy(update={"data": trained.recipe.data.model_copy(update=others)})
+    with closing(build_loader(recipe, rank=0, world_size=1)) as loader:
+        if loader.manifest.tokenizer_sha256 != trained.tokenizer_sha256:
+            raise ShardError(
+                f"{shards} was written with another tokenizer than that of {trained.place}: write the shards with "
+                f"{trained.tokenizer_folder}"
+            )
+        return list(loader.heldout_batches(num_rows)), torch.from_numpy(loader.token_counts(num_rows * 10))
+
+
+def _figures(evaluation: Evaluation) -> dict[str, float]:
+    return {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}

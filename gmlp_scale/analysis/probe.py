@@ -1,0 +1,41 @@
+"""How well a checkpoint finetunes in a few steps: a figure to follow while pretraining runs."""
+
+import tempfile
+from pathlib import Path
+
+from gmlp_scale.config import ConfigError, load_config
+from gmlp_scale.export.pretrained import export_pretrained
+from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.run import finetune
+from gmlp_scale.world import World
+
+BUDGET = ("train.num_epochs=null", "train.num_steps=200", "train.evaluate_every_steps=200")
+_OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.stop_after_step")
+
+
+def load_probe(recipe: Path, overrides: list[str]) -> FinetuneConfig:
+    """The recipe of finetuning with BUDGET instead of its own length; `overrides` have the last word.
+
+    Raises:
+        ConfigError: the recipe and the overrides have mistakes, or set what a probe decides by itself.
+    """
+    if own := [override for override in overrides if override.partition("=")[0] in _OWN]:
+        raise ConfigError(
+            str(recipe), [f"{override}: a probe decides this by itself; leave it out" for override in own]
+        )
+    return load_config(FinetuneConfig, recipe, [*BUDGET, *overrides])
+
+
+def probe(run_dir: Path, step: int, config: FinetuneConfig, world: World) -> float:
+    """The dev score of the run's checkpoint after `step`, exported and finetuned in a temporary folder.
+
+    Raises:
+        One of finetune.run.USER_ERRORS.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        export_dir = Path(folder) / "export"
+        export_pretrained(run_dir, step, export_dir)
+        one = config.model_copy(update={"output_dir": Path(folder), "model": export_dir})
+        content = finetune(one, read_inputs(one), world)
+        return content["scores"]["dev"][one.task_row.main_score]

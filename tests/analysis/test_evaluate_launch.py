@@ -1,0 +1,129 @@
+"""launch/evaluate.py on small real runs: one checkpoint, all of them, an export, the probe, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from analysis.tiny_pretrained import write_shards
+from finetune.tiny import write_sentiment
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gmlp_scale.data.tokenizer import train_tokenizer
+from gmlp_scale.export.pretrained import export_pretrained
+from gmlp_scale.train.metrics import read_metrics
+from launch.evaluate import main
+
+FIGURES = ("loss", "perplexity", "accuracy")
+
+
+@pytest.fixture
+def run_dir(runs, tmp_path) -> Path:
+    """A copy of the gMLP run that a test may change."""
+    return Path(shutil.copytree(runs / "gmlp", tmp_path / "gmlp"))
+
+
+def evaluated(launched, tmp_path, *options) -> dict:
+    code, _, error = launched(main, *options, "--output", tmp_path / "result.json")
+    assert code == 0, error
+    return json.loads((tmp_path / "result.json").read_text())
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_checkpoint_and_its_export_have_the_same_figures(runs, run_dir, launched, tmp_path):
+    shards = ["--shards", runs / "shards"]
+    export_pretrained(run_dir, 2, tmp_path / "hf")
+    of_run = evaluated(launched, tmp_path, "--run", run_dir, "--step", 2, *shards)
+    of_export = evaluated(launched, tmp_path, "--export", tmp_path / "hf", *shards)
+    (run_row,), (export_row,) = of_run["models"], of_export["models"]
+    assert run_row["step"] == export_row["step"] == 2
+    assert [run_row[name] for name in FIGURES] == pytest.approx([export_row[name] for name in FIGURES], abs=1e-5)
+    assert of_run["unigram"] == of_export["unigram"]
+    assert of_run["num_masked_tokens"] == 6 * 5  # 15 % of 32 positions in each of 6 rows
+
+
+def test_the_figures_are_those_of_training(runs, run_dir, launched, tmp_path):
+    """Training evaluated 4 of the 6 held-out rows after steps 2 and 4."""
+    logged = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in row]
+    content = evaluated(launched, tmp_path, "--run", run_dir, "--all-steps", "--rows", 4, "--shards", runs / "shards")
+    assert [row["step"] for row in content["models"]] == [row["step"] for row in logged] == [2, 4]
+    for name in FIGURES:
+        expected = [row[f"eval/{name}"] for row in logged]
+        assert [row[name] for row in content["models"]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_curve_is_printed_and_replaces_the_one_before(runs, run_dir, launched):
+    options = ["--run", run_dir, "--all-steps", "--shards", runs / "shards"]
+    for _ in range(2):
+        code, printed, error = launched(main, *options)
+        assert code == 0, error
+    words = [line.split() for line in printed.splitlines()]
+    assert words[1] == ["step", *FIGURES] and [line[0] for line in words[2:]] == ["unigram", "2", "4"]
+    found = scalars(run_dir / "tensorboard" / "evaluation")
+    assert found.keys() == {f"eval/{name}" for name in FIGURES}
+    for column, name in enumerate(FIGURES, start=1):
+        expected = [(step, float(words[2 + number][column])) for number, step in enumerate((2, 4), start=1)]
+        assert [step for step, _ in found[f"eval/{name}"]] == [2, 4]
+        assert found[f"eval/{name}"] == [(step, pytest.approx(value, abs=1e-4)) for step, value in expected]
+    assert len(scalars(run_dir / "tensorboard")["eval/loss"]) == 2  # the run's own file is as it was
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(runs, run_dir, launched, tmp_path):
+    (run_dir / "checkpoints" / "step_000000002" / "DONE").unlink()
+    options = ["--run", run_dir, "--all-steps", "--shards", runs / "shards"]
+    code, printed, error = launched(main, *options)
+    assert code == 0 and "checkpoint passed over: step_000000002 has no DONE" in error
+    assert [line.split()[0] for line in printed.splitlines()[2:]] == ["unigram", "4"]
+    (run_dir / "checkpoints" / "step_000000004" / "DONE").unlink()
+    code, printed, error = launched(main, *options)
+    assert (code, printed) == (2, "") and "holds no complete checkpoint" in error
+
+
+def test_the_probe_finetunes_each_checkpoint(runs, run_dir, launched, tmp_path):
+    data = [f"data.train={write_sentiment(tmp_path / 'train.tsv', 40)}"]
+    data += [f"data.dev={write_sentiment(tmp_path / 'dev.tsv', 10, first=40)}"]
+    brief = ["data.sequence_length=32", "train.num_steps=2", "train.precision=float32", "train.micro_batch_size=4"]
+    probe = ["--finetune-probe", "sst2", *data, *brief]
+    content = evaluated(launched, tmp_path, "--run", run_dir, "--all-steps", "--shards", runs / "shards", *probe)
+    scores = [(row["step"], row["probe_sst2_accuracy"]) for row in content["models"]]
+    assert [step for step, _ in scores] == [2, 4] and all(0 <= score <= 1 for _, score in scores)
+    assert scalars(run_dir / "tensorboard" / "probe") == {"eval/probe_sst2_accuracy": [
+        (step, pytest.approx(score)) for step, score in scores
+    ]}  # fmt: skip
+
+
+def test_mistakes_are_one_message_and_leave_with_2(runs, run_dir, launched, tmp_path):
+    shards = ["--shards", runs / "shards"]
+    export_pretrained(run_dir, 4, tmp_path / "hf")
+    train_tokenizer(["abcdefghijklmnopqrst " * 3] * 100, 282, tmp_path / "other")
+    write_shards(tmp_path / "other_tokenizer", tmp_path / "other")
+    write_shards(tmp_path / "longer", runs / "shards" / "tokenizer", sequence_length=64)
+    for options, message in (
+        (["--run", run_dir, "--shards", tmp_path / "other_tokenizer"], "was written with another tokenizer than that"),
+        (["--export", tmp_path / "hf", "--shards", tmp_path / "longer"], "is 32, the shards have 64"),
+        (["--run", run_dir, "--step", 3, *shards], "step_000000003 has no DONE"),
+        (["--run", tmp_path, *shards], "cannot be read"),
+        (["--run", run_dir, "--shards", tmp_path / "nowhere"], "no shards at"),
+        (["--export", tmp_path / "hf", "--all-steps", *shards], "need --run"),
+        (["--run", run_dir, "data.train=x", *shards], "only --finetune-probe takes such fields"),
+        (["--run", run_dir, *shards, "--finetune-probe", "sst2", "model=x"], "a probe decides this by itself"),
+        (["--run", run_dir, *shards, "--finetune-probe", "sst2", "data.dve=x"], "did you mean dev?"),
+    ):
+        code, printed, error = launched(main, *options)
+        assert (code, printed) == (2, ""), options
+        assert message in error and "Traceback" not in error
+    (tmp_path / "hf" / "tokenizer.model").unlink()
+    code, _, error = launched(main, "--export", tmp_path / "hf", *shards)
+    assert code == 2 and "no tokenizer at" in error
+
+
+def test_an_export_without_a_recipe_is_refused(runs, run_dir, launched, tmp_path):
+    export_pretrained(run_dir, 4, tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"details": {}}))
+    code, _, error = launched(main, "--export", tmp_path / "hf", "--shards", runs / "shards")
+    assert code == 2 and "holds no recipe of pretraining" in error
