@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gmlp_scale import IMPORTED_AT_SECONDS
 from gmlp_scale.config import ConfigError, RunConfig, check_unchanged, load_run_config
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import ShardError
@@ -25,6 +26,7 @@ from gmlp_scale.train.loop import NotFiniteError, Progress, train
 from gmlp_scale.train.metrics import Metrics, peak_tflops
 from gmlp_scale.train.optimizer import build_adamw, decayed_names
 from gmlp_scale.train.run_folder import RunFolderError, claimed, describe_data_change, write_text
+from gmlp_scale.train.start_up import StartUp
 from gmlp_scale.world import OtherRankError, World, set_up_logging, start_world
 
 log = logging.getLogger(__name__)
@@ -49,16 +51,20 @@ def pretrain(run: RunConfig) -> Progress:
         One of USER_ERRORS: the recipe does not fit the ranks, the shards or the checkpoint; another job holds the run
         folder; a shard is corrupt; no checkpoint can be written or read; a loss or norm is not finite.
     """
+    start_up = StartUp(since=IMPORTED_AT_SECONDS)
+    start_up.finish("imports")
     with ExitStack() as stack:
         needs_group = run.engine.kind != "single"
         world = stack.enter_context(start_world(run.engine.timeout_seconds, run.train.device, init_group=needs_group))
         set_up_logging(world)
+        start_up.finish("process group")
         run.num_micro_batches(world.size)
         world.on_main(lambda: stack.enter_context(claimed(run.run_dir)))
         loader = build_loader(run, rank=world.rank, world_size=world.size)
         stack.callback(loader.close)
         if not loader.manifest.num_rows("heldout"):
             raise ShardError(f"{run.data.shards} has no held-out rows to evaluate on: write it with --heldout-fraction")
+        start_up.finish("data")
         checkpointer = Checkpointer(
             run.run_dir / "checkpoints",
             run.checkpoint,
@@ -72,18 +78,22 @@ def pretrain(run: RunConfig) -> Progress:
         checkpoint = checkpointer.newest()
         if checkpoint:
             _check_continues(run, checkpoint, details)
+        start_up.finish("checkpoint")
         world.on_main(lambda: write_text(run.run_dir / "config.yaml", run.to_yaml()))
 
         num_parameters, engine_name = count_parameters(run), run.engine.kind
         log.info("%s: %s parameters, engine %s, ranks: %d", run.name, f"{num_parameters:,}", engine_name, world.size)
         engine = _build_engine(run, world, is_new=checkpoint is None)
         stack.callback(engine.close)
+        start_up.finish("model and engine")
         if checkpoint:
             checkpoint.load_into(engine)
+            start_up.finish("checkpoint")
             log.info("resuming from %s", checkpoint.path)
         start_step = checkpoint.step if checkpoint else 0
         metrics = _build_metrics(run, world, loader, start_step)
         stack.callback(metrics.close)
+        start_up.finish("metrics")
 
         def evaluate_heldout(step: int) -> dict[str, float]:
             batches = loader.heldout_batches(run.train.num_evaluation_rows)
@@ -102,6 +112,7 @@ def pretrain(run: RunConfig) -> Progress:
             evaluate=evaluate_heldout,
             start_step=start_step,
             seed=run.seed,
+            start_up=start_up,
         )
         if progress.finished:
             log.info("finished at step %d: %s", progress.step, run.run_dir)

@@ -140,6 +140,11 @@ class World:
         if failed:
             raise OtherRankError("rank 0 could not go on; its own message says why")
 
+    def wait_for_device(self) -> None:
+        """Until the device has done all that it was given: for a clock, never in an ordinary step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def stop_requested(self) -> bool:
         """Whether the run is to end after this step: the same answer on every rank at the same call.
 

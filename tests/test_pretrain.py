@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -242,6 +243,34 @@ def test_what_a_run_leaves_behind(shards, tmp_path):
     shown = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert shown.keys() == {key for row in rows for key in row} - {"step"}
     assert shown["train/loss"] == list(range(1, NUM_STEPS + 1)), "no step twice after a resume"
+
+
+def test_the_log_says_where_the_time_to_the_first_step_went(shards, tmp_path):
+    recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}", "train.stop_after_step=2"]
+    output = finish(start(recipe))
+    assert output.count("start-up ") == 1
+    total, parts = re.search(r"start-up ([\d.]+) s: (.*)", output).groups()
+    seconds = {part: float(number) for part, number in re.findall(r"([a-z ]+) ([\d.]+)", parts)}
+    wanted = ["imports", "process group", "data", "checkpoint", "model and engine", "metrics", "first step"]
+    assert [part.strip() for part in seconds] == wanted
+    assert float(total) == pytest.approx(sum(seconds.values()), abs=0.4)  # each is rounded to a tenth
+
+
+def test_dry_run_imports_nothing_that_it_does_not_use():
+    script = (
+        "import sys; sys.argv = ['pretrain.py', '--config', 'configs/pretrain/gmlp_base.yaml', '--dry-run']\n"
+        "from launch.pretrain import main; assert main() == 0\n"
+        "print('imported', *sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.rsplit("imported ", 1)[1].split())
+    assert "torch" in imported
+    slow = {
+        "deepspeed", "transformers", "datasets", "tensorboard", "triton", "matplotlib", "sentencepiece", "datatrove",
+        "torch.utils.tensorboard", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor",
+    }  # fmt: skip
+    assert not slow & imported
 
 
 def test_dry_run_starts_nothing(shards, tmp_path):

@@ -1,4 +1,7 @@
-"""PyTorch's fully sharded data parallelism (fully_shard): parameters, gradients and moments cut by rows."""
+"""PyTorch's fully sharded data parallelism (fully_shard): parameters, gradients and moments cut by rows.
+
+torch.distributed.fsdp takes a second to import, so that is done when an engine is built.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -8,8 +11,6 @@ import torch.distributed as dist
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadRows
@@ -96,12 +97,16 @@ class Fsdp2Engine:
 
     def _reshard(self) -> None:
         """Frees gathered parameters, which no backward pass follows to free, before they can go stale."""
+        from torch.distributed.fsdp import FSDPModule
+
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _shard(model: nn.Module, config: Fsdp2Config, world: World, precision: str) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
@@ -115,7 +120,7 @@ def _shard(model: nn.Module, config: Fsdp2Config, world: World, precision: str) 
     return model
 
 
-def _first_row(parameter: DTensor, world: World) -> int:
-    """Where this rank's rows begin: fully_shard cuts dimension 0 like torch.chunk."""
+def _first_row(parameter: Tensor, world: World) -> int:
+    """Where this rank's rows of a DTensor begin: fully_shard cuts dimension 0 like torch.chunk."""
     rows_per_rank = -(-parameter.shape[0] // world.size)
     return min(world.rank * rows_per_rank, parameter.shape[0])

@@ -7,6 +7,7 @@ The parts are pretraining's: engine, loop, checkpoints, metrics. A run folder ho
 """
 
 import logging
+import time
 from contextlib import ExitStack
 from functools import partial
 
@@ -29,6 +30,7 @@ from gmlp_scale.train.loop import train
 from gmlp_scale.train.metrics import Metrics, peak_tflops
 from gmlp_scale.train.optimizer import OptimizerConfig, build_adamw, decayed_names
 from gmlp_scale.train.run_folder import claimed, describe_data_change, write_text
+from gmlp_scale.train.start_up import StartUp
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ def finetune(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     Raises:
         One of USER_ERRORS.
     """
+    start_up = StartUp(since=time.perf_counter())
     with ExitStack() as stack:
         num_rows = inputs.rows["train"].num_rows
         check_schedule(run, num_rows, world.size)
@@ -76,8 +79,10 @@ def finetune(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
         engine = build_engine_of(run, optimizer, inputs.export, world, is_new=checkpoint is None)
         stack.callback(engine.close)
         start_step = _resume(checkpoint, engine)
+        start_up.finish("model and engine")
         metrics = _build_metrics(run, inputs, world, config.num_steps, start_step)
         stack.callback(metrics.close)
+        start_up.finish("metrics")
         results = Results(run, inputs, engine, world, start_step)
         progress = train(
             config,
@@ -92,6 +97,7 @@ def finetune(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
             evaluate=results.evaluate,
             start_step=start_step,
             seed=run.seed,
+            start_up=start_up,
         )
         if not progress.finished:
             log.info("stopped after step %d of %d; the same command resumes", progress.step, config.num_steps)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 from pydantic import Field
+from torch.overrides import TorchFunctionMode
 
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig
@@ -31,7 +32,8 @@ AnyModel = TypeVar("AnyModel", bound=Backbone)
 def build_model(
     config: ModelConfig, *, head: Callable[..., AnyModel] = MaskedLanguageModel, dropout: float = 0.0
 ) -> AnyModel:
-    """The model on the current default device (under `torch.device("meta")` without memory), not yet initialised.
+    """The model on the current default device (under `torch.device("meta")` without memory), not yet initialised: its
+    parameters hold whatever the memory held until `init_weights` or a checkpoint fills them.
 
     head: a class of heads.py, with its own arguments bound by functools.partial.
     """
@@ -44,12 +46,24 @@ def build_model(
             absolute_positions = config.positions == "absolute"
         case MixerConfig():
             block = MixerBlock
-    return head(
-        vocab_size=config.vocab_size,
-        d_model=config.d_model,
-        sequence_length=config.sequence_length,
-        blocks=[block(config, dropout) for _ in range(config.num_blocks)],
-        absolute_positions=absolute_positions,
-        dropout=dropout,
-        multiply_adds_per_block=config.multiply_adds_per_block,
-    )
+    with _WithoutRandomNumbers():
+        return head(
+            vocab_size=config.vocab_size,
+            d_model=config.d_model,
+            sequence_length=config.sequence_length,
+            blocks=[block(config, dropout) for _ in range(config.num_blocks)],
+            absolute_positions=absolute_positions,
+            dropout=dropout,
+            multiply_adds_per_block=config.multiply_adds_per_block,
+        )
+
+
+class _WithoutRandomNumbers(TorchFunctionMode):
+    """Leaves out the initialisation that torch's layers bring along: half of the time to build a model, and on the meta
+    device it imports a compiler."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        keywords = keywords or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return keywords["tensor"] if "tensor" in keywords else arguments[0]
+        return function(*arguments, **keywords)

@@ -4,6 +4,7 @@ The learning rate, the rows and the masks are pure functions of the step, so the
 itself and runs from any step to any other. Finetuning runs the same function.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,10 @@ from gmlp_scale.engine import Engine
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
 from gmlp_scale.train.optimizer import OptimizerConfig, learning_rate
+from gmlp_scale.train.start_up import StartUp
 from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
@@ -76,6 +80,7 @@ def train(
     evaluate: Callable[[int], dict[str, float]],
     start_step: int,
     seed: int,
+    start_up: StartUp,
 ) -> Progress:
     """Trains from `start_step` finished steps to the end of the schedule, `stop_after_step` or a stop signal.
 
@@ -86,6 +91,7 @@ def train(
         details: JSON-able; stored in every checkpoint.
         evaluate: called with the step on every rank; returns what to log, by tag.
         seed: what dropout draws from, together with the step and the rank, so that a resumed run draws the same.
+        start_up: what came before; the first step, with its compilation, is the last part, and then it is logged.
 
     Raises:
         NotFiniteError: on every rank, naming the step, the ranks and the positions; nothing non-finite was saved.
@@ -107,6 +113,10 @@ def train(
         norm = engine.step(rate)
         step += 1
         watch.see(step, step_loss, norm)
+        if step == start_step + 1:
+            world.wait_for_device()
+            start_up.finish("first step")
+            log.info("start-up %s", start_up)
         loss_sum += step_loss
 
         stopping = world.stop_requested()
