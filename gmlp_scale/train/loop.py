@@ -5,9 +5,9 @@ itself and runs from any step to any other. Finetuning runs the same function.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -100,14 +100,14 @@ def train(
     watch = _FiniteWatch(world, config.global_batch_size)
     loss_sum = torch.zeros((), device=world.device)  # over the steps since the last log
     metrics.start_clock(step, loader.wait_seconds)
-    for micro_batches in loader.steps(start_step, last_step):
+    for micro_batches in staged(loader.steps(start_step, last_step), world.device):
         rate = learning_rate(
             step, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
         )
         torch.manual_seed(((seed * config.num_steps + step) * world.size + world.rank) % 2**63)
         step_loss = torch.zeros((), device=world.device)
         for index, micro_batch in enumerate(micro_batches, start=1):
-            loss = engine.module(micro_batch.to(world.device))
+            loss = engine.module(micro_batch)
             engine.backward(loss, is_last=index == len(micro_batches))
             step_loss += loss.detach() / len(micro_batches)
         norm = engine.step(rate)
@@ -141,6 +141,31 @@ def train(
     return Progress(step, finished=step == config.num_steps)
 
 
+def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[Any]]:
+    """Each step's micro-batches (dataclasses of tensors) on the device.
+
+    The host is ahead of a GPU, since no step waits for it: what is given to a stream of its own, from pinned memory, is
+    copied while the step before still computes.
+    """
+    if device.type != "cuda":
+        yield from steps
+        return
+    copying = torch.cuda.Stream(device)
+    for micro_batches in steps:
+        computing = torch.cuda.current_stream(device)
+        with torch.cuda.stream(copying):
+            on_device = [_pinned(micro_batch).to(device) for micro_batch in micro_batches]
+        computing.wait_stream(copying)
+        for micro_batch in on_device:
+            for tensor in vars(micro_batch).values():
+                tensor.record_stream(computing)  # its memory is not given away before the step has read it
+        yield on_device
+
+
+def _pinned(batch: Any) -> Any:
+    return type(batch)(*(tensor.pin_memory() for tensor in vars(batch).values()))
+
+
 class _FiniteWatch:
     """Remembers on the device the first step whose loss or norm was not finite, so that no step waits for the host.
 
@@ -156,7 +181,8 @@ class _FiniteWatch:
 
     def see(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         is_bad = ~torch.isfinite(torch.stack([loss, norm.to(loss.device)]))
-        self.first_bad_steps = torch.where(is_bad & (self.first_bad_steps == 0), step, self.first_bad_steps)
+        # Not torch.where, which would copy the number to the device and wait for it.
+        self.first_bad_steps += step * (is_bad & (self.first_bad_steps == 0))
 
     def check(self) -> None:
         loss_step, norm_step = self.first_bad_steps.tolist()
