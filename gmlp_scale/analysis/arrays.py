@@ -1,0 +1,130 @@
+"""What the pictures show, as numbers: spatial filters and matrices, tiny attention, perplexity against parameters.
+
+Shape suffixes: N positions, D width, K head width.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gmlp_scale.analysis.trained import AnalysisError, TrainedModel
+from gmlp_scale.config import load_run_config
+from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
+from gmlp_scale.models.gmlp import GmlpBlock
+from gmlp_scale.plan import count_parameters
+from gmlp_scale.train.metrics import read_metrics
+
+
+@torch.no_grad()
+def spatial_matrices(trained: TrainedModel) -> list[np.ndarray]:
+    """W_NN of the spatial projection of every block, float32.
+
+    Raises:
+        AnalysisError: the model has no spatial projections.
+    """
+    model = trained.model
+    if not all(isinstance(block, GmlpBlock) for block in model.blocks):
+        raise AnalysisError(f"{trained.place} has no spatial projections: give a gMLP or an aMLP")
+    return [block.gating.spatial_weights(model.sequence_length)[0].numpy() for block in model.blocks]
+
+
+def spatial_filters(matrices: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """filter_N of every block: the row of W of the middle token, as in the paper's Figure 4."""
+    return [matrix_NN[len(matrix_NN) // 2] for matrix_NN in matrices]
+
+
+@torch.no_grad()
+def attention_maps(trained: TrainedModel, ids: Sequence[int]) -> list[np.ndarray]:
+    """softmax_NN of the tiny attention of every block on one row: each row's weights over all positions sum to 1.
+
+    A finetuned model's row is padded as in its finetuning, so N may be more than the number of ids.
+
+    Raises:
+        AnalysisError: the model has no tiny attention, or the row is too long for it.
+    """
+    model, num_positions = trained.model, trained.row_length or len(ids)
+    if not all(isinstance(block, GmlpBlock) and block.attention is not None for block in model.blocks):
+        raise AnalysisError(f"{trained.place} has no tiny attention: give an aMLP")
+    if len(ids) > num_positions or num_positions > model.sequence_length:
+        longest = trained.row_length or model.sequence_length
+        raise AnalysisError(f"the texts make {len(ids)} tokens; {trained.place} takes at most {longest}: shorten them")
+    x_1ND = model.embedding(torch.tensor([[*ids, *[PAD_ID] * (num_positions - len(ids))]]))
+    maps = []
+    for block in model.blocks:
+        q_NK, k_NK, _ = block.attention.qkv(block.norm(x_1ND))[0].chunk(3, dim=-1)
+        maps.append((q_NK @ k_NK.T / math.sqrt(k_NK.shape[-1])).softmax(-1).numpy())
+        x_1ND = block(x_1ND)
+    return maps
+
+
+def first_half_maximum(maps: Sequence[np.ndarray]) -> np.ndarray:
+    """The most attention that each pair of tokens gets in the first half of the blocks (the paper's appendix D)."""
+    return np.max(maps[: math.ceil(len(maps) / 2)], axis=0)
+
+
+def sentence_pair(trained: TrainedModel, text_a: str, text_b: str) -> tuple[list[int], list[str]]:
+    """Ids of `<cls> A <sep> B <sep>`, as finetuning lays a pair out, and what to call each token."""
+    tokenizer = trained.tokenizer()
+    ids = [CLS_ID, *tokenizer.encode(text_a), SEP_ID, *tokenizer.encode(text_b), SEP_ID]
+    return ids, [tokenizer.decode([id]).strip() for id in ids]
+
+
+@dataclass(frozen=True)
+class RunSize:
+    name: str
+    num_parameters: int
+    step: int
+    """Of the last held-out evaluation."""
+    perplexity: float
+
+
+def run_sizes(run_dirs: Sequence[Path]) -> list[RunSize]:
+    """Parameters and last held-out perplexity of each run.
+
+    Raises:
+        AnalysisError: naming every run that was not evaluated.
+        ConfigError: a folder holds no run.
+    """
+    sizes, problems = [], []
+    for run_dir in run_dirs:
+        recipe, metrics = load_run_config(run_dir / "config.yaml"), run_dir / "metrics.jsonl"
+        rows = [row for row in read_metrics(metrics) if "eval/perplexity" in row] if metrics.exists() else []
+        if not rows:
+            problems.append(f"{run_dir} has no held-out evaluation in metrics.jsonl: train it further")
+        elif not math.isfinite(rows[-1]["eval/perplexity"]):
+            problems.append(f"{run_dir} has the perplexity {rows[-1]['eval/perplexity']}: leave it out")
+        else:
+            row = rows[-1]
+            sizes.append(RunSize(recipe.name, count_parameters(recipe), row["step"], row["eval/perplexity"]))
+    if problems:
+        raise AnalysisError("; ".join(problems))
+    return sizes
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = coefficient * x ** exponent."""
+
+    coefficient: float
+    exponent: float
+
+    def at(self, x: np.ndarray) -> np.ndarray:
+        return self.coefficient * x**self.exponent
+
+
+def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
+    """Least squares of log y over log x.
+
+    Raises:
+        AnalysisError: there are no two different x.
+    """
+    if len(set(x)) < 2:
+        raise AnalysisError(f"a power law needs two runs of different sizes; found {', '.join(map(str, set(x)))}")
+    log_x, log_y = np.log(x), np.log(y)
+    from_mean = log_x - log_x.mean()
+    exponent = from_mean @ log_y / (from_mean @ from_mean)
+    return PowerLaw(float(np.exp(log_y.mean() - exponent * log_x.mean())), float(exponent))

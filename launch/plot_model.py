@@ -1,0 +1,120 @@
+"""Pictures of what trained models learned, as in "Pay Attention to MLPs", as PNG and in TensorBoard.
+
+python launch/plot_model.py filters --run outputs/gmlp_base --output filters.png
+python launch/plot_model.py matrices --run outputs/gmlp_base --blocks 0 5 11 --output matrices.png
+python launch/plot_model.py attention --export exports/amlp_base --text-a "He ran." --text-b "He sat." --output a.png
+python launch/plot_model.py scaling --runs outputs/small outputs/base outputs/large --output scaling.png
+
+filters: the row of W of the middle token, for each block (Figure 4). matrices: the whole W (Figure 9). attention: the
+most that the tiny attention of the first half of the blocks gives to each pair of tokens (appendix D), or that of the
+blocks named. scaling: the last held-out perplexity of runs against their parameters, with a power law (Figure 8).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gmlp_scale.analysis import arrays, pictures
+from gmlp_scale.analysis.tensorboard import add_picture
+from gmlp_scale.analysis.trained import AnalysisError, TrainedModel, read_model, read_run
+from gmlp_scale.finetune.run import USER_ERRORS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    tensorboard_dir, step = options.tensorboard, 0
+    try:
+        if options.picture == "scaling":
+            figure = _scaling(options)
+        else:
+            trained = _trained(options)
+            figure, step = options.draw(trained, options), trained.step or 0
+            if options.run and not tensorboard_dir:
+                tensorboard_dir = options.run / "tensorboard" / "pictures"
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(options.output, dpi=120, format="png")
+        if tensorboard_dir:
+            add_picture(tensorboard_dir, options.picture, figure, step)
+    except (*USER_ERRORS, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(options.output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    output.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="the picture goes there too; with --run it has a place anyway"
+    )
+    model = argparse.ArgumentParser(add_help=False, parents=[output])
+    place = model.add_mutually_exclusive_group(required=True)
+    place.add_argument("--run", type=Path, metavar="RUN_DIR")
+    place.add_argument("--export", type=Path, metavar="HF_DIR", help="pretrained or finetuned")
+    model.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    pictures_by_name = parser.add_subparsers(dest="picture", required=True)
+    pictures_by_name.add_parser("filters", parents=[model]).set_defaults(draw=_filters)
+    matrices = pictures_by_name.add_parser("matrices", parents=[model])
+    matrices.set_defaults(draw=_matrices)
+    matrices.add_argument("--blocks", type=int, nargs="+", required=True, help="numbers of blocks, from 0")
+    attention = pictures_by_name.add_parser("attention", parents=[model])
+    attention.set_defaults(draw=_attention)
+    attention.add_argument("--text-a", required=True)
+    attention.add_argument("--text-b", required=True)
+    attention.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks, from 0 (default: the first half)")
+    scaling = pictures_by_name.add_parser("scaling", parents=[output])
+    scaling.add_argument("--runs", type=Path, nargs="+", required=True, metavar="RUN_DIR")
+    return parser
+
+
+def _trained(options: argparse.Namespace) -> TrainedModel:
+    if options.run:
+        return read_run(options.run, options.step)
+    if options.step is not None:
+        raise AnalysisError("--step needs --run: an export has one step only")
+    return read_model(options.export)
+
+
+def _filters(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
+    return pictures.draw_filters(arrays.spatial_filters(arrays.spatial_matrices(trained)))
+
+
+def _matrices(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
+    return pictures.draw_matrices(_chosen(arrays.spatial_matrices(trained), options.blocks))
+
+
+def _attention(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
+    ids, tokens = arrays.sentence_pair(trained, options.text_a, options.text_b)
+    maps = arrays.attention_maps(trained, ids)
+    if options.blocks is None:
+        return pictures.draw_attention({"first half of the blocks": arrays.first_half_maximum(maps)}, tokens)
+    chosen = _chosen(maps, options.blocks)
+    return pictures.draw_attention({f"block {number}": map_NN for number, map_NN in chosen.items()}, tokens)
+
+
+def _chosen(of_blocks: list, numbers: list[int]) -> dict:
+    """What the numbered blocks have, by number. AnalysisError for a block that is not there."""
+    if absent := [number for number in numbers if not 0 <= number < len(of_blocks)]:
+        raise AnalysisError(f"--blocks: no block {', '.join(map(str, absent))}; there are 0 to {len(of_blocks) - 1}")
+    return {number: of_blocks[number] for number in numbers}
+
+
+def _scaling(options: argparse.Namespace) -> "Figure":
+    sizes = arrays.run_sizes(options.runs)
+    law = arrays.fit_power_law([size.num_parameters for size in sizes], [size.perplexity for size in sizes])
+    for size in sizes:
+        parameters = f"{size.num_parameters:,} parameters"
+        print(f"{size.name:24} {parameters:>26}  perplexity {size.perplexity:10.3f} at step {size.step:,}")
+    print(f"perplexity = {law.coefficient:.4g} x parameters ^ {law.exponent:.4f}")
+    return pictures.draw_scaling(sizes, law)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
