@@ -4,13 +4,13 @@
                                rank_00000_001.safetensors   a new file about every FILE_BYTES
                                rank_00001_000.safetensors   ...
                                DONE                         JSON: where each tensor's rows lie, each file's bytes and
-                                                            sha256, step, details, its own sha256 (class `_Done`)
+                                                            checksum, step, details, its own checksum (class `_Done`)
 
 Keys are model.<name>, optimizer.<name>.exp_avg and optimizer.<name>.exp_avg_sq. Only safetensors and JSON are read:
 nothing is ever unpickled. A save goes through these events, without a collective in the background:
 
  1. `save` copies this rank's pieces to staging buffers on the calling thread; training goes on.
- 2. A background thread of each rank writes, hashes and fsyncs its files in step_000012000.tmp-<token of the run>
+ 2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>
  3. and then its receipt rank_00000.json there: which rows lie in which file, or the error that stopped it.
  4. Rank 0's thread waits for all receipts, checks that the pieces hold every row once, writes and fsyncs DONE,
  5. renames the folder to step_000012000 and fsyncs the parent,
@@ -19,11 +19,10 @@ nothing is ever unpickled. A save goes through these events, without a collectiv
 A kill before 5 leaves a temporary folder, which the next run on this folder removes, as it does one left by 6. The
 rename is the only commit and is atomic in POSIX, so a checkpoint's name is absent or holds the whole. Were DONE written
 after the rename, a kill between the two would leave a folder that has the name, is no checkpoint, and is in the resumed
-run's way. Nor is the filesystem trusted: before a tensor is used, every file that DONE names must have its sha256.
+run's way. Nor is the filesystem trusted: before a tensor is used, every file that DONE names must have its checksum.
 """
 
 import difflib
-import hashlib
 import logging
 import os
 import re
@@ -36,6 +35,8 @@ import torch
 from pydantic import BaseModel
 from safetensors import safe_open
 from torch import Tensor
+
+from gmlp_scale.train.checkpoint_files import FileRecord, check_seal, file_problem
 
 if TYPE_CHECKING:
     from gmlp_scale.engine import Engine
@@ -50,11 +51,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or one that is there cannot be used."""
 
 
-class _FileRecord(BaseModel, frozen=True, extra="forbid"):
-    bytes: int
-    sha256: str
-
-
 class _TensorRecord(BaseModel, frozen=True, extra="forbid"):
     shape: tuple[int, ...]
     pieces: list[tuple[str, int, int]]
@@ -62,12 +58,12 @@ class _TensorRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 class _Done(BaseModel, frozen=True, extra="forbid"):
-    format_version: Literal[1]
+    format_version: Literal[2]
     step: int
     details: dict[str, Any]
-    files: dict[str, _FileRecord]
+    files: dict[str, FileRecord]
     tensors: dict[str, _TensorRecord]
-    sha256: str
+    xxh3_128: str
     """Of DONE's text without this field."""
 
 
@@ -86,8 +82,7 @@ class Checkpoint:
         """Read DONE and check all files against it (unless rank 0 did). CheckpointError names what is wrong."""
         try:
             text = (path / "DONE").read_text(encoding="ascii")
-            if sealed(text[: text.rfind(", ")] + "}") != text:
-                raise ValueError("its own checksum does not hold")
+            check_seal(text)
             done = _Done.model_validate_json(text)
             if path.name != folder_name(done.step):
                 raise ValueError(f"it is of step {done.step}")
@@ -158,17 +153,10 @@ def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[Path]]:
     return None, []
 
 
-def _verify_files(path: Path, files: dict[str, _FileRecord]) -> None:
-    def problem(name: str) -> str | None:
-        try:
-            if (num_bytes := (path / name).stat().st_size) != files[name].bytes:
-                return f"{name} has {num_bytes} of {files[name].bytes} bytes"
-            return None if file_sha256(path / name) == files[name].sha256 else f"{name} does not have its sha256"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-
+def _verify_files(path: Path, files: dict[str, FileRecord]) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        problems = [found for found in pool.map(problem, files) if found]
+        found = pool.map(lambda name: file_problem(path / name, files[name]), files)
+        problems = [problem for problem in found if problem]
     if problems:
         raise CheckpointError(f"{path.name}: {', '.join(problems)}")
 
@@ -179,13 +167,3 @@ def folder_name(step: int) -> str:
 
 def step_folders(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("step_*") if STEP_FOLDER.fullmatch(path.name))
-
-
-def sealed(body: str) -> str:
-    """A JSON object's text with the sha256 of that text as its last field."""
-    return f'{body[:-1]}, "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}'
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,27 +15,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, PositiveInt
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gmlp_scale.train.checkpoint import (
     STEP_FOLDER,
     Checkpoint,
     CheckpointError,
-    file_sha256,
     folder_name,
     newest_checkpoint,
-    sealed,
     step_folders,
 )
+from gmlp_scale.train.checkpoint_files import fsync, sealed, write_safetensors, write_text
 
 if TYPE_CHECKING:
     from gmlp_scale.engine import Engine
 
 logger = logging.getLogger("gmlp_scale")
 
-FILE_BYTES = 256 * 2**20  # several files a rank: hashing then overlaps with writing, and a check uses every core
-NUM_WRITER_THREADS = 2
+FILE_BYTES = 128 * 2**20  # several files a rank: one is hashed while another is on its way to the disk
+NUM_WRITER_THREADS = 3
 CLOSE_GRACE_SECONDS = 10.0
 
 
@@ -179,7 +177,7 @@ class Checkpointer:
                 receipt = {"error": f"rank {self.rank}: {error!r}"}
                 for path in folder.glob(f"rank_{self.rank:05d}_*"):  # room for the receipt on a full disk
                     path.unlink()
-            _write_text(folder / f"rank_{self.rank:05d}.json", json.dumps(receipt))
+            write_text(folder / f"rank_{self.rank:05d}.json", json.dumps(receipt))
             if self.rank == 0:
                 self._publish(folder, final, step, details)
             self.last_error = receipt.get("error")
@@ -197,10 +195,10 @@ class Checkpointer:
             raise CheckpointError("; ".join(errors))
         for path in folder.glob("rank_*.json"):
             path.unlink()
-        done = {"format_version": 1, "step": step, "details": details, **_merged(receipts)}
-        _write_text(folder / "DONE", sealed(json.dumps(done)))
+        done = {"format_version": 2, "step": step, "details": details, **_merged(receipts)}
+        write_text(folder / "DONE", sealed(json.dumps(done)))
         folder.rename(final)
-        _fsync(self.directory)
+        fsync(self.directory)
         for old in step_folders(self.directory)[: -self.config.keep_last]:
             _remove(old)
 
@@ -229,19 +227,11 @@ def _write_pieces(folder: Path, rank: int, pieces: list[_StagedPiece]) -> dict[s
             num_bytes += rows.nbytes
 
     def write(name: str) -> dict[str, Any]:
-        path = folder / name
-        for key, rows in contents[name].items():
-            if not torch.isfinite(rows).all():
-                raise CheckpointError(f"{key} is not finite, so training has diverged")
-        save_file(contents[name], path)
-        path.chmod(folder.stat().st_mode & 0o666)  # as the umask has it: save_file leaves the owner's rights alone
-        record = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        _fsync(path)
-        return record
+        return write_safetensors(contents[name], folder / name).model_dump()
 
     with ThreadPoolExecutor(NUM_WRITER_THREADS) as pool:
         files = dict(zip(contents, pool.map(write, contents), strict=True))
-    _fsync(folder)
+    fsync(folder)
     return {"files": files, "tensors": tensors}
 
 
@@ -262,27 +252,6 @@ def _merged(receipts: list[dict[str, Any]]) -> dict[str, Any]:
         num_rows = tensor["shape"][0] if tensor["shape"] else 1
         assert [0, *stops] == [*starts, num_rows], f"{key}: the ranks' pieces do not hold each row once: {tensor}"
     return {"files": files, "tensors": tensors}
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Durably, and whole as soon as it has its name."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="ascii")
-    _fsync(partial)
-    folder = os.open(path.parent, os.O_RDONLY)  # before the rename: whoever waits for this file may move the folder on
-    try:
-        partial.rename(path)
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

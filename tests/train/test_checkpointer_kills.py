@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.train.checkpoint_files import FileRecord
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
 
 WORLD_SIZE = 2  # two ranks, on threads of one process: a kill takes the whole node
@@ -99,14 +100,14 @@ class Killer:
 
         setattr(os, name, watched)
 
-    def save_file(self, tensors, path) -> None:
+    def write_safetensors(self, tensors, path) -> FileRecord:
         self.event("start of file", path)
-        save_file = checkpointer_module.safetensors_save_file
-        save_file(tensors, path)
+        record = checkpointer_module.real_write_safetensors(tensors, path)
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         self.event("half of file", path)
         path.write_bytes(whole)
+        return record
 
 
 def save_until_killed(directory: Path, log: Path, fatal_event: int) -> None:
@@ -117,8 +118,8 @@ def save_until_killed(directory: Path, log: Path, fatal_event: int) -> None:
     save_step(checkpointers, 1)
     save_step(checkpointers, 2)
     killer = Killer(log, fatal_event)
-    checkpointer_module.safetensors_save_file = checkpointer_module.save_file
-    checkpointer_module.save_file = killer.save_file
+    checkpointer_module.real_write_safetensors = checkpointer_module.write_safetensors
+    checkpointer_module.write_safetensors = killer.write_safetensors
     for name in ["mkdir", "rename", "unlink", "rmdir", "fsync"]:
         killer.watch(name)
     save_step(checkpointers, 3, on_piece=lambda: killer.event("stage"))

@@ -1,0 +1,105 @@
+"""The files of a checkpoint: hashed from memory while they are written, and on disk when the call returns.
+
+The checksum is XXH3 with 128 bits: it guards against damage, as sha256 would, at the speed of memory instead of under
+2 GB/s. It is no guard against forgery, which neither is where whoever can write the files can write DONE.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import xxhash
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+READ_BYTES = 2**20  # stays in a core's cache between the copy out of the page cache and the hash
+
+
+class FileRecord(BaseModel, frozen=True, extra="forbid"):
+    bytes: int
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: Path) -> FileRecord:
+    """Write float32 tensors in host memory as a safetensors file, durably.
+
+    As the format has it: the header's length in 8 bytes, a JSON header padded with spaces to 8 bytes, the tensors. The
+    `safetensors` package writes the same, but lets nobody hash the bytes on their way.
+
+    ValueError names a tensor that is not finite; OSError comes from the disk.
+    """
+    header, num_bytes = {}, 0
+    for key, tensor in tensors.items():
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous(), key
+        offsets = [num_bytes, num_bytes := num_bytes + tensor.nbytes]
+        header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = xxhash.xxh3_128()
+    with path.open("wb") as file:
+        for part in (len(text).to_bytes(8, "little"), text):
+            checksum.update(part)
+            file.write(part)
+        for key, tensor in tensors.items():
+            if not torch.stack(tensor.aminmax()).isfinite().all():
+                raise ValueError(f"{key} is not finite, so training has diverged")
+            content = tensor.numpy().data
+            checksum.update(content)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(bytes=8 + len(text) + num_bytes, xxh3_128=checksum.hexdigest())
+
+
+def file_problem(path: Path, record: FileRecord) -> str | None:
+    """What is wrong with a file that should be as `record` says; None if nothing is."""
+    try:
+        if (num_bytes := path.stat().st_size) != record.bytes:
+            return f"{path.name} has {num_bytes} of {record.bytes} bytes"
+        return None if file_checksum(path) == record.xxh3_128 else f"{path.name} does not have its xxh3_128 checksum"
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+
+
+def file_checksum(path: Path) -> str:
+    checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            checksum.update(buffer[:num_read])
+    return checksum.hexdigest()
+
+
+def sealed(body: str) -> str:
+    """A JSON object's text with the checksum of that text as its last field."""
+    return f'{body[:-1]}, "xxh3_128": "{xxhash.xxh3_128_hexdigest(body.encode())}"}}'
+
+
+def check_seal(text: str) -> None:
+    """ValueError if `text` is not as `sealed` made it."""
+    body, _, seal = text.rpartition(", ")
+    if not seal.startswith('"xxh3_128": '):
+        raise ValueError(f"it ends with {seal[:12]!r}..., where this version writes and knows an xxh3_128 checksum")
+    if sealed(body + "}") != text:
+        raise ValueError("its own checksum does not hold")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Durably, and whole as soon as it has its name."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="ascii")
+    fsync(partial)
+    folder = os.open(path.parent, os.O_RDONLY)  # before the rename: whoever waits for this file may move the folder on
+    try:
+        partial.rename(path)
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,83 @@
+"""What is on disk, and what can be read of it at which world size."""
+
+import json
+
+import pytest
+import torch
+from fake_engine import FakeEngine, Piece, alone, assert_holds, names_in, on_ranks, save_steps
+from safetensors.torch import load_file
+
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+
+
+def test_moves_between_world_sizes_2_3_1(tmp_path, small_files):
+    engines = [FakeEngine(rank, 2, seed=8) for rank in range(2)]
+    for step, world_size, next_world_size in [(10, 2, 3), (20, 3, 1), (30, 1, 5)]:
+
+        def save(rank, broadcast, step=step, world_size=world_size, engines=engines):
+            config = CheckpointConfig(save_every_steps=10)
+            checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=world_size, broadcast=broadcast)
+            checkpointer.save(engines[rank], step, {"seed": 8})
+            checkpointer.wait()
+
+        def load(rank, broadcast, world_size=next_world_size):
+            config = CheckpointConfig(save_every_steps=10)
+            checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=world_size, broadcast=broadcast)
+            engine = FakeEngine(rank, world_size, seed=1)
+            checkpointer.newest().load_into(engine)
+            return engine
+
+        on_ranks(world_size, save)
+        engines = on_ranks(next_world_size, load)
+        assert {engine.step for engine in engines} == {step}
+        assert_holds(newest_checkpoint(tmp_path)[0], seed=8)
+        assert len(list((tmp_path / f"step_{step:09d}").glob("rank_00000_*"))) > 1
+
+
+def test_files_are_plain_safetensors_and_json(tmp_path):
+    save_steps(tmp_path, [12000], world_size=2)
+    folder = tmp_path / "step_000012000"
+    assert names_in(folder) == ["DONE", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one file may read all
+    done = json.loads((folder / "DONE").read_text())
+    assert (done["step"], done["format_version"], done["details"]) == (12000, 2, {"name": "run 12000"})
+    assert done["tensors"]["model.embedding.weight"] == {
+        "shape": [7, 3],
+        "pieces": [["rank_00000_000.safetensors", 0, 4], ["rank_00001_000.safetensors", 4, 3]],
+    }
+    second = load_file(folder / "rank_00001_000.safetensors")
+    assert torch.equal(second["model.embedding.weight"], FakeEngine(seed=12000).tensors["model.embedding.weight"][4:])
+
+
+def test_reads_any_rows(tmp_path):
+    save_steps(tmp_path, [1], world_size=3)
+    checkpoint, whole = newest_checkpoint(tmp_path)[0], FakeEngine(seed=1).tensors["model.embedding.weight"]
+    for first_row in range(8):
+        for stop_row in range(first_row, 8):
+            rows = checkpoint.read("model.embedding.weight", first_row, stop_row)
+            assert torch.equal(rows, whole[first_row:stop_row])
+    checkpoint.read("model.embedding.weight").zero_()  # its own memory: the file stays as it is
+    assert_holds(Checkpoint.open(checkpoint.path), seed=1)
+
+
+def test_a_wrong_read_says_what_is_there(tmp_path):
+    save_steps(tmp_path, [1])
+    checkpoint = newest_checkpoint(tmp_path)[0]
+    with pytest.raises(CheckpointError, match=r"no 'model.embedding.weigth'.*nearest: .*'model.embedding.weight'"):
+        checkpoint.read("model.embedding.weigth")
+    for rows in [(0, 8), (-1, 2), (5, 4)]:
+        with pytest.raises(CheckpointError, match=rf"\(7, 3\), not its rows {rows[0]} to {rows[1]}"):
+            checkpoint.read("model.embedding.weight", *rows)
+
+
+def test_pieces_that_leave_a_hole_or_overlap_are_not_saved(tmp_path):
+    for wrong_rows in [slice(0, 6), slice(1, 7)]:
+        engine = FakeEngine()
+        piece = Piece(engine.tensors["model.embedding.weight"][wrong_rows], (7, 3), wrong_rows.start)
+        engine.state = lambda piece=piece: iter([("model.embedding.weight", piece)])
+        checkpointer = alone(tmp_path)
+        checkpointer.save(engine, 1, {})
+        with pytest.raises(CheckpointError, match=r"model\.embedding\.weight: .* do not hold each row once"):
+            checkpointer.wait()
+        assert names_in(tmp_path) == []
