@@ -1,11 +1,11 @@
 """The pipeline step that tokenizes documents, packs them into rows and writes the rows as shards."""
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import xxhash
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
@@ -14,7 +14,7 @@ from gmlp_scale.data.batch import CLS_ID, NUM_SPECIAL_TOKENS, PAD_ID, SEP_ID, UN
 from gmlp_scale.data.shards import ROW_DTYPE, ShardWriter
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
 
-_BATCH_CHARACTERS = 200_000
+_BATCH_CHARACTERS = 1_000_000
 
 
 class PackedRows:
@@ -162,8 +162,7 @@ class WriteShards(PipelineStep):
 
 def is_heldout(content: bytes, fraction: float) -> bool:
     """Whether a document is held out: decided by its UTF-8 text alone, so that equal documents are on the same side."""
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
+    return xxhash.xxh3_64_intdigest(content) < fraction * 2**64
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:

@@ -3,6 +3,9 @@
 No normalisation of any kind: decode(encode(text)) == text for every Unicode text, so that the tokens' pieces laid end
 to end are the text's own bytes, and character offsets follow from lengths alone. Special tokens are control symbols:
 no text, not even "<mask>", is ever encoded as one.
+
+No piece holds a space but as its first character, so a text's tokens are those of its words laid end to end. A batch of
+texts is encoded by its distinct words.
 """
 
 import hashlib
@@ -21,6 +24,7 @@ NUM_BYTE_TOKENS = 256
 """The ids right after the special tokens stand for single bytes, of characters that no piece covers."""
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's stand-in for the space, which a text may hold itself
+_WORDS_AT_A_TIME = 1024  # few enough for exact sums, see _with_rounded_scores
 _MAX_SENTENCE_CHARACTERS = 1000  # 4000 bytes at most; the trainer drops sentences of more than 4192
 
 
@@ -51,6 +55,9 @@ class Tokenizer:
             )
         self._bytes_of_id = [piece.replace(_SPACE_MARK, " ").encode() for piece in pieces]
         self._bytes_of_id[bytes_begin:bytes_end] = [bytes([number]) for number in range(NUM_BYTE_TOKENS)]
+        if any(b" " in content[1:] for content in self._bytes_of_id):
+            raise ValueError(f"{path} has pieces of several words; train one with data_prep/train_tokenizer.py")
+        self._begins_word = np.array([content.startswith(b" ") for content in self._bytes_of_id])
         self._num_bytes_of_id = np.array([len(content) for content in self._bytes_of_id])
         self._space_mark_ids = np.frombuffer(_SPACE_MARK.encode(), np.uint8).astype(np.int32) + bytes_begin
         probe = f"  a\t{_SPACE_MARK}\r\n\N{FULLWIDTH LATIN CAPITAL LETTER A}e\N{COMBINING ACUTE ACCENT}<mask> "
@@ -59,20 +66,35 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text's tokens. ValueError where the text holds a lone surrogate, which is no character."""
-        return self.encode_batch([text])[0].tolist()
+        return self._encode_whole([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text's tokens, int32 arrays; the fast way for many texts. ValueError as in `encode`."""
+        """Ids of each text's tokens, int32 arrays, as `encode` gives them; faster from some 100,000 characters on."""
+        import pyarrow
+        import pyarrow.compute
+
+        if not texts:
+            return []
         try:
-            encoded = self._model.encode(list(texts), return_type="numpy", num_threads=1)
-        except (RuntimeError, TypeError) as error:
-            for text in texts:
-                _check_characters(text)
-            raise AssertionError(error) from error
-        for number, text in enumerate(texts):
-            if _SPACE_MARK in text:
-                encoded[number] = self._encode_around_space_marks(text)
-        return encoded
+            words_of_texts = pyarrow.compute.split_pattern(pyarrow.array(texts, pyarrow.large_string()), " ")
+        except UnicodeEncodeError as error:
+            raise ValueError(_lone_surrogate(error)) from error
+        ends_of_texts = words_of_texts.offsets.to_numpy()
+        places_of_first_words, words = ends_of_texts[:-1], words_of_texts.values
+        distinct = words.dictionary_encode()
+        encoded_first_words = self._encode_whole(words.take(pyarrow.array(places_of_first_words)).to_pylist())
+        encoded, num_tokens = self._encode_after_spaces(distinct.dictionary.to_pylist())
+
+        number_of_word = distinct.indices.to_numpy(zero_copy_only=False).copy()  # first words come after the others
+        number_of_word[places_of_first_words] = len(num_tokens) + np.arange(len(texts))
+        tokens = np.concatenate([encoded, *encoded_first_words])
+        num_tokens = np.concatenate([num_tokens, [len(ids) for ids in encoded_first_words]]).astype(np.int64)
+        starts = np.cumsum(num_tokens) - num_tokens
+        num_tokens_here = num_tokens[number_of_word]
+        ends_here = np.cumsum(num_tokens_here)
+        shift = np.repeat(starts[number_of_word] - (ends_here - num_tokens_here), num_tokens_here)
+        ids = tokens[np.arange(len(shift)) + shift]
+        return np.split(ids, ends_here[ends_of_texts[1:-1] - 1])
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of the text's tokens and for each the range [start, end) of the characters whose bytes it holds.
@@ -100,6 +122,25 @@ class Tokenizer:
             (self._model.id_to_piece(id).replace(_SPACE_MARK, " "), self._model.get_score(id))
             for id in range(self.vocab_size)
         ]
+
+    def _encode_whole(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text's tokens, int32 arrays, by SentencePiece. ValueError as in `encode`."""
+        try:
+            encoded = self._model.encode(texts, return_type="numpy", num_threads=1)
+        except (RuntimeError, TypeError) as error:
+            for text in texts:
+                _check_characters(text)
+            raise AssertionError(error) from error
+        for number, text in enumerate(texts):
+            if _SPACE_MARK in text:
+                encoded[number] = self._encode_around_space_marks(text)
+        return encoded
+
+    def _encode_after_spaces(self, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of `" word"` for each word, end to end, and how many are each word's."""
+        parts = (words[start : start + _WORDS_AT_A_TIME] for start in range(0, len(words), _WORDS_AT_A_TIME))
+        ids = np.concatenate(self._encode_whole([" " + " ".join(part) for part in parts]))
+        return ids, np.diff(np.flatnonzero(self._begins_word[ids]), append=len(ids))
 
     def _encode_around_space_marks(self, text: str) -> np.ndarray:
         parts = self._model.encode(text.split(_SPACE_MARK), return_type="numpy", num_threads=1)
@@ -163,4 +204,8 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text has a lone surrogate at character {error.start}, which is no character") from error
+        raise ValueError(_lone_surrogate(error)) from error
+
+
+def _lone_surrogate(error: UnicodeEncodeError) -> str:
+    return f"the text has a lone surrogate at character {error.start}, which is no character"
