@@ -27,7 +27,9 @@ class Run:
     norms: list[float] = field(default_factory=list)
 
 
-def start_engine(world: World, model_config, engine_config: EngineConfig, precision="float32", recompute="none"):
+def start_engine(
+    world: World, model_config, engine_config: EngineConfig, precision="float32", compile=False, recompute="none"
+):
     model = build_model(model_config)
     model.init_weights(torch.Generator().manual_seed(0))
     return build_engine(
@@ -39,7 +41,7 @@ def start_engine(world: World, model_config, engine_config: EngineConfig, precis
         num_micro_batches=GLOBAL_BATCH_SIZE // MICRO_BATCH_SIZE // world.size,
         micro_batch_size=MICRO_BATCH_SIZE,
         gradient_clipping=OPTIMIZER.gradient_clipping,
-        compile=False,
+        compile=compile,
         recompute=recompute,
     )
 
