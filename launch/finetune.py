@@ -43,7 +43,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        with start_world(run.engine.timeout_seconds, init_group=run.engine.kind != "single") as world:
+        needs_group = run.engine.kind != "single"
+        with start_world(run.engine.timeout_seconds, run.train.device, init_group=needs_group) as world:
             set_up_logging(world)
             inputs = read_inputs(run)
             if is_sweep:

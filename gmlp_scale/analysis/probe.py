@@ -11,7 +11,7 @@ from gmlp_scale.finetune.run import finetune
 from gmlp_scale.world import World
 
 BUDGET = ("train.num_epochs=null", "train.num_steps=200", "train.evaluate_every_steps=200")
-_OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.stop_after_step")
+_OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.device", "train.stop_after_step")
 
 
 def load_probe(recipe: Path, overrides: list[str]) -> FinetuneConfig:

@@ -10,8 +10,9 @@ from pydantic import BaseModel, Field, PositiveInt
 
 from gmlp_scale.config import num_micro_batches, schedule_mistakes
 from gmlp_scale.engine import EngineConfig
-from gmlp_scale.finetune.question_answering import MAX_QUESTION_TOKENS, QuestionTask
+from gmlp_scale.finetune.question_answering import QuestionTask
 from gmlp_scale.finetune.tasks import TASKS, Task
+from gmlp_scale.finetune.windows import MAX_QUESTION_TOKENS
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.loop import TrainConfig
 from gmlp_scale.train.optimizer import OptimizerConfig
@@ -48,6 +49,7 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     """Leave there with a checkpoint, as if stopped by a signal."""
     global_batch_size: PositiveInt
     micro_batch_size: PositiveInt
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bf16"] = "bf16"
     compile: bool = False
     recompute: Literal["none", "full"] = "none"

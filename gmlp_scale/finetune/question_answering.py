@@ -20,10 +20,9 @@ from gmlp_scale.finetune.questions import Question, read_questions
 from gmlp_scale.finetune.scores import squad_v1_scores, squad_v2_scores
 from gmlp_scale.finetune.sources import Hub
 from gmlp_scale.finetune.spans import NUM_BEST, WindowScores, best_answer
-from gmlp_scale.finetune.windows import Window, answer_tokens, cut_windows
+from gmlp_scale.finetune.windows import MAX_QUESTION_TOKENS, Window, answer_tokens, cut_windows
 from gmlp_scale.models.heads import SpanBatch, SpanPredictor
 
-MAX_QUESTION_TOKENS = 64
 NULL_THRESHOLD = 0.0
 """Null odds above it make the answer of predictions.json empty in v2.0."""
 

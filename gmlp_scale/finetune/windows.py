@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MAX_QUESTION_TOKENS = 64
+"""A longer question loses its end."""
+
 
 @dataclass(frozen=True)
 class Window:

@@ -5,6 +5,7 @@ import sys
 import pytest
 from finetune.tiny import RECIPES, sentiment_run
 
+from gmlp_scale import world
 from launch import finetune as launcher
 
 
@@ -35,6 +36,18 @@ def test_a_run_and_its_resume(launch, tmp_path):
     assert launch()[0] == 0
     assert (tmp_path / "outputs" / "sst2" / "scores.json").exists()
     assert "step_000000002" in launch("--dry-run")[1]
+
+
+def test_the_recipe_s_device_is_asked_for(launch, monkeypatch):
+    asked = []
+
+    def start_world(timeout_seconds, device, **options):
+        asked.append(device)
+        return world.start_world(timeout_seconds, "cpu", **options)
+
+    monkeypatch.setattr(launcher, "start_world", start_world)
+    assert launch("train.device=cuda")[0] == 0
+    assert asked == ["cuda"]
 
 
 def test_mistakes_leave_with_2_before_anything_is_started(launch, tmp_path):
