@@ -40,6 +40,7 @@ Head = Literal["masked_language_model", "sequence_classification", "question_ans
 
 MODEL_TYPE = "gmlp_scale"
 PREFIX = "model."
+WEIGHTS_NAME = "model.safetensors"
 CLASS_OF_HEAD: dict[Head, str] = {
     "masked_language_model": "GmlpScaleForMaskedLM",
     "sequence_classification": "GmlpScaleForSequenceClassification",
@@ -77,6 +78,7 @@ def write_export(
     head: Head = "masked_language_model",
     labels: Sequence[str] = (),
     row_length: int | None = None,
+    document_stride: int | None = None,
 ) -> None:
     """Writes the folder whole or not at all.
 
@@ -84,6 +86,7 @@ def write_export(
         weights: float32 by our parameter names, those of build_model(model, head=head_class(head, len(labels))).
         details: JSON-able; kept in config.json and shown in the card.
         row_length: what every row was padded to in finetuning.
+        document_stride: of question answering: tokens from one window to the next in finetuning.
         tokenizer_folder: a path or a URL.
 
     Raises:
@@ -105,7 +108,7 @@ def write_export(
             "AutoModelForQuestionAnswering": "modeling_gmlp.GmlpScaleForQuestionAnswering",
         },
         "dtype": "float32",
-        **model.model_dump(mode="json"),
+        **model.model_dump(mode="json", exclude={"kernels"}),
         "row_length": row_length,
         "pad_token_id": PAD_ID,
         "cls_token_id": CLS_ID,
@@ -113,6 +116,8 @@ def write_export(
         "mask_token_id": MASK_ID,
         "details": details,
     }
+    if document_stride:
+        config["document_stride"] = document_stride
     if head == "question_answering":
         config["custom_pipelines"] = {
             "question-answering": {
@@ -125,7 +130,7 @@ def write_export(
         config["label2id"] = {label: number for number, label in enumerate(labels)}
     with _new_folder(folder) as unfinished:
         tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_sources(unfinished)
         write_tokenizer(unfinished, tokenizer, model.sequence_length)
@@ -152,11 +157,11 @@ def read_export(folder: str | Path) -> Export:
             f"{folder}: {MODEL_NAME} has {tokenizer.vocab_size} pieces but config.json says vocab_size "
             f"{model.vocab_size}: they are not of one export"
         )
-    weights = _read_weights(folder / "model.safetensors")
+    weights = _read_weights(folder)
     expected = _expected_shapes(model, head, len(labels))
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if found != expected:
-        raise ExportError(f"{folder}: model.safetensors is not of config.json's model: {_difference(found, expected)}")
+        raise ExportError(f"{folder}: the weights are not of config.json's model: {_difference(found, expected)}")
     details = config.get("details", {})
     return Export(folder, model, weights, tokenizer, head, labels, config.get("row_length"), details)
 
@@ -228,14 +233,30 @@ def _head(config: dict[str, Any], folder: Path) -> Head:
     raise ExportError(f"{folder / 'config.json'} has architectures {names!r}; needed is one of {known}")
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no weights at {path.parent}: {path} does not exist") from None
-    except SafetensorError as error:
-        raise ExportError(f"{path} cannot be read ({error}): export or copy it again") from error
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    tensors = {}
+    for path in _weight_files(folder):
+        try:
+            tensors |= load_file(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no weights at {folder}: {path} does not exist") from None
+        except SafetensorError as error:
+            raise ExportError(f"{path} cannot be read ({error}): export or copy it again") from error
     return {name.removeprefix(PREFIX): tensor.float() for name, tensor in tensors.items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files that the index of a save_pretrained in several files names."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / WEIGHTS_NAME).exists() or not index.exists():
+        return [folder / WEIGHTS_NAME]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExportError(f"{index} is not an index of weights ({error!r}): save or copy the model again") from error
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ExportError(f"{index} names files of another folder: {', '.join(outside)}")
+    return [folder / name for name in names]
 
 
 def _expected_shapes(model: ModelConfig, head: Head, num_classes: int) -> dict[str, tuple[int, ...]]:

@@ -100,6 +100,7 @@ class Results:
             head="sequence_classification" if is_classification else "question_answering",
             labels=task.class_names if is_classification else (),
             row_length=self.run.data.sequence_length,
+            document_stride=self.run.data.document_stride,
         )
         if folder.exists():
             folder.rename(old)

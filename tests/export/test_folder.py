@@ -156,6 +156,33 @@ def test_damaged_weights_are_refused(export):
         read_export(export)
 
 
+def test_weights_in_parts(export):
+    expected, whole = read_export(export).weights, export / "model.safetensors"
+    tensors = load_file(whole)
+    names = sorted(tensors)
+    part_of_name = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(names)}
+    for part in ("model-0.safetensors", "model-1.safetensors"):
+        save_file({name: tensors[name] for name in names if part_of_name[name] == part}, export / part)
+    whole.unlink()
+    index = export / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": part_of_name}))
+    found = read_export(export).weights
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    (export / "model-1.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*model-1\.safetensors does not exist"):
+        read_export(export)
+    for content, message in (
+        ("{", "is not an index of weights"),
+        ('{"weights": {}}', "is not an index of weights"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', r"names files of another folder: \.\./a\.safetensors"),
+        ('{"weight_map": {}}', "the weights are not of config.json's model"),
+    ):
+        index.write_text(content)
+        with pytest.raises(ExportError, match=message):
+            read_export(export)
+
+
 def test_the_tokenizer_must_be_the_model_s(export, tmp_path):
     train_tokenizer(["the cat and the dog went over the sea"] * 50, 275, tmp_path)
     shutil.copy(tmp_path / "tokenizer.model", export)

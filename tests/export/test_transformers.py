@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.export.folder import read_export
 from gmlp_scale.finetune.question_answering import QuestionRows
 from gmlp_scale.finetune.questions import Question
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
@@ -21,7 +23,7 @@ from gmlp_scale.models.heads import LabelledBatch, SpanBatch
 LENGTH = TINY["sequence_length"]
 IDS = torch.randint(5, 420, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 LABELS = ("no", "maybe", "yes")
-ROW_LENGTH = 10
+ROW_LENGTH, STRIDE = 10, 3
 QUESTIONS = [
     {"question": "a dog", "context": "the cat went over to see what 日本 had done with their old ship at sea" * repeats}
     for repeats in (1, 5)
@@ -63,6 +65,8 @@ with torch.no_grad():
     load(AutoTokenizer, "amlp").save_pretrained(f"{folder}/saved")
     tensors["saved"] = load(AutoModelForMaskedLM, "saved")(ids).logits
     facts["saved tokenizer"] = load(AutoTokenizer, "saved")("the <mask> cat")["input_ids"]
+    model.save_pretrained(f"{folder}/in_parts", max_shard_size="10KB")
+    tensors["tuple"], = model(ids, return_dict=False)
     model.resize_token_embeddings(430, mean_resizing=False)
     facts["resized"] = model(ids).logits.shape[-1]
     scratch = AutoModelForMaskedLM.from_config(model.config, trust_remote_code=True)
@@ -81,8 +85,9 @@ with torch.no_grad():
     classify = pipeline("text-classification", model=f"{folder}/classifier", trust_remote_code=True)
     facts["classified"] = classify({"text": "the cat", "text_pair": "a dog"}, top_k=None)
     answer = pipeline("question-answering", model=f"{folder}/spans", trust_remote_code=True)
-    facts["answers"] = answer(json.loads(sys.argv[4]), document_stride=3)
-    facts["answer or nothing"] = answer(**json.loads(sys.argv[4])[0], document_stride=3, handle_impossible_answer=True)
+    facts["answers"] = answer(json.loads(sys.argv[4]))
+    facts["answers of other windows"] = answer(json.loads(sys.argv[4]), document_stride=1)
+    facts["answer or nothing"] = answer(**json.loads(sys.argv[4])[0], handle_impossible_answer=True)
 
 facts["imported"] = [name for name in sys.modules if name.partition(".")[0] in ABSENT and sys.modules[name]]
 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{folder}/tensors.safetensors")
@@ -96,7 +101,7 @@ def models(tiny_export, tmp_path_factory):
     models = {kind: tiny_export(kind, folder / kind) for kind in KINDS}
     finetuned = {"row_length": ROW_LENGTH, "details": {"task": "a task"}}
     models["classifier"] = tiny_export("amlp", folder / "classifier", "sequence_classification", LABELS, **finetuned)
-    models["spans"] = tiny_export("amlp", folder / "spans", "question_answering", **finetuned)
+    models["spans"] = tiny_export("amlp", folder / "spans", "question_answering", document_stride=STRIDE, **finetuned)
     return folder, models
 
 
@@ -163,6 +168,20 @@ def test_round_trip_through_transformers(models, loaded, tokenizer_folder):
     assert facts["resized"] == 430
 
 
+def test_a_model_saved_in_parts_is_read_back(models, loaded, tokenizer_folder):
+    folder, ours = models
+    assert len(list((folder / "in_parts").glob("model-*.safetensors"))) > 1
+    shutil.copy(tokenizer_folder / "tokenizer.model", folder / "in_parts")
+    export = read_export(folder / "in_parts")
+    assert export.details["step"] == 3
+    assert all(torch.equal(export.weights[name], weight) for name, weight in ours["amlp"].named_parameters())
+
+
+def test_outputs_come_as_a_tuple_too(loaded):
+    _, tensors = loaded
+    assert torch.equal(tensors["tuple"], tensors["amlp whole"])
+
+
 def test_a_model_from_scratch_starts_as_ours(loaded):
     facts, _ = loaded
     assert facts["spatial bias"] == [1.0]
@@ -212,13 +231,14 @@ def test_text_classification(models, loaded, tokenizer_folder):
 def test_question_answering_answers_as_finetuning_scores(models, loaded, tokenizer_folder):
     facts, _ = loaded
     questions = [Question(str(number), **texts, answers=()) for number, texts in enumerate(QUESTIONS)]
-    rows = QuestionRows(questions, Tokenizer(tokenizer_folder), ROW_LENGTH, document_stride=3, has_unanswerable=True)
+    rows = QuestionRows(questions, Tokenizer(tokenizer_folder), ROW_LENGTH, STRIDE, has_unanswerable=True)
     summaries = rows.summarize(models[1]["spans"].predict(rows.batch(np.arange(rows.num_rows))))
     texts, null_odds = rows.answers(summaries.numpy())
     for found, asked, text, odds in zip(facts["answers"], QUESTIONS, texts.values(), null_odds.values(), strict=True):
         assert found["answer"] == text != ""
         assert asked["context"][found["start"] : found["end"]] == text
         assert found["score"] == pytest.approx(1 / (1 + math.exp(odds)), abs=1e-5)
+    assert facts["answers of other windows"] != facts["answers"]
     assert facts["answer or nothing"]["answer"] == ("" if null_odds["0"] > 0 else texts["0"])
 
 

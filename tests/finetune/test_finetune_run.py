@@ -162,6 +162,8 @@ def test_squad_v2_runs_to_its_predictions(tmp_path, export, world, write_squad):
     )  # fmt: skip
     scores = go(run, world)
     assert scores["scores"]["dev"]["total"] == 2 and 0 <= scores["scores"]["dev"]["best_f1"] <= 100
+    last = json.loads((run.run_dir / "last" / "config.json").read_text())
+    assert last["document_stride"] == run.data.document_stride
     assert logged(run, "eval/f1")[3] == scores["scores"]["dev"]["f1"]
     folder = run.run_dir / "predictions" / "dev"
     for name in ("predictions", "null_odds", "span_predictions"):

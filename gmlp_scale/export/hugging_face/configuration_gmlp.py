@@ -10,9 +10,11 @@ class GmlpScaleConfig(PretrainedConfig):
         residual branch and of attention weights. Masked language modelling is without.
     row_length: rows shorter than this are padded to it within the model, as they were when the model was finetuned.
         No encoder here masks padding, so the same text padded otherwise would give other logits. None: rows stay.
+    document_stride: tokens from one window of a long context to the next, as in finetuning; for question answering.
     """
 
     model_type = "gmlp_scale"
+    kernels = "torch"  # the fused kernels stay in the package
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",
         "intermediate_size": "d_ffn",
@@ -20,8 +22,16 @@ class GmlpScaleConfig(PretrainedConfig):
         "max_position_embeddings": "sequence_length",
     }
 
-    def __init__(self, kind: str = "gmlp", dropout: float = 0.1, row_length: int | None = None, **fields):
+    def __init__(
+        self,
+        kind: str = "gmlp",
+        dropout: float = 0.1,
+        row_length: int | None = None,
+        document_stride: int = 128,
+        **fields,
+    ):
         self.kind = kind
         self.dropout = dropout
         self.row_length = row_length
+        self.document_stride = document_stride
         super().__init__(**fields)

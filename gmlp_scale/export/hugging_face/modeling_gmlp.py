@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
 )
+from transformers.utils import can_return_tuple
 
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, MixerConfig, ModelConfig, TransformerConfig, build_model
@@ -70,9 +71,9 @@ class GmlpScaleModel(GmlpScalePreTrainedModel):
     def __init__(self, config: GmlpScaleConfig):
         super().__init__(config, head=Backbone, dropout=config.dropout)
 
-    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, return_dict: bool = True):
-        x_BND = self._hidden_states(input_ids)
-        return BaseModelOutput(last_hidden_state=x_BND) if return_dict else (x_BND,)
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None):
+        return BaseModelOutput(last_hidden_state=self._hidden_states(input_ids))
 
 
 class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
@@ -81,19 +82,12 @@ class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
     def __init__(self, config: GmlpScaleConfig):
         super().__init__(config, head=Backbone, dropout=0.0)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask=None,
-        token_type_ids=None,
-        labels: Tensor | None = None,
-        return_dict: bool = True,
-    ):
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, labels: Tensor | None = None):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
         logits_BNV = F.linear(self._hidden_states(input_ids), self.model.embedding.weight).float()
         loss = None if labels is None else F.cross_entropy(logits_BNV.flatten(0, 1), labels.flatten())
-        output = MaskedLMOutput(loss=loss, logits=logits_BNV)
-        return output if return_dict else output.to_tuple()
+        return MaskedLMOutput(loss=loss, logits=logits_BNV)
 
 
 class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
@@ -104,19 +98,12 @@ class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
             config, head=partial(SequenceClassifier, num_classes=config.num_labels), dropout=config.dropout
         )
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask=None,
-        token_type_ids=None,
-        labels: Tensor | None = None,
-        return_dict: bool = True,
-    ):
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, labels: Tensor | None = None):
         """labels: int64 [B]; the loss is the mean cross-entropy."""
         logits_BC = self.model.predict(LabelledBatch(self._padded(input_ids), labels))
         loss = None if labels is None else F.cross_entropy(logits_BC, labels)
-        output = SequenceClassifierOutput(loss=loss, logits=logits_BC)
-        return output if return_dict else output.to_tuple()
+        return SequenceClassifierOutput(loss=loss, logits=logits_BC)
 
 
 class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
@@ -125,6 +112,7 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
     def __init__(self, config: GmlpScaleConfig):
         super().__init__(config, head=SpanPredictor, dropout=config.dropout)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
@@ -132,7 +120,6 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
         token_type_ids=None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
-        return_dict: bool = True,
     ):
         """start_positions, end_positions: int64 [B]; the loss is the mean of both cross-entropies over positions."""
         batch = SpanBatch(self._padded(input_ids), start_positions, end_positions)
@@ -142,7 +129,6 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
             loss = F.cross_entropy(start_logits_BN, start_positions) + F.cross_entropy(end_logits_BN, end_positions)
             loss = loss / 2
         num_positions = input_ids.shape[1]
-        output = QuestionAnsweringModelOutput(
+        return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start_logits_BN[:, :num_positions], end_logits=end_logits_BN[:, :num_positions]
         )
-        return output if return_dict else output.to_tuple()

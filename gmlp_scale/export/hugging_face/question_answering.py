@@ -10,16 +10,14 @@ import torch
 from transformers import Pipeline
 
 from gmlp_scale.finetune.spans import NUM_BEST, WindowScores, spans
-from gmlp_scale.finetune.windows import Window, cut_windows
-
-MAX_QUESTION_TOKENS = 64
+from gmlp_scale.finetune.windows import MAX_QUESTION_TOKENS, Window, cut_windows
 
 
 class QuestionAnsweringPipeline(Pipeline):
     """answer(question=..., context=...) -> {"answer", "start", "end", "score"}, or a list of these for a list of dicts.
 
     start, end: the answer's characters in the context. score: the span's probability against that of no answer.
-    document_stride: tokens from one window of a long context to the next.
+    document_stride: tokens from one window of a long context to the next; that of finetuning, if not given.
     handle_impossible_answer: the answer may be "", where that is likelier than every span.
     """
 
@@ -27,18 +25,19 @@ class QuestionAnsweringPipeline(Pipeline):
         inputs = {"question": question, "context": context} if inputs is None else inputs
         return super().__call__(inputs, **parameters)
 
-    def _sanitize_parameters(self, document_stride: int = 128, handle_impossible_answer: bool = False):
+    def _sanitize_parameters(self, document_stride: int | None = None, handle_impossible_answer: bool = False):
         return {"document_stride": document_stride}, {}, {"handle_impossible_answer": handle_impossible_answer}
 
-    def preprocess(self, inputs: dict[str, str], document_stride: int) -> dict:
+    def preprocess(self, inputs: dict[str, str], document_stride: int | None) -> dict:
         config = self.model.config
         row_length = config.row_length or config.sequence_length
         question = self._tokens(inputs["question"].strip())["input_ids"][:MAX_QUESTION_TOKENS]
         context = self._tokens(inputs["context"])
         if not context["input_ids"]:
             raise ValueError("the context is empty: there is nothing to take an answer from")
+        stride = document_stride or config.document_stride
         start = [config.cls_token_id, *question, config.sep_token_id]
-        windows = cut_windows(len(context["input_ids"]), row_length - len(start) - 1, document_stride)
+        windows = cut_windows(len(context["input_ids"]), row_length - len(start) - 1, stride)
         rows = [[*start, *context["input_ids"][w.first : w.stop], config.sep_token_id] for w in windows]
         rows = [row + [config.pad_token_id] * (row_length - len(row)) for row in rows]
         return {
