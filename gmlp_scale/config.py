@@ -24,7 +24,7 @@ from gmlp_scale.train.optimizer import OptimizerConfig
 
 # What a resumed run may change without asking, since neither the rows nor the mathematics of a step depend on it.
 FREE_ON_RESUME = (
-    "name", "output_dir", "engine.", "checkpoint.",
+    "name", "output_dir", "engine.", "checkpoint.", "model.kernels",
     "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
     "data.max_corrupt_shards", "train.stop_after_step", "train.micro_batch_size", "train.device", "train.compile",
     "train.recompute", "train.log_every_steps", "train.evaluate_every_steps", "train.num_evaluation_rows",

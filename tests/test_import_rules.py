@@ -10,6 +10,7 @@ PACKAGES = ("gmlp_scale", "data_prep", "launch")
 
 # package or module -> the project's modules that it may import (a prefix allows everything below it)
 ALLOWED = {
+    "gmlp_scale.kernels": ("gmlp_scale.kernels",),
     "gmlp_scale.models": ("gmlp_scale.models", "gmlp_scale.data.batch"),
     "gmlp_scale.data": ("gmlp_scale.data",),
     "gmlp_scale.world": (),
@@ -29,6 +30,7 @@ CONFINED = {
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
     "tensorboard": ("gmlp_scale.train.metrics", "gmlp_scale.analysis.tensorboard"),
     "torch.utils.tensorboard": ("gmlp_scale.train.metrics", "gmlp_scale.analysis.tensorboard"),
+    "triton": ("gmlp_scale.kernels",),
     "pickle": (),
     "dill": (),
 }

@@ -144,7 +144,7 @@ def test_recipe_of_the_paper(name):
 def test_compared_models_differ_in_nothing_but_the_blocks():
     names = ["compare_gmlp", "compare_amlp", "compare_bert"]
     sizes = [num_parameters(name) for name in names]
-    assert max(sizes) < 1.03 * min(sizes)
+    assert max(sizes) < 1.04 * min(sizes)
     gmlp, *others = [recipe(name).model_dump(exclude={"name", "model"}) for name in names]
     assert all(other == gmlp for other in others)
 

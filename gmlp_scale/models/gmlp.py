@@ -9,6 +9,7 @@
 Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F / 2 if split, else F), K head width.
 """
 
+import importlib
 import math
 from typing import Literal
 
@@ -42,11 +43,16 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
     sequence_length: PositiveInt
     """Positions n that the spatial projection is made for; shorter inputs take its central part."""
     vocab_size: PositiveInt
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which are for
+    gating multiplicative_split in bfloat16 and float32 on CUDA devices. auto: the kernels wherever they fit."""
 
     @model_validator(mode="after")
-    def _even_split(self):
+    def _fits_the_gating(self):
         if self.gating == "multiplicative_split" and self.d_ffn % 2:
             raise ValueError(f"d_ffn is {self.d_ffn}: gating multiplicative_split halves it, so make it even")
+        if self.gating != "multiplicative_split" and self.kernels == "triton":
+            raise ValueError(f"kernels triton is for gating multiplicative_split, not {self.gating}: set it to auto")
         return self
 
     @property
@@ -90,9 +96,12 @@ class GmlpBlock(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         y_BND = self.norm(x_BND)
-        z_BNF = F.gelu(self.expand(y_BND))
-        attended_BNG = self.attention(y_BND) if self.attention is not None else None
-        return x_BND + self.dropout(self.project(self.gating(z_BNF, attended_BNG)))
+        z_BNF = self.expand(y_BND)
+        if self.attention is None:
+            gated_BNG = self.gating(z_BNF)
+        else:
+            gated_BNG = self.gating(z_BNF, self.attention(y_BND), self.attention.out)
+        return x_BND + self.dropout(self.project(gated_BNG))
 
 
 class SpatialGatingUnit(nn.Module):
@@ -106,10 +115,14 @@ class SpatialGatingUnit(nn.Module):
         n = config.sequence_length
         self.variant = config.gating
         self.spatial = config.spatial
+        self.kernels = config.kernels
         self.sequence_length = n
         self.norm = nn.LayerNorm(config.d_gate)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if config.spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
+        if config.kernels != "torch":
+            # By name, not by an import statement: exports hold this file without the kernels and never come here.
+            importlib.import_module("gmlp_scale.kernels.spatial_gating_unit")
 
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:
@@ -127,17 +140,37 @@ class SpatialGatingUnit(nn.Module):
             diagonal.add_(1.0)
         self.bias.fill_(1.0 if self.variant.startswith("multiplicative") else 0.0)
 
-    def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """W and b for the first m <= n positions: the m central offsets to each side, or the leading m x m part."""
+    def central_part(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """`weight` and `bias` for the first m <= n positions: m offsets to each side, or the leading m x m part."""
         n, m = self.sequence_length, num_positions
-        if self.spatial == "toeplitz":
-            return toeplitz(self.weight[n - m : n + m - 1]), self.bias[:m]
-        return self.weight[:m, :m], self.bias[:m]
+        return self.weight[n - m : n + m - 1] if self.spatial == "toeplitz" else self.weight[:m, :m], self.bias[:m]
 
-    def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None) -> Tensor:
+    def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """weight_NN and bias_N: W and b for the first m <= n positions."""
+        weight, bias_N = self.central_part(num_positions)
+        return toeplitz(weight) if self.spatial == "toeplitz" else weight, bias_N
+
+    def forward(self, z_BNF: Tensor, context_BNK: Tensor | None = None, out: nn.Linear | None = None) -> Tensor:
+        """z before GELU -> gated_BNG. The tiny attention's context, projected by `out`, is added to the gate."""
+        if self._is_fused(z_BNF):
+            weight, bias_N = self.central_part(z_BNF.shape[1])
+            gated_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit(
+                z_BNF, self.norm.weight, self.norm.bias, weight, bias_N,
+                context_BNK, None if out is None else out.weight, None if out is None else out.bias,
+                self.norm.eps, torch.is_grad_enabled(),
+            )  # fmt: skip
+            return gated_BNG
+        z_BNF = F.gelu(z_BNF)
         u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.variant == "multiplicative_split" else (z_BNF, z_BNF)
         weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
+        attended_BNG = None if out is None else out(context_BNK)
         return spatial_gating(u_BNG, self.norm(v_BNG), weight_NN, bias_N, attended_BNG, self.variant)
+
+    def _is_fused(self, z_BNF: Tensor) -> bool:
+        if self.kernels == "auto":
+            can_be = self.variant == "multiplicative_split" and z_BNF.dtype in (torch.bfloat16, torch.float32)
+            return can_be and z_BNF.is_cuda
+        return self.kernels == "triton"
 
 
 def spatial_gating(
@@ -162,7 +195,10 @@ def spatial_gating(
 
 
 class TinyAttention(nn.Module):
-    """One head over all positions, no mask and no positions (Figure 6): y_BND -> attended_BNG."""
+    """One head over all positions, no mask and no positions (Figure 6): y_BND -> context_BNK.
+
+    The gate takes the context together with `out`, the projection to its channels, and adds both in one product.
+    """
 
     def __init__(self, d_model: int, d_attn: int, d_out: int, dropout: float = 0.0):
         super().__init__()
@@ -173,4 +209,4 @@ class TinyAttention(nn.Module):
     def forward(self, y_BND: Tensor) -> Tensor:
         q_B1NK, k_B1NK, v_B1NK = self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)
         dropout = self.dropout if self.training else 0.0
-        return self.out(F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout).squeeze(1))
+        return F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout).squeeze(1)
