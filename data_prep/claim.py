@@ -14,9 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import fsspec
-
-from gmlp_scale.data.files import create_file, read_file, with_retries, write_file
+from gmlp_scale.data.files import create_file, open_filesystem, read_file, with_retries, write_file
 
 _BEAT_SECONDS = 5.0
 _GONE_AFTER_SECONDS = 30.0
@@ -94,7 +92,7 @@ def _beat(name: str, mine: dict, ended: threading.Event) -> None:
 
 
 def _numbers(url: str) -> list[int]:
-    filesystem, path = fsspec.url_to_fs(url)
+    filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
     try:
         paths = with_retries(lambda: filesystem.ls(path, detail=False), f"listing {url}")

@@ -15,10 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import fsspec
-
 from data_prep.claim import claimed
-from gmlp_scale.data.files import read_file, with_retries, write_file
+from gmlp_scale.data.files import open_filesystem, read_file, with_retries, write_file
 
 
 class JobError(ValueError):
@@ -46,7 +44,7 @@ class JobFolder:
 
     def _is_foreign(self) -> bool:
         """Whether something else than a job's output is there."""
-        filesystem, path = fsspec.url_to_fs(self.output)
+        filesystem, path = open_filesystem(self.output)
         if not filesystem.exists(path) or filesystem.exists(f"{path.rstrip('/')}/job"):
             return False
         return not filesystem.isdir(path) or bool(filesystem.ls(path))
@@ -76,7 +74,7 @@ class JobFolder:
 
     def read_all(self, folder: str, prefix: str = "") -> list[dict]:
         """The JSON files of a folder whose names begin with `prefix`, in the order of their names."""
-        filesystem, path = fsspec.url_to_fs(f"{self.url}/{folder}")
+        filesystem, path = open_filesystem(f"{self.url}/{folder}")
         filesystem.invalidate_cache()
         try:
             paths = with_retries(lambda: filesystem.ls(path, detail=False), f"listing {self.url}/{folder}")

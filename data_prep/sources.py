@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
-import fsspec
 import orjson
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
 from isal import isal_zlib
 
 from data_prep.job_folder import JobError
-from gmlp_scale.data.files import with_retries
+from gmlp_scale.data.files import open_filesystem, with_retries
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
 _CHUNK_BYTES = 1 << 15  # of compressed input decompressed at a time
@@ -57,7 +56,7 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
     """Files of the globs and URLs, each source's sorted by name. ValueError where one matches nothing readable."""
     found = []
     for source in sources:
-        filesystem, pattern = fsspec.url_to_fs(source)
+        filesystem, pattern = open_filesystem(source)
         matches = with_retries(partial(filesystem.glob, pattern, detail=True), f"listing {source}")
         files = [
             InputFile(filesystem.unstrip_protocol(path).removeprefix("file://"), info["size"])
@@ -191,7 +190,7 @@ class CorruptFileError(Exception):
 
 
 def _open(url: str) -> BinaryIO:
-    filesystem, path = fsspec.url_to_fs(url)
+    filesystem, path = open_filesystem(url)
     if isinstance(filesystem, LocalFileSystem):
         return open(path, "rb")
     return io.BufferedReader(_RetriedFile(filesystem.open(path, "rb", block_size=_BLOCK_BYTES), url), _BLOCK_BYTES)

@@ -8,9 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import fsspec
-
-from gmlp_scale.data.files import is_local, with_retries
+from gmlp_scale.data.files import is_local, open_filesystem, with_retries
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
 
 _DOWNLOADS_AT_A_TIME = 8
@@ -27,7 +25,7 @@ class ShardFiles:
     """
 
     def __init__(self, folder: str, cache_dir: str | None, *, max_bytes: int | None = None):
-        self._filesystem, self._root = fsspec.url_to_fs(folder)
+        self._filesystem, self._root = open_filesystem(folder)
         if not is_local(folder) and cache_dir is None:
             raise ShardError(
                 f"data.shards={folder} is not on this machine: set data.cache_dir to a local folder that its shards "

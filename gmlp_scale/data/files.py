@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 log = logging.getLogger(__name__)
@@ -22,9 +23,17 @@ _PERMANENT = (
 _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
+def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
+    """The file system that fsspec has for a path or URL, and the path there. OSError where it has none."""
+    try:
+        return fsspec.url_to_fs(str(url))
+    except (ImportError, ValueError) as error:  # a package is not installed, or no protocol is called so
+        raise OSError(f"{url} cannot be opened: {error}") from error
+
+
 def is_local(url: str | Path) -> bool:
     """Whether a path or URL is on this machine's file system."""
-    return isinstance(fsspec.url_to_fs(str(url))[0], LocalFileSystem)
+    return isinstance(open_filesystem(url)[0], LocalFileSystem)
 
 
 def with_retries(operation: Callable[[], T], what: str) -> T:
@@ -50,7 +59,7 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
 
 def read_file(url: str | Path) -> bytes:
     """The content of a file. FileNotFoundError where there is none."""
-    filesystem, path = fsspec.url_to_fs(str(url))
+    filesystem, path = open_filesystem(url)
     if isinstance(filesystem, LocalFileSystem):
         return Path(path).read_bytes()
     return with_retries(lambda: filesystem.cat_file(path), f"reading {url}")
@@ -61,7 +70,7 @@ def create_file(url: str | Path, content: bytes) -> None:
 
     FileExistsError for the others. Certain on local files, S3 and Google Cloud Storage; other stores may only look.
     """
-    filesystem, path = fsspec.url_to_fs(str(url))
+    filesystem, path = open_filesystem(url)
     if isinstance(filesystem, LocalFileSystem):
         temporary = _write_temporary(Path(path), content)
         try:
@@ -81,7 +90,7 @@ def write_file(url: str | Path, content: bytes) -> None:
 
     A local file is written under a temporary name, fsynced and renamed; an object store's put is whole by itself.
     """
-    filesystem, path = fsspec.url_to_fs(str(url))
+    filesystem, path = open_filesystem(url)
     if not isinstance(filesystem, LocalFileSystem):
         with_retries(lambda: filesystem.pipe_file(path, content), f"writing {url}")
         return
