@@ -4,7 +4,7 @@ from gmlp_scale.data.files import is_local, open_filesystem
 
 
 def test_a_url_that_nothing_opens_is_one_clear_error():
-    with pytest.raises(OSError, match="nosuch://bucket/shards cannot be opened: .*nosuch"):
+    with pytest.raises(OSError, match=r"nosuch://bucket/shards cannot be opened: .*nosuch"):
         open_filesystem("nosuch://bucket/shards")
 
 
