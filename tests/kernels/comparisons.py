@@ -1,0 +1,73 @@
+"""The fused Spatial Gating Unit beside a plain one in float64, on any device; run by child processes too."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gmlp_scale.kernels.spatial_gating_unit import spatial_gating_unit
+from gmlp_scale.models.toeplitz import toeplitz
+
+INPUTS = ("z", "gain", "norm_bias", "weight", "bias", "context", "out_weight", "out_bias")
+EPS = 1e-5
+
+
+class Case(NamedTuple):
+    n: int
+    spatial: str = "toeplitz"
+    d_attn: int | None = None
+    dtype: torch.dtype = torch.float32
+    batch_size: int = 2
+    d_gate: int = 40
+
+
+def inputs_of(case: Case, device: str = "cpu") -> tuple[list[Tensor | None], Tensor]:
+    """Every input of the unit in the order of INPUTS, and a gradient of its output."""
+    generator = torch.Generator().manual_seed(case.n)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
+
+    n, g, k = case.n, case.d_gate, case.d_attn
+    weight = random(n, n) if case.spatial == "dense" else random(2 * n - 1)
+    attention = [None] * 3 if k is None else [random(case.batch_size, n, k), random(g, k) / k**0.5, random(g)]
+    return [
+        random(case.batch_size, n, 2 * g), 1 + random(g) / 3, random(g), weight / n**0.5, 1 + random(n), *attention
+    ], random(case.batch_size, n, g)  # fmt: skip
+
+
+def plain_unit(z, gain, norm_bias, weight, bias, context, out_weight, out_bias) -> Tensor:
+    u, v = F.gelu(z).chunk(2, dim=-1)
+    gate = (toeplitz(weight) if weight.ndim == 1 else weight) @ F.layer_norm(v, v.shape[-1:], gain, norm_bias, EPS)
+    gate = gate + bias[:, None]
+    if context is not None:
+        gate = gate + context @ out_weight.T + out_bias
+    return u * gate
+
+
+def fused_unit(*inputs: Tensor | None) -> Tensor:
+    return spatial_gating_unit(*inputs, EPS, True)[0]
+
+
+def output_and_gradients(unit: Callable, inputs: list[Tensor | None], grad_output: Tensor) -> dict[str, Tensor]:
+    leaves = [None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in inputs]
+    output = unit(*leaves)
+    output.backward(grad_output)
+    gradients = {name: leaf.grad for name, leaf in zip(INPUTS, leaves, strict=True) if leaf is not None}
+    return {"output": output.detach()} | gradients
+
+
+def relative_errors(case: Case, device: str = "cpu") -> dict[str, float]:
+    """Of the output and every gradient, by norm. Also holds each to its input's shape and dtype."""
+    inputs, grad_output = inputs_of(case, device)
+    exact_inputs = [None if tensor is None else tensor.double() for tensor in inputs]
+    found = output_and_gradients(fused_unit, inputs, grad_output)
+    expected = output_and_gradients(plain_unit, exact_inputs, grad_output.double())
+    for name, tensor in found.items():
+        assert (tensor.shape, tensor.dtype) == (expected[name].shape, case.dtype), name
+    return {
+        name: ((tensor.double() - expected[name]).norm() / expected[name].norm()).item()
+        for name, tensor in found.items()
+    }

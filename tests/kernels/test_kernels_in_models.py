@@ -1,0 +1,81 @@
+"""model.kernels: blocks are the same whichever computes, at any length, recomputed and compiled."""
+
+import pytest
+import torch
+from interpreter import run_interpreted
+from pydantic import ValidationError
+from torch.utils.checkpoint import checkpoint
+
+from gmlp_scale.config import check_unchanged
+from gmlp_scale.models import AmlpConfig, GmlpConfig
+from gmlp_scale.models.gmlp import GmlpBlock
+
+SIZES = {"num_blocks": 1, "d_model": 8, "d_ffn": 20, "sequence_length": 12, "vocab_size": 40}
+
+
+def make_block(kernels: str, spatial: str = "toeplitz") -> GmlpBlock:
+    block = GmlpBlock(AmlpConfig(**SIZES, d_attn=3, spatial=spatial, kernels=kernels))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return block
+
+
+def output_and_gradients(block: GmlpBlock, forward, num_positions: int = 12) -> dict[str, torch.Tensor]:
+    x_BND = torch.randn(2, num_positions, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    block.zero_grad()
+    output_BND = forward(x_BND)
+    output_BND.square().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in block.named_parameters()}
+    return {"output": output_BND.detach(), "x": x_BND.grad} | gradients
+
+
+def _run_blocks() -> dict:
+    results = {}
+    for spatial in ("toeplitz", "dense"):
+        for kernels in ("torch", "triton"):
+            block = make_block(kernels, spatial)
+            for num_positions in (12, 7):
+                results[spatial, kernels, num_positions] = output_and_gradients(block, block, num_positions)
+    block = make_block("triton")
+    results["recomputed"] = output_and_gradients(block, lambda x_BND: checkpoint(block, x_BND, use_reentrant=False))
+    compiled = make_block("triton")
+    compiled.compile(fullgraph=True)  # raises on a graph break
+    results["compiled"] = output_and_gradients(compiled, compiled)
+    return results
+
+
+@pytest.fixture(scope="module")
+def blocks() -> dict:
+    return run_interpreted(_run_blocks)[0]
+
+
+@pytest.mark.parametrize("num_positions", [12, 7])
+@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+def test_block_is_the_plain_one_at_full_and_shorter_length(blocks, spatial, num_positions):
+    expected = blocks[spatial, "torch", num_positions]
+    torch.testing.assert_close(blocks[spatial, "triton", num_positions], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_recomputing_gives_the_same(blocks):
+    expected = blocks["toeplitz", "triton", 12]
+    assert all(torch.equal(blocks["recomputed"][name], expected[name]) for name in expected)
+
+
+def test_compiling_breaks_no_graph_and_gives_the_same(blocks):
+    torch.testing.assert_close(blocks["compiled"], blocks["toeplitz", "triton", 12], rtol=1e-5, atol=1e-5)
+
+
+def test_auto_is_plain_pytorch_on_a_cpu():
+    results = [output_and_gradients(block, block) for block in (make_block("auto"), make_block("torch"))]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_kernels_are_refused_for_other_gatings():
+    with pytest.raises(ValidationError, match="kernels triton is for gating multiplicative_split, not linear"):
+        GmlpConfig(**SIZES, gating="linear", kernels="triton")
+
+
+def test_a_resumed_run_may_change_its_kernels():
+    assert check_unchanged({"model": {"kernels": "auto"}}, {"model": {"kernels": "torch"}}, ()) == []

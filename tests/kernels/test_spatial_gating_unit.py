@@ -1,0 +1,104 @@
+"""The kernels against float64: on the CPU in Triton's interpreter, on a GPU at the sizes of the recipes."""
+
+import pytest
+import torch
+from comparisons import (
+    Case,
+    fused_unit,
+    inputs_of,
+    output_and_gradients,
+    relative_errors,
+    spatial_gating_unit,
+)
+from interpreter import run_interpreted
+
+BFLOAT16 = torch.bfloat16
+BOUNDS = {torch.float32: 1e-5, BFLOAT16: 1e-2}
+CASES = [
+    Case(1), Case(1, "dense", 5), Case(1, dtype=BFLOAT16, batch_size=4),
+    Case(77, d_gate=70), Case(77, "dense", 20, d_gate=70), Case(77, "dense", dtype=BFLOAT16), Case(77, d_attn=64),
+    Case(128, "dense", batch_size=3), Case(128, d_attn=64), Case(128, d_attn=64, dtype=BFLOAT16, d_gate=130),
+    Case(196, "dense"), Case(196, d_attn=6, dtype=BFLOAT16, d_gate=9),
+    Case(512, d_gate=12), Case(512, "dense", 16, BFLOAT16, batch_size=1, d_gate=12),
+]  # fmt: skip
+REPEATED = [Case(77, d_attn=8, d_gate=70), Case(77, d_attn=8, d_gate=70, dtype=BFLOAT16)]
+RECIPES = [
+    Case(512, "toeplitz", None, BFLOAT16, 8, 1536),  # gmlp_base
+    Case(512, "toeplitz", 128, BFLOAT16, 8, 1536),  # amlp_large
+    Case(196, "dense", None, BFLOAT16, 8, 1536),
+    Case(512, "toeplitz", 64, torch.float32, 2, 1536),
+]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs compiled kernels: needs a GPU")
+
+
+def two_runs(case: Case, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    return [output_and_gradients(fused_unit, *inputs_of(case, device)) for _ in range(2)]
+
+
+def _run_all() -> dict:
+    results = {case: relative_errors(case) for case in CASES}
+    with torch.no_grad():
+        inputs, _ = inputs_of(REPEATED[0])
+        keeping, inferring = (spatial_gating_unit(*inputs, 1e-5, keeps) for keeps in (True, False))
+    results["inference"] = [(output.numel(), torch.equal(keeping[0], inferring[0])) for output in inferring[:2]]
+    return results | {("twice", case): two_runs(case) for case in REPEATED}
+
+
+def _check_operators() -> None:
+    """PyTorch's own checks of schema, fake outputs and gradients, under tracing too."""
+    for case in (Case(5, d_attn=3, d_gate=6), Case(5, "dense", d_gate=6)):
+        inputs, _ = inputs_of(case)
+        leaves = [None if tensor is None else tensor.requires_grad_() for tensor in inputs]
+        torch.library.opcheck(spatial_gating_unit, (*leaves, 1e-5, True))
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict:
+    return run_interpreted(_run_all)[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_every_gradient_are_those_of_float64(on_cpu, case):
+    assert max(on_cpu[case].values()) < BOUNDS[case.dtype], on_cpu[case]
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=str)
+def test_two_runs_are_equal_bit_for_bit(on_cpu, case):
+    first, second = on_cpu["twice", case]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_inference_keeps_no_gate_and_gives_the_same(on_cpu):
+    (num_outputs, is_same), (num_kept, _) = on_cpu["inference"]
+    assert num_outputs == 2 * 77 * 70 and is_same and num_kept == 0
+
+
+def test_operators_keep_to_the_rules_of_pytorch():
+    run_interpreted(_check_operators)
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", RECIPES, ids=str)
+def test_output_and_every_gradient_are_those_of_float64_on_a_gpu(case):
+    errors = relative_errors(case, "cuda")
+    assert max(errors.values()) < BOUNDS[case.dtype], errors
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", RECIPES, ids=str)
+def test_two_runs_are_equal_bit_for_bit_on_a_gpu(case):
+    first, second = two_runs(case, "cuda")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_cpu_is_refused():
+    inputs, _ = inputs_of(Case(3))
+    with pytest.raises(ValueError, match=r"needs a CUDA device, but the model is on cpu: set model.kernels to auto"):
+        fused_unit(*inputs)
+
+
+def test_other_dtypes_are_refused():
+    inputs, _ = inputs_of(Case(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"in bfloat16 and float32, not torch.float64: set it to torch"):
+        fused_unit(*inputs)
