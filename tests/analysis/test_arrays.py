@@ -53,9 +53,9 @@ def test_attention_is_what_the_model_s_own_attention_multiplies_its_values_by(ru
     trained.model.encode(torch.tensor([ids]))
     for number, (block, map_NN) in enumerate(zip(trained.model.blocks, maps, strict=True)):
         assert map_NN.sum(axis=1) == pytest.approx(np.ones(12), abs=1e-6) and map_NN.min() > 0
-        y_1ND, attended_1NG = inputs[number]
+        y_1ND, context_1NK = inputs[number]
         v_NK = block.attention.qkv(y_1ND)[0].chunk(3, dim=-1)[2]
-        torch.testing.assert_close(block.attention.out(torch.from_numpy(map_NN) @ v_NK), attended_1NG[0])
+        torch.testing.assert_close(torch.from_numpy(map_NN) @ v_NK, context_1NK[0])
 
 
 def test_a_finetuned_model_s_row_is_padded(runs, tmp_path):
