@@ -92,7 +92,9 @@ class ZeroEngine:
     @torch.no_grad()
     def predict(self, batch) -> Tensor:
         self.module.eval()
+        self._let_modules_read_others(True)
         logits = self.module.module.predict(batch)
+        self._let_modules_read_others(False)
         self.module.train()
         return logits
 
@@ -127,6 +129,12 @@ class ZeroEngine:
 
     def close(self) -> None:
         self.module.destroy()
+
+    def _let_modules_read_others(self, is_forward: bool) -> None:
+        """As DeepSpeed's own forward does: stage 3 then gathers a parameter that another module than its own reads."""
+        if self.stage == 3:
+            for module in self.module.module.modules():
+                module._parameters._in_forward = is_forward
 
     def _create_moments(self) -> None:
         """DeepSpeed leaves them to the first step, but state and load_state come before it."""

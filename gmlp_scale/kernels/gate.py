@@ -59,6 +59,7 @@ def _forward(
 ):  # fmt: skip
     position = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    # Each sequence by a 64-bit pointer, and what is in it by 32 bits: half the registers.
     first_row = tl.program_id(2).to(tl.int64) * num_positions
     is_position, is_channel = (position < num_positions)[:, None], (channel < d_gate)[None, :]
 
@@ -72,7 +73,7 @@ def _forward(
             other=0.0,
         )
         v = tl.load(
-            v_BNG + (first_row + other)[:, None] * d_gate + channel[None, :],
+            v_BNG + first_row * d_gate + other[:, None] * d_gate + channel[None, :],
             mask=is_other[:, None] & is_channel,
             other=0.0,
         )
@@ -82,7 +83,7 @@ def _forward(
             k = start + tl.arange(0, BLOCK_K)
             is_k = k < d_attn
             context = tl.load(
-                context_BNK + (first_row + position)[:, None] * d_attn + k[None, :],
+                context_BNK + first_row * d_attn + position[:, None] * d_attn + k[None, :],
                 mask=is_position & is_k[None, :],
                 other=0.0,
             )
@@ -93,12 +94,14 @@ def _forward(
         gate += tl.load(out_bias_G + channel, mask=channel < d_gate, other=0.0).to(tl.float32)[None, :]
     gate += tl.load(bias_N + position, mask=position < num_positions, other=0.0).to(tl.float32)[:, None]
 
-    row = (first_row + position)[:, None]
     inside = is_position & is_channel
-    u = tl.load(z_BNF + row * (2 * d_gate) + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = position[:, None] * d_gate + channel[None, :]
     if gate_BNG is not None:
-        tl.store(gate_BNG + row * d_gate + channel[None, :], gate, mask=inside)
-    tl.store(output_BNG + row * d_gate + channel[None, :], gelu(u) * gate, mask=inside)
+        tl.store(gate_BNG + first_row * d_gate + place, gate, mask=inside)
+    u = tl.load(
+        z_BNF + first_row * (2 * d_gate) + position[:, None] * (2 * d_gate) + channel[None, :], mask=inside, other=0.0
+    ).to(tl.float32)
+    tl.store(output_BNG + first_row * d_gate + place, gelu(u) * gate, mask=inside)
 
 
 @triton.jit

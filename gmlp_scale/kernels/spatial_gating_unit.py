@@ -41,6 +41,14 @@ def spatial_gating_unit(
     from gmlp_scale.kernels.spatial_weight import spatial_matrix
 
     _check_can_run(z_BNF)
+    # A kernel reads past a wrong tensor's end, such as one that an engine has not gathered.
+    batch_size, num_positions, d_gate = z_BNF.shape[0], z_BNF.shape[1], z_BNF.shape[2] // 2
+    assert gain_G.shape == norm_bias_G.shape == (d_gate,) and bias_N.shape == (num_positions,)
+    assert weight.shape in ((2 * num_positions - 1,), (num_positions, num_positions))
+    if context_BNK is not None:
+        d_attn = context_BNK.shape[-1]
+        assert context_BNK.shape == (batch_size, num_positions, d_attn)
+        assert out_weight_GK.shape == (d_gate, d_attn) and out_bias_G.shape == (d_gate,)
     if _is_rounded_late(z_BNF):
         tensors = (z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G)
         outputs = spatial_gating_unit(*map(_in_float32, tensors), eps, keeps_gate)

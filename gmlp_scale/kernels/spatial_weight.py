@@ -72,12 +72,12 @@ def _gradient(
         channel = (index % blocks_per_sequence) * BLOCK_K + tl.arange(0, BLOCK_K)
         is_channel = channel < d_gate
         grad_gate = tl.load(
-            grad_gate_BNG + (first_row + i)[:, None] * d_gate + channel[None, :],
+            grad_gate_BNG + first_row * d_gate + i[:, None] * d_gate + channel[None, :],
             mask=(i < n)[:, None] & is_channel[None, :],
             other=0.0,
         )
         v = tl.load(
-            v_BNG + (first_row + j)[None, :] * d_gate + channel[:, None],
+            v_BNG + first_row * d_gate + j[None, :] * d_gate + channel[:, None],
             mask=(j < n)[None, :] & is_channel[:, None],
             other=0.0,
         )

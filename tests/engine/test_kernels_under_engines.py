@@ -12,8 +12,10 @@ from gmlp_scale.world import start_world
 def _train(engine_config: EngineConfig, kernels: str) -> dict:
     with start_world(60, "cpu", init_group=True) as world:
         engine = start_engine(world, AMLP.model_copy(update={"kernels": kernels}), engine_config)
+        batch = micro_batches_of(99, world)[0]
+        initial_predictions = engine.predict(batch)  # before a forward pass has shown which module reads what
         run = train(engine, world, 0, 2)
-        predictions = engine.predict(micro_batches_of(99, world)[0])
+        predictions = torch.stack([initial_predictions, engine.predict(batch)])
         engine.close()
     return {"losses": run.losses, "norms": run.norms, "predictions": predictions}
 
