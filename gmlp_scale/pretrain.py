@@ -27,7 +27,7 @@ from gmlp_scale.train.metrics import Metrics, peak_tflops
 from gmlp_scale.train.optimizer import build_adamw, decayed_names
 from gmlp_scale.train.run_folder import RunFolderError, claimed, describe_data_change, write_text
 from gmlp_scale.train.start_up import StartUp
-from gmlp_scale.world import OtherRankError, World, set_up_logging, start_world
+from gmlp_scale.world import DeviceError, OtherRankError, World, set_up_logging, start_world
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ USER_ERRORS = (
     RunFolderError,
     CheckpointError,
     NotFiniteError,
+    DeviceError,
     OtherRankError,
 )
 """What a user can put right: each is one message that says what was found, what is needed and what to change."""

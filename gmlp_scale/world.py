@@ -25,6 +25,10 @@ class OtherRankError(RuntimeError):
     """This rank is well but another one is not; the other one's message says why."""
 
 
+class DeviceError(RuntimeError):
+    """The device that was asked for is not there."""
+
+
 def launched_world_size() -> int:
     """The number of processes that the launcher started (torchrun and deepspeed both set WORLD_SIZE); 1 without one."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -46,6 +50,7 @@ def start_world(
 
     Raises:
         ValueError: the launcher's variables are incomplete.
+        DeviceError: "cuda" was asked for and there is none.
     """
     size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
     if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -54,6 +59,8 @@ def start_world(
             "start the processes with torchrun or deepspeed, or set all five"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # DeepSpeed reads these two: it would find the GPU where the run was asked to stay on the CPU, and it insists on a

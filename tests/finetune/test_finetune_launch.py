@@ -67,6 +67,12 @@ def test_errors_of_the_run_leave_with_1(launch, tmp_path):
     assert code == 1 and "no export at nowhere" in error
 
 
+def test_a_gpu_that_is_not_there_is_missed(launch, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, error = launch("train.device=cuda")
+    assert code == 1 and "train.device is cuda, but torch finds no CUDA device here" in error
+
+
 @pytest.mark.parametrize("task", ["mnli", "sst2", "squad_v1", "squad_v2"])
 def test_recipes_name_what_is_missing(launch, task):
     code, _, error = launch("--dry-run", config=RECIPES / f"{task}.yaml")
