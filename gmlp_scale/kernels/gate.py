@@ -31,7 +31,7 @@ def apply_gate(
     tiles = TILES[z_BNF.dtype]
     grid = (triton.cdiv(num_positions, tiles["BLOCK_N"]), triton.cdiv(d_gate, tiles["BLOCK_G"]), batch_size)
     d_attn = 0 if context_BNK is None else context_BNK.shape[-1]
-    _forward[grid](
+    _spatial_gate_kernel[grid](
         z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G,
         gate_BNG if keeps_gate else None, output_BNG, num_positions, d_gate, d_attn, **tiles,
     )  # fmt: skip
@@ -46,14 +46,14 @@ def apply_gate_backward(
     grad_bias_BN = gate_BNG.new_empty(gate_BNG.shape[:2], dtype=torch.float32)
     num_rows, d_gate = grad_bias_BN.numel(), gate_BNG.shape[-1]
     rows = whole_rows(d_gate)
-    _backward[(triton.cdiv(num_rows, rows["BLOCK_R"]),)](
+    _spatial_gate_backward_kernel[(triton.cdiv(num_rows, rows["BLOCK_R"]),)](
         grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF, grad_gate_BNG, grad_bias_BN, num_rows, d_gate, **rows
     )
     return grad_gate_BNG, grad_bias_BN
 
 
 @triton.jit
-def _forward(
+def _spatial_gate_kernel(
     z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G, gate_BNG, output_BNG,
     num_positions, d_gate, d_attn, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _spatial_gate_backward_kernel(
     grad_output_RG, z_RF, gate_RG, grad_z_RF, grad_gate_RG, grad_bias_R,
     num_rows, d_gate, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip

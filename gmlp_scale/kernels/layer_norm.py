@@ -30,7 +30,9 @@ def layer_norm_of_gelu(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float
     rstd_BN = torch.empty_like(mean_BN)
     rows = whole_rows(d_ffn // 2)
     grid = (triton.cdiv(mean_BN.numel(), rows["BLOCK_R"]),)
-    _forward[grid](z_BNF, gain_G, bias_G, v_BNG, mean_BN, rstd_BN, mean_BN.numel(), d_ffn // 2, eps, **rows)
+    _layer_norm_of_gelu_kernel[grid](
+        z_BNF, gain_G, bias_G, v_BNG, mean_BN, rstd_BN, mean_BN.numel(), d_ffn // 2, eps, **rows
+    )
     return v_BNG, mean_BN, rstd_BN
 
 
@@ -44,7 +46,7 @@ def layer_norm_of_gelu_backward(
     blocks_per_part = triton.cdiv(num_blocks, MAX_PARTS)
     num_parts = triton.cdiv(num_blocks, blocks_per_part)
     grads_P2G = z_BNF.new_empty(num_parts, 2, d_gate, dtype=torch.float32)
-    _backward[(num_parts,)](
+    _layer_norm_of_gelu_backward_kernel[(num_parts,)](
         grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF, grads_P2G, num_rows, blocks_per_part, d_gate, **rows
     )
     grad_gain_G, grad_bias_G = grads_P2G.sum(0).unbind()
@@ -58,7 +60,7 @@ def whole_rows(d_gate: int) -> dict[str, int]:
 
 
 @triton.jit
-def _forward(
+def _layer_norm_of_gelu_kernel(
     z_RF, gain_G, bias_G, v_RG, mean_R, rstd_R, num_rows, d_gate, eps, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -79,7 +81,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _layer_norm_of_gelu_backward_kernel(
     grad_v_RG, z_RF, mean_R, rstd_R, gain_G, grad_z_RF, grads_P2G,
     num_rows, blocks_per_part, d_gate, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip

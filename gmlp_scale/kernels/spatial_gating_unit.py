@@ -144,14 +144,15 @@ spatial_gating_unit.register_autograd(_backward, setup_context=_save)
 def _check_can_run(z_BNF: Tensor) -> None:
     if z_BNF.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"model.kernels=triton computes in bfloat16 and float32, not {z_BNF.dtype}: set it to torch")
-    if not z_BNF.is_cuda and not _is_interpreted():
+    if not z_BNF.is_cuda and not is_interpreted():
         raise ValueError(
             f"model.kernels=triton needs a CUDA device, but the model is on {z_BNF.device}: set model.kernels to auto "
             "or torch (or TRITON_INTERPRET=1 in the environment, which runs the kernels step by step, for tests)"
         )
 
 
-def _is_interpreted() -> bool:
+def is_interpreted() -> bool:
+    """Whether kernels run step by step on the CPU (TRITON_INTERPRET=1 in the environment)."""
     import triton
 
     return triton.knobs.runtime.interpret
@@ -159,7 +160,7 @@ def _is_interpreted() -> bool:
 
 def _is_rounded_late(z_BNF: Tensor) -> bool:
     """The interpreter has no bfloat16 products and cuts where the GPU rounds: it computes in float32 instead."""
-    return z_BNF.dtype == torch.bfloat16 and _is_interpreted()
+    return z_BNF.dtype == torch.bfloat16 and is_interpreted()
 
 
 def _in_float32(tensor: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ def spatial_matrix(weight: Tensor) -> Tensor:
     n = (len(weight) + 1) // 2
     weight_NN = weight.new_empty(n, n)
     rows = whole_rows(n)
-    _fill[(triton.cdiv(n, rows["BLOCK_R"]),)](weight, weight_NN, n, **rows)
+    _spatial_weight_kernel[(triton.cdiv(n, rows["BLOCK_R"]),)](weight, weight_NN, n, **rows)
     return weight_NN
 
 
@@ -36,18 +36,20 @@ def spatial_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) 
     num_parts = triton.cdiv(batch_size, sequences_per_part)
     parts_PNN = v_BNG.new_empty(num_parts, n, n, dtype=torch.float32)
     grid = (triton.cdiv(n, tiles["BLOCK_I"]), triton.cdiv(n, tiles["BLOCK_J"]), num_parts)
-    _gradient[grid](grad_gate_BNG, v_BNG, parts_PNN, batch_size, sequences_per_part, n, d_gate, **tiles)
+    _spatial_weight_gradient_kernel[grid](
+        grad_gate_BNG, v_BNG, parts_PNN, batch_size, sequences_per_part, n, d_gate, **tiles
+    )
     if like.ndim == 2:
         return parts_PNN.sum(0)
     grad_offsets = parts_PNN.new_empty(2 * n - 1)
     # Eight neighbouring diagonals are the shortest run that reads whole 32-byte sectors of memory.
     block = {"BLOCK_I": min(triton.next_power_of_2(n), 512), "BLOCK_D": 8}
-    _sum_diagonals[(triton.cdiv(2 * n - 1, 8),)](parts_PNN, grad_offsets, num_parts, n, **block)
+    _spatial_diagonals_kernel[(triton.cdiv(2 * n - 1, 8),)](parts_PNN, grad_offsets, num_parts, n, **block)
     return grad_offsets
 
 
 @triton.jit
-def _fill(offsets, weight_NN, n, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
+def _spatial_weight_kernel(offsets, weight_NN, n, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
     i = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     j = tl.arange(0, BLOCK_G)[None, :]
     inside = (i < n) & (j < n)
@@ -55,7 +57,7 @@ def _fill(offsets, weight_NN, n, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def _gradient(
+def _spatial_weight_gradient_kernel(
     grad_gate_BNG, v_BNG, parts_PNN, batch_size, sequences_per_part, n, d_gate,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +89,7 @@ def _gradient(
 
 
 @triton.jit
-def _sum_diagonals(parts_PNN, grad_offsets, num_parts, n, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr):
+def _spatial_diagonals_kernel(parts_PNN, grad_offsets, num_parts, n, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr):
     """Offset d is the diagonal j - i = d - (n - 1)."""
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)

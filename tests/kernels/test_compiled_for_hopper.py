@@ -20,15 +20,15 @@ GRADIENT = {"BLOCK_I": PRODUCT["BLOCK_N"], "BLOCK_J": PRODUCT["BLOCK_G"]} | {
     name: value for name, value in PRODUCT.items() if name not in ("BLOCK_N", "BLOCK_G")
 }
 KERNELS = {
-    "gate forward": (gate._forward, PRODUCT | dict.fromkeys(ATTENTION)),
-    "gate forward with attention": (gate._forward, PRODUCT),
-    "gate forward in inference": (gate._forward, PRODUCT | dict.fromkeys((*ATTENTION, "gate_BNG"))),
-    "gate backward": (gate._backward, ROWS),
-    "norm forward": (layer_norm._forward, ROWS),
-    "norm backward": (layer_norm._backward, ROWS),
-    "weight from offsets": (spatial_weight._fill, layer_norm.whole_rows(512)),
-    "weight gradient": (spatial_weight._gradient, GRADIENT),
-    "diagonal sums": (spatial_weight._sum_diagonals, {"BLOCK_I": 512, "BLOCK_D": 8}),
+    "gate forward": (gate._spatial_gate_kernel, PRODUCT | dict.fromkeys(ATTENTION)),
+    "gate forward with attention": (gate._spatial_gate_kernel, PRODUCT),
+    "gate forward in inference": (gate._spatial_gate_kernel, PRODUCT | dict.fromkeys((*ATTENTION, "gate_BNG"))),
+    "gate backward": (gate._spatial_gate_backward_kernel, ROWS),
+    "norm forward": (layer_norm._layer_norm_of_gelu_kernel, ROWS),
+    "norm backward": (layer_norm._layer_norm_of_gelu_backward_kernel, ROWS),
+    "weight from offsets": (spatial_weight._spatial_weight_kernel, layer_norm.whole_rows(512)),
+    "weight gradient": (spatial_weight._spatial_weight_gradient_kernel, GRADIENT),
+    "diagonal sums": (spatial_weight._spatial_diagonals_kernel, {"BLOCK_I": 512, "BLOCK_D": 8}),
 }
 
 
