@@ -1,0 +1,76 @@
+"""What is made of a report: which figures fell against an earlier one, and a table for the docs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+WORST_CHANGE = 0.05
+
+
+def read_report(path: Path) -> dict:
+    """ValueError where the file is no report."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        _ = [figures for parts in report["recipes"].values() for figures in parts.values()]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no report of launch/benchmark.py: {error!r}. Give a file that --output wrote"
+        ) from None
+    return report
+
+
+def worsened(before: dict, now: dict) -> list[str]:
+    """One line for each ratio that is more than 5 % worse than before: smaller among `ratios`, larger among `costs`.
+
+    ValueError if the two reports have no ratio in common.
+    """
+    old, new = dict(_figures(before)), dict(_figures(now))
+    if not old.keys() & new.keys():
+        raise ValueError("no ratio is in both reports: measure the recipes and parts that the file has")
+    lines = []
+    for key in sorted(old.keys() & new.keys()):
+        change = new[key] / old[key] - 1
+        if (-change if key[2] == "ratios" else change) > WORST_CHANGE:
+            recipe, part, _, name = key
+            lines.append(f"{recipe} {part} {name}: {old[key]:.4g} before, {new[key]:.4g} now ({change:+.1%})")
+    return lines
+
+
+def _figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
+    """((recipe, part, "ratios" or "costs", name), value) of every ratio."""
+    for recipe, parts in report["recipes"].items():
+        for part, figures in parts.items():
+            for kind in ("ratios", "costs"):
+                for name, value in figures.get(kind, {}).items():
+                    yield (recipe, part, kind, name), value
+
+
+def table(report: dict) -> str:
+    """Markdown: for each recipe the step that is reached, the two floors, and what the time goes to."""
+    lines = [
+        "| recipe | rows | step ms | of the ceiling | MFU | operations floor ms | bytes floor ms | "
+        "products alone | what the time goes to |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for recipe, parts in report["recipes"].items():
+        if "step" not in parts:
+            continue
+        step = parts["step"]
+        split = ", ".join(f"{kind} {share:.0%}" for kind, share in step["time_split"].items() if share >= 0.01)
+        cells = [
+            recipe,
+            f"{step['rows']} in {step['precision']}",
+            _milliseconds(step["step_seconds"]),
+            f"{step['ratios']['fraction_of_ceiling']:.2f}",
+            "-" if step["mfu"] is None else f"{step['mfu']:.2f}",
+            _milliseconds(step["operations_floor_seconds"]),
+            _milliseconds(step["bytes_floor_seconds"]),
+            f"{step['ratios']['isolated_products_over_step']:.2f}",
+            split,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.0f}"

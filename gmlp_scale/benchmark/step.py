@@ -1,0 +1,131 @@
+"""The recipe's training step beside the machine's ceilings, its own other forms and other people's models.
+
+A step is forward, backward and AdamW update of one micro-batch on one device, on random tokens.
+"""
+
+import gc
+from functools import partial
+
+import torch
+
+from gmlp_scale.benchmark.ceilings import captured_products, copy_call, fewest_bytes, matrix_calls
+from gmlp_scale.benchmark.peers import Step, bert_step, g_mlp_pytorch_step, modernbert_step
+from gmlp_scale.benchmark.time_split import time_split
+from gmlp_scale.benchmark.timing import medians, say, time_in_turns
+from gmlp_scale.config import RunConfig
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
+from gmlp_scale.engine import Engine, build_engine
+from gmlp_scale.models import GmlpConfig, build_model
+from gmlp_scale.plan import count_parameters, flops_per_step
+from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
+from gmlp_scale.train.optimizer import build_adamw, decayed_names
+from gmlp_scale.world import World
+
+PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": modernbert_step}
+
+
+def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
+    batch = random_batch(run, world.device)
+    steps = {"recipe": our_step(run, world, batch)}
+    steps["recipe"].run_once()
+    peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else is there
+    products, product_calls = captured_products(partial(run_eager_step, plain(run, compile=False), world, batch))
+    for name, variant in variants(run, world.device).items():
+        steps[name] = our_step(variant, world, batch)
+    for name, peer_step in PEERS.items() if with_peers else ():
+        say(f"building {name}")
+        steps[name] = peer_step(run, world.device, batch)
+    matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
+    calls = {name: step.run_once for name, step in steps.items()}
+    calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()}
+    calls |= {"copy": copy_bytes[0]} | product_calls
+    seconds = medians(time_in_turns(calls, num_rounds, world.device))
+
+    flops = flops_per_step(run) // run.train.global_batch_size * run.train.micro_batch_size
+    ceilings = {name: count / seconds[f"matrix {name}"] / 1e12 for name, (_, count) in matrix_flops.items()}
+    copy_rate = copy_bytes[1] / seconds["copy"]
+    ours = seconds["recipe"]
+    tflops = flops / ours / 1e12
+    peak = run.train.peak_tflops_per_device or peak_tflops(world.device, run.train.precision)
+    bytes_moved = fewest_bytes(run)
+    report = {
+        "rows": run.train.micro_batch_size,
+        "precision": run.train.precision,
+        "parameters": count_parameters(run),
+        "step_seconds": ours,
+        "tokens_per_second": run.train.micro_batch_size * run.model.sequence_length / ours,
+        "model_tflops": tflops,
+        "mfu": peak and tflops / peak,
+        "peak_memory_gib": peak_memory_gib,
+        "matrix_ceiling_tflops": ceilings,
+        "copy_bytes_per_second": copy_rate,
+        "operations_floor_seconds": flops / max(ceilings.values()) / 1e12,
+        "bytes_floor_seconds": bytes_moved and bytes_moved / copy_rate,
+        "isolated_products_seconds": sum(count * seconds[name] for name, count in products.items()),
+        "time_split": time_split(steps["recipe"].run_once, world.device),
+        "ratios": {"fraction_of_ceiling": tflops / max(ceilings.values())},
+        "contenders": {},
+    }
+    report["ratios"]["isolated_products_over_step"] = report["isolated_products_seconds"] / ours
+    for name in steps.keys() - {"recipe"}:
+        equal_flops = steps[name].description.get("flops", flops) / flops
+        report["contenders"][name] = {"step_seconds": seconds[name], **steps[name].description}
+        report["ratios"][f"over_{name}"] = seconds[name] / ours / equal_flops
+    return report
+
+
+def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
+    rows, length = run.train.micro_batch_size, run.model.sequence_length
+    num_masked = num_masked_positions(length, run.data.masked_fraction)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(NUM_SPECIAL_TOKENS, run.model.vocab_size, (rows, length), generator=generator)
+    positions = torch.rand(rows, length, generator=generator).argsort(1)[:, :num_masked].sort(1).values
+    return MaskedBatch(ids, positions, ids.gather(1, positions)).to(device)
+
+
+def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
+    """The recipe's own other forms: not compiled, and without the fused kernels where it would use them."""
+    forms = {"eager": run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})}
+    if isinstance(run.model, GmlpConfig) and run.model.kernels != "torch" and device.type == "cuda":
+        forms["plain_compiled"] = plain(run, compile=True)
+    return {name: form for name, form in forms.items() if form != run}
+
+
+def plain(run: RunConfig, *, compile: bool) -> RunConfig:
+    """The recipe in plain PyTorch operations."""
+    model = run.model.model_copy(update={"kernels": "torch"}) if isinstance(run.model, GmlpConfig) else run.model
+    return run.model_copy(update={"model": model, "train": run.train.model_copy(update={"compile": compile})})
+
+
+def our_engine(run: RunConfig, world: World) -> Engine:
+    """The recipe's model under the `single` engine, exactly as pretraining runs it."""
+    model = build_model(run.model)
+    model.init_weights(torch.Generator().manual_seed(run.seed))
+    return build_engine(
+        model,
+        run.engine,
+        world,
+        build_optimizer=partial(build_adamw, config=run.optimizer, decayed=decayed_names(model)),
+        precision=run.train.precision,
+        num_micro_batches=1,
+        micro_batch_size=run.train.micro_batch_size,
+        gradient_clipping=run.optimizer.gradient_clipping,
+        compile=run.train.compile,
+        recompute=run.train.recompute,
+    )
+
+
+def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:
+    engine = our_engine(run, world)
+
+    def run_once() -> None:
+        engine.backward(engine.module(batch), is_last=True)
+        engine.step(run.optimizer.peak_learning_rate)
+
+    return Step(run_once, compile=run.train.compile)
+
+
+def run_eager_step(run: RunConfig, world: World, batch: MaskedBatch) -> None:
+    """One step of a model that is gone afterwards."""
+    our_step(run, world, batch).run_once()
+    gc.collect()

@@ -1,0 +1,50 @@
+"""Seconds of calls that take turns."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
+CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between them, as in training
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], object]], num_rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds per call of each contender in each round, by name."""
+    calls_per_turn = CALLS_PER_TURN_ON_CUDA if device.type == "cuda" else 1
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(-NUM_WARM_UP_ROUNDS, num_rounds):
+        for name, call in calls.items():
+            elapsed = seconds_of(call, device, calls_per_turn)
+            if round_ >= 0:
+                seconds[name].append(elapsed)
+        say(f"round {round_ + NUM_WARM_UP_ROUNDS + 1} of {num_rounds + NUM_WARM_UP_ROUNDS}")
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, num_calls: int = 1) -> float:
+    """Per call, from an idle device to an idle device."""
+    wait_for(device)
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    wait_for(device)
+    return (time.perf_counter() - started) / num_calls
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def say(what: str) -> None:
+    """Progress, on stderr: stdout is for the JSON."""
+    print(what, file=sys.stderr, flush=True)

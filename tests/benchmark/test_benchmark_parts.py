@@ -1,0 +1,132 @@
+"""Each part measures what it says: that its figures belong together, not how large they are."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_recipe import SMOKE, tiny_run
+
+from gmlp_scale.benchmark.ceilings import captured_products, fewest_bytes
+from gmlp_scale.benchmark.checkpointing import measure_checkpoint
+from gmlp_scale.benchmark.loading import batched, measure_loading
+from gmlp_scale.benchmark.peers import transformer_size
+from gmlp_scale.benchmark.step import PEERS, measure_step, random_batch, run_eager_step
+from gmlp_scale.config import load_run_config
+from gmlp_scale.plan import count_parameters, flops_per_step
+from gmlp_scale.world import start_world
+
+BASE = SMOKE.parent / "gmlp_base.yaml"
+ROOT = SMOKE.parents[2]
+
+
+@pytest.fixture
+def world():
+    with start_world(60, "cpu", hear_stop_signals=False) as world:
+        yield world
+
+
+def test_step_without_peers(tmp_path, world):
+    report = measure_step(tiny_run(tmp_path), world, 1, with_peers=False)
+    assert sum(report["time_split"].values()) == pytest.approx(1)
+    floor = report["operations_floor_seconds"] / report["step_seconds"]
+    assert report["ratios"]["fraction_of_ceiling"] == pytest.approx(floor)
+    assert report["ratios"].keys() == {"fraction_of_ceiling", "isolated_products_over_step"}  # the recipe is eager
+    assert report["contenders"] == {}
+
+
+def test_products_captured_from_a_step_have_its_flops(tmp_path, world):
+    run = tiny_run(tmp_path)
+    batch = random_batch(run, world.device)
+    counts, calls = captured_products(lambda: run_eager_step(run, world, batch))
+    flops = 0
+    for name, call in calls.items():
+        left, right = call.args
+        assert call().shape[-2:] == (left.shape[-2], right.shape[-1])
+        flops += counts[name] * 2 * left.numel() * right.shape[-1]
+    assert flops == flops_per_step(run) // run.train.global_batch_size * run.train.micro_batch_size
+
+
+def test_fewest_bytes_of_gmlp_base():
+    run = load_run_config(BASE, ["engine.kind=single", "train.micro_batch_size=1"])
+    per_token_and_block = 2 * 2 * (512 + 3072 + 1536)  # 20.5 KB written and read in bfloat16
+    assert fewest_bytes(run) == 512 * 48 * per_token_and_block + 30 * count_parameters(run)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 48])
+@pytest.mark.parametrize("mlp_weights_per_width", [8, 4.5])
+def test_a_transformer_of_equal_flops(num_blocks, mlp_weights_per_width):
+    run = load_run_config(BASE, ["engine.kind=single", f"model.num_blocks={num_blocks}"])
+    width, num_layers, flops = transformer_size(run, mlp_weights_per_width=mlp_weights_per_width)
+    assert abs(flops * run.train.global_batch_size / flops_per_step(run) - 1) <= 0.1
+    assert width % 64 == 0 and 512 <= width <= 1024 and num_layers >= 1
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peers_step_has_the_flops_that_are_stated_and_learns(name, world):
+    pytest.importorskip("transformers" if "bert" in name else "g_mlp_pytorch")
+    sizes = ["num_blocks=2", "d_model=128", "d_ffn=768", "sequence_length=32", "vocab_size=512"]
+    overrides = [f"model.{size}" for size in sizes] + ["train.micro_batch_size=2", "train.precision=float32"]
+    run = load_run_config(BASE, ["engine.kind=single", *overrides])
+    batch = random_batch(run, world.device)
+    torch.compiler.set_stance("force_eager")
+    try:
+        step = PEERS[name](run, world.device, batch)
+        counts, calls = captured_products(step.run_once)
+    finally:
+        torch.compiler.set_stance("default")
+    assert step.description["parameters"] > 0
+    if "flops" in step.description:
+        products = sum(counts[key] * 2 * c.args[0].numel() * c.args[1].shape[-1] for key, c in calls.items())
+        tokens = 2 * 32
+        attention = 3 * 4 * 32 * step.description["width"] * step.description["num_layers"] * tokens  # no mm on the CPU
+        assert products + attention == pytest.approx(step.description["flops"], rel=1e-6)
+
+
+def test_checkpoint(tmp_path, world):
+    run = tiny_run(tmp_path)
+    report = measure_checkpoint(run, world, 1)
+    assert report["bytes"] == 12 * count_parameters(run)
+    assert report["costs"].keys() == {"stall_over_copy", "save_over_torch_save", "load_over_torch_load"}
+    assert all(spent > 0 for spent in report["seconds"].values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loader(tmp_path, monkeypatch):
+    from gmlp_scale.benchmark import loading
+
+    monkeypatch.setattr(loading, "C4_SHARDS", 50)
+    monkeypatch.setattr(loading, "C4_ROWS_PER_SHARD", 300)
+    monkeypatch.setattr(loading, "FAR_STEP", 40)
+    monkeypatch.setattr(loading, "PEERS", {"webdataset": loading.webdataset})
+    monkeypatch.setattr(loading, "LOADERS", {name: loading.LOADERS[name] for name in ("gmlp_scale", "webdataset")})
+    monkeypatch.setitem(loading.LOADERS, "gmlp_scale_unmasked", loading.gmlp_scale_unmasked)
+    report = measure_loading(tiny_run(tmp_path), 1)
+    assert report["rows_per_core_second"].keys() == {"gmlp_scale", "gmlp_scale_unmasked", "webdataset"}
+    assert report["ratios"].keys() == {"over_webdataset", "masked_over_webdataset"}
+    assert report["first_batch"]["rows"] == 15_000
+
+
+def test_batches_hold_the_rows_in_order():
+    first = next(batched(iter(torch.arange(1000).view(1000, 1).numpy())))
+    assert first.tolist() == [[number] for number in range(256)]
+
+
+def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
+    def launch(*words) -> subprocess.CompletedProcess:
+        command = [sys.executable, "launch/benchmark.py", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+    recipe = ["--config", str(SMOKE), "--rounds", "1", "--parts", "checkpoint", f"output_dir={tmp_path}"]
+    done = launch(*recipe, "--output", str(tmp_path / "before.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "before.json").read_text())
+    costs = report["recipes"]["smoke"]["checkpoint"]["costs"]
+    costs.update({name: 1e-9 for name in costs})
+    (tmp_path / "before.json").write_text(json.dumps(report))
+    done = launch(*recipe, "--compare", str(tmp_path / "before.json"))
+    assert done.returncode == 1 and done.stderr.count("worse: smoke checkpoint") == 3, done.stderr
+    done = launch("--config", str(SMOKE), "--parts", "step,speed")
+    assert done.returncode == 2 and "--parts: found speed; known are step, loader, checkpoint, start_up" in done.stderr
