@@ -54,9 +54,9 @@ def layer_norm_of_gelu_backward(
 
 
 def whole_rows(d_gate: int) -> dict[str, int]:
-    """Launch options of a program that holds all channels of some rows, about 4096 numbers."""
+    """Launch options of a program that holds all channels of some rows, about 2048 numbers."""
     block = triton.next_power_of_2(d_gate)
-    return {"BLOCK_R": max(4096 // block, 1), "BLOCK_G": block, "num_warps": 8}
+    return {"BLOCK_R": max(2048 // block, 1), "BLOCK_G": block, "num_warps": 8}
 
 
 @triton.jit
