@@ -83,6 +83,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
             yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {train.num_steps}"
         if self.engine.kind == "zero" and self.engine.stage == 3 and train.compile:
             yield "train.compile: found true; needed: false with engine.stage=3, whose hooks break every compiled block"
+        if self.engine.kind == "zero" and self.engine.stage == 3 and train.recompute == "selective":
+            # DeepSpeed's own F.linear: the kept product would have its bias twice, and the gradients be wrong.
+            yield (
+                "train.recompute: found selective; needed: none or full with engine.stage=3, whose linear layers add "
+                "their bias in place to the very result that selective keeps"
+            )
 
 
 AnyConfig = TypeVar("AnyConfig", bound=BaseModel)

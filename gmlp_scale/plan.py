@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from gmlp_scale.activations import activation_bytes_per_token
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.loader import check_fit
@@ -72,6 +73,7 @@ def describe(run: RunConfig, world_size: int) -> str:
         f"tokens per step         {run.tokens_per_step:,}",
         f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
         describe_states(num_parameters, run.train.precision, run.engine, world_size),
+        _describe_activations(run),
         _describe_data(run),
         describe_resume(run.run_dir),
     ]
@@ -82,6 +84,16 @@ def describe_states(num_parameters: int, precision: str, engine: EngineConfig, w
     states = state_bytes_per_rank(num_parameters, precision, engine, world_size)
     parts = ", ".join(f"{name} {short(size)}B" for name, size in states.items() if size)
     return f"states per rank         {short(sum(states.values()))}B ({parts}), activations not counted"
+
+
+def _describe_activations(run: RunConfig) -> str:
+    train = run.train
+    per_token = activation_bytes_per_token(run.model, train.precision, train.recompute)
+    whole = per_token * run.model.sequence_length * train.micro_batch_size
+    return (
+        f"activations per rank    {short(whole)}B ({short(per_token)}B per token with train.recompute="
+        f"{train.recompute}) of the blocks in plain PyTorch; torch.compile and fused kernels keep less"
+    )
 
 
 def _meta_model(run: RunConfig) -> torch.nn.Module:

@@ -59,6 +59,7 @@ def test_missing_field_is_named(tmp_path):
         (["optimizer.warmup_steps=1000000"], "optimizer.warmup_steps: found 1000000; must be below train.num_steps"),
         (["train.stop_after_step=1000000"], "train.stop_after_step: found 1000000; must be at most"),
         (["train.allow_changed_on_resume=[optimizer.peak_learning_rat]"], "did you mean optimizer.peak_learning_rate?"),
+        (["engine.kind=zero", "engine.stage=3", "train.recompute=selective"], "train.recompute: found selective"),
         (["engine.kind=single", "engine.stage=1"], "engine.stage: unknown field"),
         (["engine.kind=ddp"], "engine.kind: found 'ddp'; one of single, zero, fsdp2"),
         (["name=../elsewhere"], "name: found '../elsewhere'"),

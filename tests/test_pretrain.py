@@ -277,6 +277,7 @@ def test_dry_run_starts_nothing(shards, tmp_path):
     overrides = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}", "--dry-run"]
     done = subprocess.run(command(overrides), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "activations per rank" in done.stdout and "with train.recompute=none" in done.stdout
     assert "parameters" in done.stdout and "steps per epoch         5.0 (40 rows)" in done.stdout
     assert not list(tmp_path.iterdir())
     wrong = subprocess.run(

@@ -1,7 +1,7 @@
 """Engines: how a model is spread over the ranks, differentiated and updated.
 
 `single` is the reference; `zero` (DeepSpeed, stages 1 to 3) and `fsdp2` give its losses and gradient norms.
-An engine knows of a model only `.blocks`, `.recompute`, `forward(batch) -> loss` and `predict(batch)`.
+An engine knows of a model only `.blocks`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
 """
 
 import logging
@@ -83,7 +83,7 @@ def build_engine(
     micro_batch_size: int,
     gradient_clipping: float | None,
     compile: bool,
-    recompute: Literal["none", "full"],
+    recompute: Literal["none", "selective", "full"],
 ) -> Engine:
     """Applies every technique in the one order that works, and gives the engine.
 
@@ -96,8 +96,8 @@ def build_engine(
     Raises:
         ValueError: the config does not fit the world, or a DeepSpeed file contradicts the recipe.
     """
-    # 1. Recompute, inside the trunk's loop, so that the compiled block is what runs again.
-    model.recompute = recompute
+    # 1. Recompute, inside the blocks, so that what is compiled knows what to keep.
+    model.set_recompute(recompute)
     # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
     if compile:
         for block in model.blocks:

@@ -2,7 +2,7 @@
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND; engines shard, compile and recompute by block
-    recompute            "none" or "full"
+    set_recompute("none", "selective" or "full")
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.
 

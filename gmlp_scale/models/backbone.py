@@ -3,15 +3,32 @@
 Shape suffixes: B batch, N positions, D width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 INIT_STD = 0.02
 """Of every Linear and embedding (BERT's; the paper does not give its own)."""
+
+Recompute = Literal["none", "selective", "full"]
+"""What a block computes again in the backward pass instead of keeping it: nothing; all but the results of its matrix
+products, which are LayerNorms, GELU and gates (a fused Spatial Gating Unit is one of them, as it would have to keep
+more than it takes in); everything, from its input."""
+
+_PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 class Backbone(nn.Module):
@@ -21,9 +38,6 @@ class Backbone(nn.Module):
     Dropout stands where BERT has it: after the embedding, on the output of every residual branch and on attention
     probabilities (the blocks' own); it holds no parameters.
     """
-
-    recompute: Literal["none", "full"] = "none"
-    """With "full", keeps only each block's input for the backward pass and runs the block again there."""
 
     def __init__(
         self,
@@ -61,12 +75,23 @@ class Backbone(nn.Module):
             x_BND = x_BND + self.positions(torch.arange(num_positions, device=x_BND.device))
         x_BND = self.dropout(x_BND)
         for block in self.blocks:
-            if self.recompute == "full" and torch.is_grad_enabled():
-                # Only dropout draws random numbers; without it their state need not be kept.
-                x_BND = checkpoint(block, x_BND, use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
-            else:
-                x_BND = block(x_BND)
+            x_BND = block(x_BND)
         return x_BND
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """What each block computes again in the backward pass; to be called once, before the blocks are compiled.
+
+        It goes inside the block, where torch.compile sees it: outside, the rule for single operations would keep a
+        block from being compiled at all.
+        """
+        if recompute == "none":
+            return
+        # Only dropout draws random numbers; without it their state need not be kept.
+        options = {"use_reentrant": False, "preserve_rng_state": self.dropout.p > 0}
+        if recompute == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+        for block in self.blocks:
+            block.forward = _recomputing(block.forward, options)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -92,3 +117,11 @@ class Backbone(nn.Module):
         for module in self.modules():
             if hasattr(module, "init_special_weights"):
                 module.init_special_weights(generator)
+
+
+def _recomputing(forward: Callable[[Tensor], Tensor], options: dict) -> Callable[[Tensor], Tensor]:
+    # A function of this file: torch.compile passes over frames of torch.utils.checkpoint itself.
+    def recomputing_forward(x_BND: Tensor) -> Tensor:
+        return checkpoint(forward, x_BND, **options)
+
+    return recomputing_forward

@@ -38,8 +38,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32."""
     compile: bool = True
     """torch.compile for each block."""
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only each block's input and compute its activations again in the backward pass."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again to save memory: selective, all but the results of matrix products; full,
+    the whole block from its input."""
     log_every_steps: int = Field(50, gt=0)
     evaluate_every_steps: int = Field(10_000, gt=0)
     num_evaluation_rows: int = Field(10_000, gt=0)

@@ -48,6 +48,7 @@ def _count_graphs(engine_config, recompute: str) -> dict[str, list[int]]:
     "engine_config, recompute",
     [
         (SingleConfig(), "none"),
+        (SingleConfig(), "selective"),
         (SingleConfig(), "full"),
         (Fsdp2Config(blocks_per_group=2), "none"),
         (ZeroConfig(stage=2), "none"),

@@ -118,13 +118,15 @@ def test_longer_rows_are_refused():
 
 
 @ALL
-def test_recomputing_gives_the_same_gradients(kind):
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_gives_the_same_gradients(kind, recompute):
     model, batch = tiny_model(kind), random_batch()
     perturb(model)
     calls = []
-    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    norm = next(module for module in model.blocks[0].modules() if isinstance(module, torch.nn.LayerNorm))
+    norm.register_forward_pre_hook(lambda *_: calls.append(1))
     loss, expected = gradients(model, batch)
-    model.recompute = "full"
+    model.set_recompute(recompute)
     recomputed_loss, found = gradients(model, batch)
     assert len(calls) == 3  # once, then once forward and once backward
     assert torch.equal(recomputed_loss, loss)

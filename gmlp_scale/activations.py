@@ -1,0 +1,55 @@
+"""What the blocks keep for the backward pass, counted by running one of them."""
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.backbone import Recompute
+
+
+def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Recompute) -> float:
+    """Of all blocks, for each token of a micro-batch: what is alive between the forward and the backward pass.
+
+    In plain PyTorch; torch.compile and fused kernels keep less. Without the embedding and the head, and without what a
+    function keeps beside its result: the statistics of LayerNorms and softmaxes, and copies of transposed operands,
+    which Mixer and the Transformer with relative positions only have (a seventh of their activations).
+    """
+    one_block = build_model(model.model_copy(update={"num_blocks": 1}))  # on the CPU: meta imports a compiler
+    one_block.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(recompute)
+
+    def kept_bytes(num_rows: int) -> int:
+        shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), one_block.norm.weight.dtype
+        x_BND = torch.zeros(shape_BND, dtype=dtype, requires_grad=True)
+        with _Results() as results:
+            output_BND = one_block.blocks[0](x_BND)  # stands for this block's input, which is no result of it
+        size = results.bytes_alive()
+        del output_BND  # it holds all the rest until here
+        return size
+
+    # The difference leaves out what there is once for all rows, such as the matrix of a Toeplitz vector.
+    return model.num_blocks * (kept_bytes(2) - kept_bytes(1)) / model.sequence_length
+
+
+class _Results(TorchFunctionMode):
+    """Remembers the memory of every tensor that a function returns, and which of it is still in use.
+
+    Not a TorchDispatchMode, which would also see statistics: it imports a compiler.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._bytes: dict[StorageWeakRef, int] = {}
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._bytes[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    def bytes_alive(self) -> int:
+        return sum(size for storage, size in self._bytes.items() if not storage.expired())
