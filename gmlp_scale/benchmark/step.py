@@ -61,12 +61,13 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
         "copy_bytes_per_second": copy_rate,
         "operations_floor_seconds": flops / max(ceilings.values()) / 1e12,
         "bytes_floor_seconds": bytes_moved and bytes_moved / copy_rate,
-        "isolated_products_seconds": sum(count * seconds[name] for name, count in products.items()),
+        "isolated_products": {name: {"per_step": n, "seconds": seconds[name]} for name, n in products.items()},
         "time_split": time_split(steps["recipe"].run_once, world.device),
         "ratios": {"fraction_of_ceiling": tflops / max(ceilings.values())},
         "contenders": {},
     }
-    report["ratios"]["isolated_products_over_step"] = report["isolated_products_seconds"] / ours
+    alone = sum(num_times * seconds[name] for name, num_times in products.items())
+    report["ratios"]["isolated_products_over_step"] = alone / ours
     for name in steps.keys() - {"recipe"}:
         equal_flops = steps[name].description.get("flops", flops) / flops
         report["contenders"][name] = {"step_seconds": seconds[name], **steps[name].description}

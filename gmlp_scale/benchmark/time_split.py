@@ -13,7 +13,7 @@ KINDS = {
     "matrix products": ("mm", "gemm", "cutlass", "xmma", "nvjet", "mkldnn_linear"),
     "optimizer and gradient norm": ("adam", "multi_tensor", "_foreach", "linalg", "norm_l2"),
     "attention": ("scaled_dot_product", "flash", "fmha"),
-    "fused": ("triton_", "cpp_fused", "graph_", "spatial", "gate_kernel", "layer_norm_of_gelu"),
+    "fused": ("triton_", "CompiledFxGraph", "spatial", "gate_kernel", "layer_norm_of_gelu"),
     "head and loss": ("softmax", "nll_loss"),
     "embedding": ("embedding", "index", "gather", "scatter"),
 }
