@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_recipe import SMOKE, tiny_run
 
+from gmlp_scale.benchmark import loading, start_up
 from gmlp_scale.benchmark.ceilings import captured_products, fewest_bytes
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.loading import batched, measure_loading
@@ -94,8 +95,6 @@ def test_checkpoint(tmp_path, world):
 
 
 def test_loader(tmp_path, monkeypatch):
-    from gmlp_scale.benchmark import loading
-
     monkeypatch.setattr(loading, "C4_SHARDS", 50)
     monkeypatch.setattr(loading, "C4_ROWS_PER_SHARD", 300)
     monkeypatch.setattr(loading, "FAR_STEP", 40)
@@ -106,6 +105,17 @@ def test_loader(tmp_path, monkeypatch):
     assert report["rows_per_core_second"].keys() == {"gmlp_scale", "gmlp_scale_unmasked", "webdataset"}
     assert report["ratios"].keys() == {"over_webdataset", "masked_over_webdataset"}
     assert report["first_batch"]["rows"] == 15_000
+
+
+def test_start_up_times_a_dry_run_that_works(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands, run_python = [], start_up.run_python
+    monkeypatch.setattr(start_up, "run_python", commands.append)
+    report = start_up.measure_start_up(str(SMOKE), ["engine.kind=single"], 1)
+    assert report["seconds"].keys() == {"python", "import_torch", "dry_run"}
+    dry_run = next(command for command in commands if "--dry-run" in command)
+    assert str(SMOKE) in dry_run and "engine.kind=single" in dry_run
+    run_python(dry_run)
 
 
 def test_batches_hold_the_rows_in_order():
