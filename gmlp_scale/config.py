@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from gmlp_scale.data.loader import DataConfig
 from gmlp_scale.engine import EngineConfig
 from gmlp_scale.models import ModelConfig
+from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.loop import TrainConfig
 from gmlp_scale.train.optimizer import OptimizerConfig
@@ -81,14 +82,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         )
         if warmup_steps >= train.num_steps:
             yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {train.num_steps}"
-        if self.engine.kind == "zero" and self.engine.stage == 3 and train.compile:
-            yield "train.compile: found true; needed: false with engine.stage=3, whose hooks break every compiled block"
-        if self.engine.kind == "zero" and self.engine.stage == 3 and train.recompute == "selective":
-            # DeepSpeed's own F.linear: the kept product would have its bias twice, and the gradients be wrong.
-            yield (
-                "train.recompute: found selective; needed: none or full with engine.stage=3, whose linear layers add "
-                "their bias in place to the very result that selective keeps"
-            )
+        yield from zero_3_mistakes(self.engine, train.compile, train.recompute)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=BaseModel)
@@ -117,6 +111,19 @@ def schedule_mistakes(
         yield f"train.micro_batch_size: found {micro_batch}; must divide train.global_batch_size = {batch}"
     if stop_after_step is not None and num_steps is not None and stop_after_step > num_steps:
         yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
+
+
+def zero_3_mistakes(engine: EngineConfig, compile: bool, recompute: Recompute) -> Iterable[str]:
+    if engine.kind != "zero" or engine.stage != 3:
+        return
+    if compile:
+        yield "train.compile: found true; needed: false with engine.stage=3, whose hooks break every compiled block"
+    if recompute == "selective":
+        # DeepSpeed's own F.linear: the kept product would have its bias twice, and the gradients be wrong.
+        yield (
+            "train.recompute: found selective; needed: none or full with engine.stage=3, whose linear layers add "
+            "their bias in place to the very result that selective keeps"
+        )
 
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -4,7 +4,6 @@
 An engine knows of a model only `.blocks`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, Protocol
 
@@ -29,8 +28,6 @@ __all__ = [
     "ZeroConfig",
     "build_engine",
 ]
-
-log = logging.getLogger(__name__)
 
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
 
@@ -102,11 +99,6 @@ def build_engine(
     if compile:
         for block in model.blocks:
             block.compile()
-        if isinstance(config, ZeroConfig) and config.stage == 3 and world.is_main:
-            log.warning(
-                "ZeRO-3 gathers every layer's parameters in hooks that break a compiled block into many small graphs: "
-                "expect minutes of compilation and little gain. Set train.compile=false, or engine.stage=2 or fsdp2"
-            )
     # 3. Shard, which replaces the parameters; 4. build the optimizer over what each rank has to update.
     common = {
         "build_optimizer": build_optimizer,

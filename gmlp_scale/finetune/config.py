@@ -8,11 +8,12 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, Field, PositiveInt
 
-from gmlp_scale.config import num_micro_batches, schedule_mistakes
+from gmlp_scale.config import num_micro_batches, schedule_mistakes, zero_3_mistakes
 from gmlp_scale.engine import EngineConfig
 from gmlp_scale.finetune.question_answering import QuestionTask
 from gmlp_scale.finetune.tasks import TASKS, Task
 from gmlp_scale.finetune.windows import MAX_QUESTION_TOKENS
+from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.loop import TrainConfig
 from gmlp_scale.train.optimizer import OptimizerConfig
@@ -52,7 +53,7 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bf16"] = "bf16"
     compile: bool = False
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
     log_every_steps: PositiveInt = 50
     evaluate_every_steps: PositiveInt | None = None
     """null: once per epoch. The end is always evaluated."""
@@ -152,6 +153,7 @@ class FinetuneConfig(BaseModel, frozen=True, extra="forbid"):
         yield from schedule_mistakes(
             train.global_batch_size, train.micro_batch_size, train.stop_after_step, train.num_steps
         )
+        yield from zero_3_mistakes(self.engine, train.compile, train.recompute)
         if (train.num_epochs is None) == (train.num_steps is None):
             found = f"found {train.num_epochs} with train.num_steps = {train.num_steps}"
             yield f"train.num_epochs: {found}; give one of the two and set the other to null"

@@ -56,6 +56,15 @@ def test_every_mistake_is_told_at_once():
     assert "train.allow_changed_on_resume: found 'optimizer.rate'" in told
 
 
+def test_recomputation_and_compilation_are_those_of_pretraining():
+    assert load("mnli", "train.recompute=selective").train_config(100).recompute == "selective"
+    told = mistakes("mnli", "engine.kind=zero", "engine.stage=3", "train.recompute=selective", "train.compile=true")
+    assert [mistake.split(";")[0] for mistake in told] == [
+        "train.compile: found true",
+        "train.recompute: found selective",
+    ]
+
+
 def test_fields_are_checked_and_worded():
     told = mistakes("mnli", "data.trian=x", "grid.peak_learning_rate=[a]", "engine.kind=ddp", "model=null")
     assert any(mistake.startswith("data.trian: unknown field; did you mean train?") for mistake in told)

@@ -69,3 +69,15 @@ def test_engines_agree(tmp_path, export, world):
             (tmp_path / "outputs" / run / "predictions" / "dev" / "SST-2.tsv").read_text() for run in ("single", name)
         ]
         assert predictions[0] == predictions[1]
+
+
+def test_recomputation_draws_the_same_dropout(tmp_path, export, world):
+    losses = []
+    for recompute in ("none", "selective", "full"):
+        fields = (f"name={recompute}", f"train.recompute={recompute}", "dropout=0.5", "train.num_steps=3")
+        run = sentiment_run(tmp_path, export, *fields)
+        finetune(run, read_inputs(run), world)
+        losses.append([row["train/loss"] for row in read_metrics(run.run_dir / "metrics.jsonl") if "train/loss" in row])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
