@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from gmlp_scale.data.batch import IGNORED, MASK_ID, NUM_SPECIAL_TOKENS, MaskedBatch
-from gmlp_scale.data.hashing import hash64
+from gmlp_scale.data.hashing import hash64, mix64
 
 _MASKS = 3  # first word of the keys of masks; 1 and 2 are the order's
-_MASK_BELOW = np.uint64(round(0.8 * 2**32))
-_RANDOM_BELOW = np.uint64(round(0.9 * 2**32))
+_MASK_BELOW, _RANDOM_DRAWS, _LAST_DRAW = (np.uint32(round(share * (2**32 - 1))) for share in (0.8, 0.1, 1))
+_TOP_BIT = np.uint32(1 << 31)
 _LOW_32_BITS = np.uint64(2**32 - 1)
 _ROWS_AT_A_TIME = 64  # keeps the temporary arrays in the cache, and small enough that malloc keeps them too
 
@@ -34,8 +34,8 @@ def mask_rows(
     for start in range(0, num_rows, _ROWS_AT_A_TIME):
         some = slice(start, start + _ROWS_AT_A_TIME)
         token_ids_BN[some] = rows_BN[some]
-        positions_BM[some] = _choose_positions(rows_BN[some], row_keys_B[some], num_masked)
-        labels_BM[some] = _replace(token_ids_BN[some], positions_BM[some], row_keys_B[some], vocab_size)
+        positions_BM[some] = chosen_BM = _choose_positions(rows_BN[some], row_keys_B[some], num_masked)
+        labels_BM[some] = _replace(token_ids_BN[some], chosen_BM, row_keys_B[some], vocab_size)
     return MaskedBatch(torch.from_numpy(token_ids_BN), torch.from_numpy(positions_BM), torch.from_numpy(labels_BM))
 
 
@@ -49,27 +49,28 @@ def _choose_positions(rows_BN: np.ndarray, row_keys_B: np.ndarray, num_masked: i
     position_mask = np.uint32((1 << (num_positions - 1).bit_length()) - 1)
     positions_N = np.arange(num_positions, dtype=np.uint32)
     keys_BN = _hash32(positions_N, row_keys_B[:, None])
-    keys_BN >>= np.uint32(1)
-    keys_BN &= ~position_mask
+    keys_BN &= ~(position_mask | _TOP_BIT)
     keys_BN |= positions_N
-    keys_BN |= (rows_BN < NUM_SPECIAL_TOKENS).astype(np.uint32) << np.uint32(31)
+    keys_BN[rows_BN < NUM_SPECIAL_TOKENS] |= _TOP_BIT
     smallest_BM = np.partition(keys_BN, num_masked - 1, axis=1)[:, :num_masked] & position_mask
     return np.sort(smallest_BM, axis=1)
 
 
 def _replace(token_ids_BN: np.ndarray, positions_BM: np.ndarray, row_keys_B: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Put masks and random tokens at the chosen positions, in place, and return the labels."""
+    """Put masks and random tokens at the chosen positions, uint32 [B, M], in place, and return the labels."""
     flat_positions_BM = positions_BM + np.arange(len(token_ids_BN))[:, None] * token_ids_BN.shape[1]
-    originals_BM = token_ids_BN.reshape(-1)[flat_positions_BM]
-    is_ordinary_BM = originals_BM >= NUM_SPECIAL_TOKENS
-    draws_BM = hash64(row_keys_B[:, None], positions_BM)
-    kinds_BM = draws_BM >> np.uint64(32)
-    num_ordinary_ids = np.uint64(vocab_size - NUM_SPECIAL_TOKENS)
-    random_ids_BM = NUM_SPECIAL_TOKENS + (((draws_BM & _LOW_32_BITS) * num_ordinary_ids) >> np.uint64(32)).astype(int)
-    replaced_BM = np.where(kinds_BM < _RANDOM_BELOW, random_ids_BM, originals_BM)
-    replaced_BM[kinds_BM < _MASK_BELOW] = MASK_ID
-    token_ids_BN.reshape(-1)[flat_positions_BM] = np.where(is_ordinary_BM, replaced_BM, originals_BM)
-    return np.where(is_ordinary_BM, originals_BM, IGNORED)
+    labels_BM = token_ids_BN.reshape(-1)[flat_positions_BM]
+    draws_BM = _hash32(positions_BM, mix64(row_keys_B)[:, None])
+    is_special_BM = labels_BM < NUM_SPECIAL_TOKENS
+    draws_BM[is_special_BM] = _LAST_DRAW  # stays
+    replaced_BM = np.where(draws_BM < _MASK_BELOW, MASK_ID, labels_BM)
+    is_random_BM = draws_BM - _MASK_BELOW < _RANDOM_DRAWS  # a smaller draw wraps around
+    random_draws = (draws_BM[is_random_BM] - _MASK_BELOW).astype(np.int64)
+    num_ordinary_ids = vocab_size - NUM_SPECIAL_TOKENS
+    replaced_BM[is_random_BM] = NUM_SPECIAL_TOKENS + random_draws * num_ordinary_ids // int(_RANDOM_DRAWS)
+    token_ids_BN.reshape(-1)[flat_positions_BM] = replaced_BM
+    labels_BM[is_special_BM] = IGNORED
+    return labels_BM
 
 
 def _hash32(words_N: np.ndarray, keys_B1: np.ndarray) -> np.ndarray:
