@@ -29,7 +29,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel
@@ -44,11 +44,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gmlp_scale")
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
-PIECE_FILE = re.compile(r"rank_\d{5}_\d{3}\.safetensors")
+PIECE_FILE = re.compile(r"rank_\d{5}_\d{3,}\.safetensors")
+FORMAT_VERSION = 2
+"""Of the files, and of what a resumed run takes for granted: version 1 had other checksums and other masks."""
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or one that is there cannot be used."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint is of another FORMAT_VERSION, and not damaged for all that is known."""
 
 
 class _TensorRecord(BaseModel, frozen=True, extra="forbid"):
@@ -58,7 +64,7 @@ class _TensorRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 class _Done(BaseModel, frozen=True, extra="forbid"):
-    format_version: Literal[2]
+    format_version: int
     step: int
     details: dict[str, Any]
     files: dict[str, FileRecord]
@@ -82,12 +88,16 @@ class Checkpoint:
         """Read DONE and check all files against it (unless rank 0 did). CheckpointError names what is wrong."""
         try:
             text = (path / "DONE").read_text(encoding="ascii")
+            _check_version(path, text)
             check_seal(text)
             done = _Done.model_validate_json(text)
             if path.name != folder_name(done.step):
                 raise ValueError(f"it is of step {done.step}")
             if not all(PIECE_FILE.fullmatch(name) for name in done.files):
                 raise ValueError(f"it names files that no checkpoint has: {list(done.files)}")
+            in_files = {file for tensor in done.tensors.values() for file, *_ in tensor.pieces}
+            if unlisted := in_files - done.files.keys():
+                raise ValueError(f"it has rows in files that it does not list: {sorted(unlisted)}")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path.name} has no DONE") from error
         except (OSError, ValueError) as error:
@@ -135,12 +145,15 @@ class Checkpoint:
 def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[Path]]:
     """The newest checkpoint whose every checksum holds, and the damaged newer ones, which a warning names.
 
-    None where there is no checkpoint; CheckpointError naming each where all are damaged. Changes nothing on disk.
+    None where there is no checkpoint; CheckpointError naming each where all are damaged, and where one that would be
+    the newest is of another version. Changes nothing on disk.
     """
     problems: dict[Path, str] = {}
     for path in reversed(step_folders(directory)):
         try:
             checkpoint = Checkpoint.open(path)
+        except CheckpointVersionError:
+            raise
         except CheckpointError as error:
             problems[path] = str(error)
             continue
@@ -151,6 +164,15 @@ def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[Path]]:
         found = "; ".join(problems.values())
         raise CheckpointError(f"no checkpoint in {directory} is whole: {found}. Move them away to start from step 0")
     return None, []
+
+
+def _check_version(path: Path, text: str) -> None:
+    found = re.match(r'{"format_version": (\d+),', text)
+    if found and int(found[1]) != FORMAT_VERSION:
+        raise CheckpointVersionError(
+            f"{path} is a checkpoint of format {found[1]}, and this version reads format {FORMAT_VERSION} only: use "
+            "the version of gmlp_scale that wrote it, or begin a new run"
+        )
 
 
 def _verify_files(path: Path, files: dict[str, FileRecord]) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 
 from gmlp_scale.train.checkpoint import (
+    FORMAT_VERSION,
     STEP_FOLDER,
     Checkpoint,
     CheckpointError,
@@ -123,7 +124,7 @@ class Checkpointer:
         details = json.loads(json.dumps(details, allow_nan=False))  # a copy; and what is no JSON fails here already
         self._join()
         pieces = self._stage(engine)
-        self._newest_step, self._deadline = step, started + self._timeout_seconds
+        self._newest_step, self._deadline = step, time.monotonic() + self._timeout_seconds
         self._thread = threading.Thread(target=self._write, args=(step, details, pieces), name="checkpoint")
         self._thread.start()
         if not self.config.asynchronous:
@@ -195,7 +196,7 @@ class Checkpointer:
             raise CheckpointError("; ".join(errors))
         for path in folder.glob("rank_*.json"):
             path.unlink()
-        done = {"format_version": 2, "step": step, "details": details, **_merged(receipts)}
+        done = {"format_version": FORMAT_VERSION, "step": step, "details": details, **_merged(receipts)}
         write_text(folder / "DONE", sealed(json.dumps(done)))
         folder.rename(final)
         fsync(self.directory)

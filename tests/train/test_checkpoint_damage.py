@@ -177,15 +177,26 @@ def test_a_pickle_is_never_run(tmp_path):
     assert not canary.exists()
 
 
-def test_a_done_from_elsewhere_cannot_name_files_outside_or_another_format(tmp_path):
+def test_a_done_from_elsewhere_cannot_name_files_outside(tmp_path):
     save_steps(tmp_path, [1])
     folder = tmp_path / "step_000000001"
     reseal(folder, lambda done: done["files"].update({"../secret": {"bytes": 1, "xxh3_128": "0" * 32}}))
     with pytest.raises(CheckpointError, match=r"names files that no checkpoint has.*\.\./secret"):
         Checkpoint.open(folder)
-    reseal(folder, lambda done: done.update(format_version=3))
-    with pytest.raises(CheckpointError, match="format_version"):
+    save_steps(tmp_path / "other", [1])
+    folder = tmp_path / "other" / "step_000000001"
+    reseal(folder, lambda done: done["tensors"]["model.temperature"]["pieces"].append(["../secret", 0, 1]))
+    with pytest.raises(CheckpointError, match=r"rows in files that it does not list: \['\.\./secret'\]"):
         Checkpoint.open(folder)
+
+
+def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
+    save_steps(tmp_path, [1, 2], keep_last=2)
+    done = tmp_path / "step_000000002" / "DONE"
+    done.write_text(done.read_text().replace('{"format_version": 2,', '{"format_version": 1,'))
+    with pytest.raises(CheckpointError, match=r"step_000000002 is a checkpoint of format 1.* reads format 2 only"):
+        alone(tmp_path).newest()
+    assert names_in(tmp_path) == ["step_000000001", "step_000000002"]  # nothing was moved away
 
 
 def test_an_unknown_checksum_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,25 @@ def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, 
     assert "step_000000002 could not be saved: rank 1" in caplog.text
     for step in (1, 3):
         assert_holds(Checkpoint.open(tmp_path / f"step_00000000{step}"), seed=step)
+
+
+def test_a_save_that_waited_for_the_one_before_has_its_own_time(tmp_path, monkeypatch):
+    real_write = checkpointer_module.write_safetensors
+
+    def slow_write(tensors, path):
+        time.sleep(2 if path.name.startswith("rank_00001") else 0)
+        return real_write(tensors, path)
+
+    def run(rank, broadcast):
+        config = CheckpointConfig(save_every_steps=1, keep_last=9)
+        checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=2, broadcast=broadcast, timeout_seconds=3.5)
+        for step in (1, 2):
+            checkpointer.save(FakeEngine(rank, 2, seed=step), step, {})
+        checkpointer.wait()
+
+    monkeypatch.setattr(checkpointer_module, "write_safetensors", slow_write)
+    on_ranks(2, run)
+    assert names_in(tmp_path) == ["step_000000001", "step_000000002"]
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
