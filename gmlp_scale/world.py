@@ -50,7 +50,7 @@ def start_world(
 
     Raises:
         ValueError: the launcher's variables are incomplete.
-        DeviceError: "cuda" was asked for and there is none.
+        DeviceError: "cuda" was asked for and there is none, or fewer GPUs than local ranks.
     """
     size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
     if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -68,6 +68,11 @@ def start_world(
     os.environ["DS_ACCELERATOR"] = device
     os.environ["LOCAL_RANK"] = str(local_rank)
     if device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise DeviceError(
+                f"local rank {local_rank} has no GPU of its own: torch finds {torch.cuda.device_count()} here; start "
+                "as many processes on a node as it has GPUs, or set train.device to cpu"
+            )
         torch.cuda.set_device(local_rank)
     torch_device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 

@@ -19,6 +19,7 @@ ALLOWED = {
     "data_prep": ("data_prep", "gmlp_scale.data"),
 }
 EXCEPTIONS = {
+    "gmlp_scale.models.gmlp": ("gmlp_scale.kernels.spatial_gating_unit",),  # the operator that one function calls
     "data_prep.inspect_batch": ("gmlp_scale.config",),  # shows the rows of a recipe, so it reads one
     "data_prep.benchmark_tokenizing": ("gmlp_scale.export.tokenizer",),  # times the exported tokenizer too
 }
@@ -55,6 +56,8 @@ def imports(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names.append(ast.literal_eval(node.args[0]))
     return names
 
 

@@ -45,7 +45,7 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
     vocab_size: PositiveInt
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which are for
-    gating multiplicative_split in bfloat16 and float32 on CUDA devices. auto: the kernels wherever they fit."""
+    gating multiplicative_split on CUDA devices. auto: the kernels there in bfloat16, plain PyTorch for all else."""
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
@@ -168,8 +168,7 @@ class SpatialGatingUnit(nn.Module):
 
     def _is_fused(self, z_BNF: Tensor) -> bool:
         if self.kernels == "auto":
-            can_be = self.variant == "multiplicative_split" and z_BNF.dtype in (torch.bfloat16, torch.float32)
-            return can_be and z_BNF.is_cuda
+            return self.variant == "multiplicative_split" and z_BNF.dtype == torch.bfloat16 and z_BNF.is_cuda
         return self.kernels == "triton"
 
 

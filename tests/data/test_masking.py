@@ -62,7 +62,7 @@ def test_masks_are_a_pure_function_of_seed_epoch_and_row():
 
 
 def test_masks_are_pinned():
-    """Numbers of this code's first version: a change of them would break the resume of every run."""
+    """A change of them would go on with other masks in a resumed run: it needs another checkpoint.FORMAT_VERSION."""
     rows = np.arange(5, 45).reshape(2, 20).astype("<u2")
     token_ids, positions, _ = mask(rows, num_masked=6, seed=3, epoch=2, first_row=10)
     assert positions.tolist() == [[2, 4, 7, 8, 15, 17], [1, 5, 6, 10, 12, 19]]
