@@ -10,7 +10,7 @@ section can check alone, and words the mistakes. All of them are reported at onc
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -65,11 +65,34 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.model.sequence_length
 
-    def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError where the recipe does not fit as many ranks."""
+    def rows_per_rank(self, world_size: int) -> int:
+        """Rows per rank and step. Raises ConfigError where the recipe does not fit as many ranks."""
+        batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
         if self.engine.kind == "single" and world_size > 1:
             raise ConfigError(self.name, [f"engine.kind: found single with {world_size} ranks; needed: zero or fsdp2"])
-        return num_micro_batches(self.name, self.train.global_batch_size, self.train.micro_batch_size, world_size)
+        if micro_batch != "auto":
+            return num_micro_batches(self.name, batch, micro_batch, world_size) * micro_batch
+        if batch % world_size:
+            found = f"found {batch}; must be a multiple of the number of ranks, {world_size}"
+            raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
+        return batch // world_size
+
+    def num_micro_batches(self, world_size: int) -> int:
+        """Micro-batches per rank and step, once their size is a number. Raises as `rows_per_rank` does."""
+        return self.rows_per_rank(world_size) // self.train.micro_batch_size
+
+    def accumulates(self, world_size: int) -> bool:
+        """Whether a step has several micro-batches; while their size is `auto`, that it may have."""
+        return self.train.micro_batch_size != self.rows_per_rank(world_size)
+
+    def with_micro_batch_size(self, num_rows: int) -> "RunConfig":
+        """This run with a number in the place of `auto`. Raises ConfigError if it is 0: not even one row fits."""
+        if not num_rows:
+            needed = "train.recompute=full, more memory, or more ranks with engine.kind zero or fsdp2"
+            raise ConfigError(
+                self.name, [f"train.micro_batch_size: found auto, but not one row fits; needed: {needed}"]
+            )
+        return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -104,10 +127,10 @@ def num_micro_batches(name: str, batch: int, micro_batch: int, world_size: int) 
 
 
 def schedule_mistakes(
-    batch: int, micro_batch: int, stop_after_step: int | None, num_steps: int | None
+    batch: int, micro_batch: int | Literal["auto"], stop_after_step: int | None, num_steps: int | None
 ) -> Iterable[str]:
     """num_steps: None where the data will decide it."""
-    if batch % micro_batch:
+    if micro_batch != "auto" and batch % micro_batch:
         yield f"train.micro_batch_size: found {micro_batch}; must divide train.global_batch_size = {batch}"
     if stop_after_step is not None and num_steps is not None and stop_after_step > num_steps:
         yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"

@@ -17,6 +17,7 @@ from gmlp_scale.config import ConfigError, RunConfig, check_unchanged, load_run_
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, build_engine
+from gmlp_scale.micro_batch import largest_micro_batch_size
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import count_parameters, flops_per_step
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name, newest_checkpoint
@@ -59,8 +60,12 @@ def pretrain(run: RunConfig) -> Progress:
         world = stack.enter_context(start_world(run.engine.timeout_seconds, run.train.device, init_group=needs_group))
         set_up_logging(world)
         start_up.finish("process group")
-        run.num_micro_batches(world.size)
+        run.rows_per_rank(world.size)
         world.on_main(lambda: stack.enter_context(claimed(run.run_dir)))
+        recipe = run.to_yaml()
+        if run.train.micro_batch_size == "auto":
+            run = run.with_micro_batch_size(largest_micro_batch_size(run, world))
+            start_up.finish("micro-batch")
         loader = build_loader(run, rank=world.rank, world_size=world.size)
         stack.callback(loader.close)
         if not loader.manifest.num_rows("heldout"):
@@ -80,7 +85,7 @@ def pretrain(run: RunConfig) -> Progress:
         if checkpoint:
             _check_continues(run, checkpoint, details)
         start_up.finish("checkpoint")
-        world.on_main(lambda: write_text(run.run_dir / "config.yaml", run.to_yaml()))
+        world.on_main(lambda: write_text(run.run_dir / "config.yaml", recipe))
 
         num_parameters, engine_name = count_parameters(run), run.engine.kind
         log.info("%s: %s parameters, engine %s, ranks: %d", run.name, f"{num_parameters:,}", engine_name, world.size)
@@ -131,6 +136,8 @@ def load_pretrained(run_dir: Path, step: int | None = None) -> tuple[RunConfig, 
         checkpoint = Checkpoint.open(run_dir / "checkpoints" / folder_name(step))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
+    if run.train.micro_batch_size == "auto":
+        run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
     model = build_model(run.model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -69,6 +69,8 @@ def measure(options: argparse.Namespace) -> dict:
         raise ValueError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     overrides = ["engine.kind=single", *options.overrides]
     runs = {path: load_run_config(path, overrides) for path in options.config}
+    if undecided := [path for path, run in runs.items() if run.train.micro_batch_size == "auto"]:
+        raise ConfigError(undecided[0], ["train.micro_batch_size: found auto; needed: a number, the rows timed here"])
     report = {"date": datetime.date.today().isoformat(), "machine": {}, "command": sys.argv[1:], "recipes": {}}
     first = next(iter(runs.values()))
     with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:

@@ -24,7 +24,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     try:
         run = load_run_config(options.config, options.overrides)
-        run.num_micro_batches(launched_world_size())
+        run.rows_per_rank(launched_world_size())
         if options.dry_run:
             print(describe(run, launched_world_size()))
             return 0

@@ -23,7 +23,8 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     with torch.device("meta"):
         model = build_model(inputs.export.model, head=run.task_row.head)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    micro_batches = f"{run.num_micro_batches(world_size)} micro-batches of {run.train.micro_batch_size} rows each"
+    num_micro_batches = run.num_micro_batches(world_size)
+    micro_batches = f"{num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each"
     lines = [
         run.to_yaml(),
         f"model                   {inputs.export.model}",
@@ -31,7 +32,7 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
         f"parameters              {num_parameters:,}",
         f"FLOPs per step          {short(model_flops)} ({short(model_flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
-        describe_states(num_parameters, run.train.precision, run.engine, world_size),
+        describe_states(num_parameters, run.train.precision, run.engine, world_size, accumulates=num_micro_batches > 1),
         *(
             f"{part:24}{rows.num_examples:,} examples, {rows.num_rows:,} rows of {run.data.sequence_length} tokens"
             for part, rows in inputs.rows.items()

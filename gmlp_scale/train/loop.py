@@ -7,10 +7,10 @@ itself and runs from any step to any other. Finetuning runs the same function.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.engine import Engine
@@ -23,6 +23,12 @@ from gmlp_scale.world import World
 log = logging.getLogger(__name__)
 
 
+def _is_positive_or_auto(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and value > 0):
+        return value
+    raise ValueError("a positive integer or auto")
+
+
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     num_steps: int = Field(gt=0)
     """The length of the schedule in optimizer updates."""
@@ -30,8 +36,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """Leave there with a checkpoint, as if stopped by a signal; the same command without it goes on."""
     global_batch_size: int = Field(gt=0)
     """Rows per step over all ranks."""
-    micro_batch_size: int = Field(gt=0)
-    """Rows per forward pass on one rank; what is missing to the global batch is accumulated."""
+    micro_batch_size: Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]
+    """Rows per forward pass on one rank; what is missing to the global batch is accumulated. auto: the most that fit
+    into memory, found out when the run starts; another number changes losses by rounding only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["float32", "bf16"] = "bf16"
