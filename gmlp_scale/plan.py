@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from gmlp_scale.activations import activation_bytes_per_token
 from gmlp_scale.config import RunConfig
@@ -31,22 +32,29 @@ def flops_per_step(run: RunConfig) -> int:
 
 
 def state_bytes_per_rank(
-    num_parameters: int, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
+    model: nn.Module, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
 ) -> dict[str, float]:
-    """Bytes of parameters, gradients, master weights and the two moments on each rank.
+    """Bytes of parameters, gradients, master weights and the two moments on each rank, where they are the most.
 
     ZeRO stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 everything (Rajbhandari et al.
-    2020, figure 1). FSDP2 is stage 3 if it reshards after the forward pass, else stage 2, but while it accumulates
-    micro-batches its gradients are whole. Activations are not counted.
+    2020, figure 1). FSDP2 shards everything but what it gathers to compute with: all parameters, or, if it reshards
+    after the forward pass, those of one group of blocks and the next and those outside of blocks; and while it
+    accumulates micro-batches its gradients are whole. Activations are not counted.
     """
+    num_parameters, num_in_blocks = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks))
     low = 2 if precision == "bf16" else 4
-    match engine.kind:
-        case "zero":
-            stage = engine.stage
-        case "fsdp2":
-            stage = 3 if engine.reshard_after_forward else 2
-        case "single":
-            stage = 0
+    if engine.kind == "fsdp2":
+        num_gathered = num_parameters
+        if engine.reshard_after_forward:
+            share_of_blocks = min(1, 2 * engine.blocks_per_group / len(model.blocks))
+            num_gathered -= (1 - share_of_blocks) * num_in_blocks
+        return {
+            "parameters": num_gathered * low,
+            "gradients": num_parameters * 4 / (1 if accumulates else world_size),
+            "float32 master": num_parameters * 4 / world_size,
+            "moments": num_parameters * 8 / world_size,
+        }
+    stage = engine.stage if engine.kind == "zero" else 0
 
     def share(sharded: bool) -> int:
         return world_size if sharded else 1
@@ -54,7 +62,7 @@ def state_bytes_per_rank(
     master = 4 if low == 2 else 0
     return {
         "parameters": num_parameters * low / share(stage >= 3),
-        "gradients": num_parameters * 4 / share(stage >= 2 and not (engine.kind == "fsdp2" and accumulates)),
+        "gradients": num_parameters * 4 / share(stage >= 2),
         "float32 master": num_parameters * master / share(stage >= 1),
         "moments": num_parameters * 8 / share(stage >= 1),
     }
@@ -64,7 +72,7 @@ def state_bytes(run: RunConfig, world_size: int) -> float:
     """The sum of `state_bytes_per_rank`."""
     precision, accumulates = run.train.precision, run.accumulates(world_size)
     return sum(
-        state_bytes_per_rank(count_parameters(run), precision, run.engine, world_size, accumulates=accumulates).values()
+        state_bytes_per_rank(_meta_model(run), precision, run.engine, world_size, accumulates=accumulates).values()
     )
 
 
@@ -128,7 +136,7 @@ def describe(run: RunConfig, world_size: int) -> str:
         f"FLOPs per step          {short(model_flops)} ({short(model_flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
         f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
-        describe_states(num_parameters, run.train.precision, run.engine, world_size, accumulates=accumulates),
+        describe_states(_meta_model(run), run.train.precision, run.engine, world_size, accumulates=accumulates),
         _describe_activations(decided),
         _describe_data(run),
         describe_resume(run.run_dir),
@@ -137,9 +145,9 @@ def describe(run: RunConfig, world_size: int) -> str:
 
 
 def describe_states(
-    num_parameters: int, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
+    model: nn.Module, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
 ) -> str:
-    states = state_bytes_per_rank(num_parameters, precision, engine, world_size, accumulates=accumulates)
+    states = state_bytes_per_rank(model, precision, engine, world_size, accumulates=accumulates)
     parts = ", ".join(f"{name} {short(size)}B" for name, size in states.items() if size)
     return f"states per rank         {short(sum(states.values()))}B ({parts}), activations not counted"
 
@@ -165,7 +173,7 @@ def _describe_activations(run: RunConfig) -> str:
     )
 
 
-def _meta_model(run: RunConfig) -> torch.nn.Module:
+def _meta_model(run: RunConfig) -> nn.Module:
     with torch.device("meta"):
         return build_model(run.model)
 

@@ -32,7 +32,7 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
         f"parameters              {num_parameters:,}",
         f"FLOPs per step          {short(model_flops)} ({short(model_flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
-        describe_states(num_parameters, run.train.precision, run.engine, world_size, accumulates=num_micro_batches > 1),
+        describe_states(model, run.train.precision, run.engine, world_size, accumulates=num_micro_batches > 1),
         *(
             f"{part:24}{rows.num_examples:,} examples, {rows.num_rows:,} rows of {run.data.sequence_length} tokens"
             for part, rows in inputs.rows.items()
