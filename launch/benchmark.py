@@ -24,6 +24,7 @@ from gmlp_scale.benchmark.start_up import measure_start_up
 from gmlp_scale.benchmark.step import measure_step
 from gmlp_scale.benchmark.timing import say
 from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.pretrain import USER_ERRORS
 from gmlp_scale.world import World, start_world
 
 PARTS = ("step", "loader", "checkpoint", "start_up")
@@ -55,7 +56,7 @@ def main() -> int:
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(text + "\n", encoding="utf-8")
         lines = worsened(before, report) if before else []
-    except (ConfigError, ValueError) as error:
+    except (*USER_ERRORS, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     for line in lines:
@@ -72,7 +73,13 @@ def measure(options: argparse.Namespace) -> dict:
     if undecided := [path for path, run in runs.items() if run.train.micro_batch_size == "auto"]:
         raise ConfigError(undecided[0], ["train.micro_batch_size: found auto; needed: a number, the rows timed here"])
     report = {"date": datetime.date.today().isoformat(), "machine": {}, "command": sys.argv[1:], "recipes": {}}
-    first = next(iter(runs.values()))
+    first, *others = runs.values()
+    for run in others:
+        if run.train.device != first.train.device:
+            raise ValueError(
+                f"train.device: found {first.train.device} in {first.name} and {run.train.device} in {run.name}, but a "
+                "report is of one device: add train.device=auto, cpu or cuda, which holds for all recipes"
+            )
     with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
         report["machine"] = describe_machine(world)
         for path, run in runs.items():

@@ -23,6 +23,7 @@ from gmlp_scale.data.hashing import hash64
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.open_shards import OpenShards
 from gmlp_scale.data.shards import MANIFEST_NAME, ROW_DTYPE, Manifest, Shard, ShardRows, ShardWriter, Splits, write_file
+from gmlp_scale.pretrain import build_loader
 
 ROWS_PER_BATCH = 256
 NUM_ROWS = 2**15
@@ -44,7 +45,7 @@ def measure_loading(run: RunConfig, num_rounds: int) -> dict:
     return {
         "rows_per_core_second": rates | missing,
         "first_batch": {"step": FAR_STEP, "rows": C4_SHARDS * C4_ROWS_PER_SHARD, **far_seconds},
-        "data_wait_fraction_on_h200": H200_ROWS_PER_SECOND / ours,
+        "loader_cores_per_h200": H200_ROWS_PER_SECOND / ours,  # not a wait: the loader works beside the training
         "ratios": {f"over_{name}": rates["gmlp_scale_unmasked"] / rates[name] for name in PEERS if name in rates}
         | {f"masked_over_{name}": ours / rates[name] for name in PEERS if name in rates},
     }
@@ -61,15 +62,26 @@ def rows_per_core_second(run: RunConfig, num_rounds: int, folder: Path) -> tuple
         pipes[name], theirs = context.Pipe()
         context.Process(target=load_in_turns, args=(name, run, folder, theirs), daemon=True).start()
         theirs.close()
-        if problem := pipes[name].recv():
+        if problem := received(name, pipes[name]):
             missing[name] = problem
             del pipes[name]
     seconds = {name: [] for name in pipes}
     for _ in range(num_rounds):
         for name, pipe in pipes.items():
             pipe.send("go")
-            seconds[name].append(pipe.recv())
+            seconds[name].append(received(name, pipe))
     return {name: BATCHES_PER_TURN * ROWS_PER_BATCH / spent for name, spent in medians(seconds).items()}, missing
+
+
+def received(name: str, pipe: Connection) -> object:
+    """What the contender sends next. ChildProcessError if it died."""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise ChildProcessError(
+            f"the loader part's process of {name} died, of the error above: mend or uninstall what it names, "
+            "or leave the loader out of --parts"
+        ) from None
 
 
 def load_in_turns(name: str, run: RunConfig, folder: Path, pipe: Connection) -> None:
@@ -112,18 +124,13 @@ def write_manifest(run: RunConfig, shards: tuple[Shard, ...], folder: Path) -> N
     write_file(f"{folder}/{MANIFEST_NAME}", manifest.to_json().encode())
 
 
-def build_loader(run: RunConfig, shards: Path) -> Loader:
-    return Loader(
-        run.data.model_copy(update={"shards": str(shards), "cache_dir": None}),
-        sequence_length=run.model.sequence_length,
-        vocab_size=run.model.vocab_size,
-        seed=0,
-        global_batch_size=ROWS_PER_BATCH,
-        micro_batch_size=ROWS_PER_BATCH,
-        rank=0,
-        world_size=1,
-        run_dir=shards,
-    )
+def loader_of(run: RunConfig, shards: Path) -> Loader:
+    """The run's, of the rows in `shards` and with batches of ROWS_PER_BATCH."""
+    data = run.data.model_copy(update={"shards": str(shards), "cache_dir": None})
+    sizes = {"global_batch_size": ROWS_PER_BATCH, "micro_batch_size": ROWS_PER_BATCH}
+    train = run.train.model_copy(update=sizes)
+    here = run.model_copy(update={"data": data, "train": train, "output_dir": shards})
+    return build_loader(here, rank=0, world_size=1)
 
 
 def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
@@ -141,7 +148,7 @@ def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
         for number in range(C4_SHARDS)
     ]
     write_manifest(run, tuple(absent), folder)
-    loader = build_loader(run, folder)
+    loader = loader_of(run, folder)
     rows_RN = np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, vocab_size, (C4_ROWS_PER_SHARD, length))
     for number in sorted({int(shard) for shard in loader.addresses(FAR_STEP).shard}):
         stem = f"train-{number:05d}"
@@ -152,7 +159,7 @@ def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
     write_manifest(run, tuple(absent), folder)
 
     started, cpu_started = time.perf_counter(), time.process_time()
-    loader = build_loader(run, folder)
+    loader = loader_of(run, folder)
     loader.micro_batches(FAR_STEP)
     seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
     loader.close()
@@ -160,12 +167,12 @@ def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
 
 
 def gmlp_scale(run: RunConfig, shards: Path, folder: Path) -> Iterator:
-    return map(build_loader(run, shards).micro_batches, cycle(range(NUM_ROWS // ROWS_PER_BATCH)))
+    return map(loader_of(run, shards).micro_batches, cycle(range(NUM_ROWS // ROWS_PER_BATCH)))
 
 
 def gmlp_scale_unmasked(run: RunConfig, shards: Path, folder: Path) -> Iterator:
     """The same rows without masks, which is what the others give."""
-    loader = build_loader(run, shards)
+    loader = loader_of(run, shards)
     train = loader.manifest.splits.train
     opened = OpenShards(
         ShardFiles(str(shards), None, max_bytes=run.data.cache_max_bytes),

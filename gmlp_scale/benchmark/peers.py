@@ -5,6 +5,7 @@ says bf16, autocast: what their users train with.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,11 @@ WIDTH_PER_HEAD = 64
 LARGEST_FLOPS_DIFFERENCE = 0.1
 
 
-class Step:
+class Step(NamedTuple):
     """One training step of one contender, and what is to be known about it."""
 
-    def __init__(self, run_once: Callable[[], None], **description):
-        self.run_once, self.description = run_once, description
+    run_once: Callable[[], None]
+    description: dict[str, int | bool]
 
 
 def g_mlp_pytorch_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
@@ -53,15 +54,10 @@ def bert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
 
     width, num_layers, flops = transformer_size(run, mlp_weights_per_width=8)
     config = BertConfig(
-        vocab_size=run.model.vocab_size,
-        hidden_size=width,
-        num_hidden_layers=num_layers,
-        num_attention_heads=width // WIDTH_PER_HEAD,
+        **_common_options(run, width, num_layers),
         intermediate_size=4 * width,
-        max_position_embeddings=run.model.sequence_length,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        attn_implementation="sdpa",
     )
     model = BertForMaskedLM(config)
     return _transformer_step(model, model.bert, model.cls, run, device, batch, width, flops)
@@ -74,18 +70,13 @@ def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) ->
 
     width, num_layers, flops = transformer_size(run, mlp_weights_per_width=4.5)
     config = ModernBertConfig(
-        vocab_size=run.model.vocab_size,
-        hidden_size=width,
-        num_hidden_layers=num_layers,
-        num_attention_heads=width // WIDTH_PER_HEAD,
+        **_common_options(run, width, num_layers),
         intermediate_size=3 * width // 2,
-        max_position_embeddings=run.model.sequence_length,
         pad_token_id=0,
         cls_token_id=2,
         sep_token_id=3,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="sdpa",
     )
     model = ModernBertForMaskedLM(config)
     head = nn.Sequential(model.head, model.decoder)
@@ -110,6 +101,17 @@ def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[i
         if abs(flops / wanted - 1) <= LARGEST_FLOPS_DIFFERENCE:
             return width, num_layers, int(flops)
     raise ValueError(f"{run.name}: no Transformer has {wanted:.3g} FLOPs a row; choose a larger model")
+
+
+def _common_options(run: RunConfig, width: int, num_layers: int) -> dict:
+    return {
+        "vocab_size": run.model.vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": width // WIDTH_PER_HEAD,
+        "max_position_embeddings": run.model.sequence_length,
+        "attn_implementation": "sdpa",
+    }
 
 
 def _transformer_step(
@@ -145,4 +147,4 @@ def _step(model: nn.Module, run: RunConfig, device: torch.device, loss: Callable
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return Step(run_once, parameters=sum(p.numel() for p in model.parameters()), **known)
+    return Step(run_once, {"parameters": sum(p.numel() for p in model.parameters()), **known})

@@ -26,17 +26,20 @@ PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": m
 
 def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
     batch = random_batch(run, world.device)
-    steps = {"recipe": our_step(run, world, batch)}
-    steps["recipe"].run_once()
+    recipe = our_step(run, world, batch)
+    recipe.run_once()
     peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else is there
     products, product_calls = captured_products(partial(run_eager_step, plain(run, compile=False), world, batch))
-    for name, variant in variants(run, world.device).items():
-        steps[name] = our_step(variant, world, batch)
+    steps = {name: our_step(variant, world, batch) for name, variant in variants(run, world.device).items()}
+    missing = {}
     for name, peer_step in PEERS.items() if with_peers else ():
         say(f"building {name}")
-        steps[name] = peer_step(run, world.device, batch)
+        try:
+            steps[name] = peer_step(run, world.device, batch)
+        except ImportError as error:
+            missing[name] = f"not installed: {error}"
     matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
-    calls = {name: step.run_once for name, step in steps.items()}
+    calls = {"recipe": recipe.run_once} | {name: step.run_once for name, step in steps.items()}
     calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()}
     calls |= {"copy": copy_bytes[0]} | product_calls
     seconds = medians(time_in_turns(calls, num_rounds, world.device))
@@ -62,15 +65,15 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
         "operations_floor_seconds": flops / max(ceilings.values()) / 1e12,
         "bytes_floor_seconds": bytes_moved and bytes_moved / copy_rate,
         "isolated_products": {name: {"per_step": n, "seconds": seconds[name]} for name, n in products.items()},
-        "time_split": time_split(steps["recipe"].run_once, world.device),
+        "time_split": time_split(recipe.run_once, world.device),
         "ratios": {"fraction_of_ceiling": tflops / max(ceilings.values())},
-        "contenders": {},
+        "contenders": missing,
     }
     alone = sum(num_times * seconds[name] for name, num_times in products.items())
     report["ratios"]["isolated_products_over_step"] = alone / ours
-    for name in steps.keys() - {"recipe"}:
-        equal_flops = steps[name].description.get("flops", flops) / flops
-        report["contenders"][name] = {"step_seconds": seconds[name], **steps[name].description}
+    for name, step in steps.items():
+        equal_flops = step.description.get("flops", flops) / flops
+        report["contenders"][name] = {"step_seconds": seconds[name], **step.description}
         report["ratios"][f"over_{name}"] = seconds[name] / ours / equal_flops
     return report
 
@@ -123,7 +126,7 @@ def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:
         engine.backward(engine.module(batch), is_last=True)
         engine.step(run.optimizer.peak_learning_rate)
 
-    return Step(run_once, compile=run.train.compile)
+    return Step(run_once, {"compile": run.train.compile})
 
 
 def run_eager_step(run: RunConfig, world: World, batch: MaskedBatch) -> None:

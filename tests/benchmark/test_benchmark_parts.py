@@ -1,6 +1,7 @@
 """Each part measures what it says: that its figures belong together, not how large they are."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
 
@@ -8,15 +9,16 @@ import pytest
 import torch
 from tiny_recipe import SMOKE, tiny_run
 
-from gmlp_scale.benchmark import loading, start_up
+from gmlp_scale.benchmark import loading, start_up, step
 from gmlp_scale.benchmark.ceilings import captured_products, fewest_bytes
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.loading import batched, measure_loading
-from gmlp_scale.benchmark.peers import transformer_size
+from gmlp_scale.benchmark.peers import Step, transformer_size
 from gmlp_scale.benchmark.step import PEERS, measure_step, random_batch, run_eager_step
 from gmlp_scale.config import load_run_config
 from gmlp_scale.plan import count_parameters, flops_per_step
 from gmlp_scale.world import start_world
+from launch.benchmark import main
 
 BASE = SMOKE.parent / "gmlp_base.yaml"
 ROOT = SMOKE.parents[2]
@@ -35,6 +37,20 @@ def test_step_without_peers(tmp_path, world):
     assert report["ratios"]["fraction_of_ceiling"] == pytest.approx(floor)
     assert report["ratios"].keys() == {"fraction_of_ceiling", "isolated_products_over_step"}  # the recipe is eager
     assert report["contenders"] == {}
+
+
+def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(tmp_path, world, monkeypatch):
+    def absent(run, device, batch):
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    def present(run, device, batch):
+        return Step(lambda: None, {"flops": 1})
+
+    monkeypatch.setattr(step, "PEERS", {"zebra": present, "absent": absent, "ant": present})
+    report = measure_step(tiny_run(tmp_path), world, 1, with_peers=True)
+    assert report["contenders"].pop("absent") == "not installed: No module named 'absent'"
+    assert list(report["contenders"]) == ["zebra", "ant"]
+    assert list(report["ratios"])[2:] == ["over_zebra", "over_ant"]
 
 
 def test_products_captured_from_a_step_have_its_flops(tmp_path, world):
@@ -73,16 +89,16 @@ def test_a_peers_step_has_the_flops_that_are_stated_and_learns(name, world):
     batch = random_batch(run, world.device)
     torch.compiler.set_stance("force_eager")
     try:
-        step = PEERS[name](run, world.device, batch)
-        counts, calls = captured_products(step.run_once)
+        peer = PEERS[name](run, world.device, batch)
+        counts, calls = captured_products(peer.run_once)
     finally:
         torch.compiler.set_stance("default")
-    assert step.description["parameters"] > 0
-    if "flops" in step.description:
+    assert peer.description["parameters"] > 0
+    if "flops" in peer.description:
         products = sum(counts[key] * 2 * c.args[0].numel() * c.args[1].shape[-1] for key, c in calls.items())
         tokens = 2 * 32
-        attention = 3 * 4 * 32 * step.description["width"] * step.description["num_layers"] * tokens  # no mm on the CPU
-        assert products + attention == pytest.approx(step.description["flops"], rel=1e-6)
+        attention = 3 * 4 * 32 * peer.description["width"] * peer.description["num_layers"] * tokens  # no mm on the CPU
+        assert products + attention == pytest.approx(peer.description["flops"], rel=1e-6)
 
 
 def test_checkpoint(tmp_path, world):
@@ -105,6 +121,21 @@ def test_loader(tmp_path, monkeypatch):
     assert report["rows_per_core_second"].keys() == {"gmlp_scale", "gmlp_scale_unmasked", "webdataset"}
     assert report["ratios"].keys() == {"over_webdataset", "masked_over_webdataset"}
     assert report["first_batch"]["rows"] == 15_000
+    cores = loading.H200_ROWS_PER_SECOND / report["rows_per_core_second"]["gmlp_scale"]
+    assert report["loader_cores_per_h200"] == cores
+
+
+def test_a_loader_that_dies_is_named(tmp_path, monkeypatch):
+    def broken(run, shards, folder):
+        raise KeyError("no such column")
+
+    monkeypatch.setattr(loading, "LOADERS", {"broken": broken})
+    ours, theirs = multiprocessing.Pipe()
+    with pytest.raises(KeyError):
+        loading.load_in_turns("broken", tiny_run(tmp_path), tmp_path, theirs)
+    theirs.close()  # as the end of its process does
+    with pytest.raises(ChildProcessError, match="process of broken died, of the error above"):
+        loading.received("broken", ours)
 
 
 def test_start_up_times_a_dry_run_that_works(monkeypatch):
@@ -140,3 +171,20 @@ def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
     assert done.returncode == 1 and done.stderr.count("worse: smoke checkpoint") == 3, done.stderr
     done = launch("--config", str(SMOKE), "--parts", "step,speed")
     assert done.returncode == 2 and "--parts: found speed; known are step, loader, checkpoint, start_up" in done.stderr
+
+
+def refused(monkeypatch, capsys, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--parts", "start_up", *words])
+    assert main() == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_launcher_says_that_there_is_no_gpu(monkeypatch, capsys):
+    error = refused(monkeypatch, capsys, "--config", str(SMOKE), "train.device=cuda")
+    assert error == "train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu\n"
+
+
+def test_launcher_refuses_recipes_of_two_devices(monkeypatch, capsys):
+    error = refused(monkeypatch, capsys, "--config", str(SMOKE), "--config", str(BASE))
+    assert "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one device" in error
