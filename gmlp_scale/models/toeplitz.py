@@ -31,7 +31,14 @@ class _Toeplitz(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        n = grad.shape[-1]
-        shifted = F.pad(F.pad(grad, (n - 1, 0)).flatten(-2), (0, n)).unflatten(-1, (n, 2 * n))
-        accumulated_in = torch.promote_types(grad.dtype, torch.float32)
-        return shifted.sum(-2, dtype=accumulated_in)[..., : 2 * n - 1].to(grad.dtype)
+        return diagonal_sums(grad).to(grad.dtype)
+
+
+def diagonal_sums(matrix: Tensor) -> Tensor:
+    """The sum over each diagonal of [..., n, n], in the order of the offsets: [..., 2n - 1].
+
+    Taken and returned in float32 (float64 for float64). The same shift by one place a row, backwards.
+    """
+    n = matrix.shape[-1]
+    shifted = F.pad(F.pad(matrix, (n - 1, 0)).flatten(-2), (0, n)).unflatten(-1, (n, 2 * n))
+    return shifted.sum(-2, dtype=torch.promote_types(matrix.dtype, torch.float32))[..., : 2 * n - 1]

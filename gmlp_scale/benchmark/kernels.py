@@ -1,0 +1,156 @@
+"""Each fused kernel of gmlp_scale/kernels beside plain PyTorch, eager and under torch.compile, at a recipe's shape.
+
+Forward and backward of one block too, which says how much of it a kernel takes off.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gmlp_scale.benchmark.ceilings import DTYPES, copy_call, matrix_calls
+from gmlp_scale.benchmark.timing import medians, say, time_in_turns
+from gmlp_scale.config import RunConfig
+from gmlp_scale.models import AmlpConfig
+from gmlp_scale.models.gmlp import GmlpBlock
+from gmlp_scale.models.toeplitz import diagonal_sums
+
+
+class Piece(NamedTuple):
+    """One kernel, with the operations and bytes that it cannot do without."""
+
+    fused: Callable
+    plain: Callable
+    inputs: tuple
+    flops: int
+    num_bytes: int
+    predicted_gain_of_step: float | None
+
+
+def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> dict:
+    compiled = partial(torch.compile, backend="inductor" if device.type == "cuda" else "eager")
+    matrix, (copy, copied_bytes) = matrix_calls(run, device), copy_call(device)
+    pieces = pieces_of(run, device)
+    calls = {name: call for name, (call, _) in matrix.items()} | {"copy": copy}
+    for name, piece in pieces.items():
+        forms = {"fused": piece.fused, "plain": piece.plain, "compiled": compiled(piece.plain)}
+        calls |= {(name, form): partial(function, *piece.inputs) for form, function in forms.items()}
+    for kernels in ("torch", "triton"):
+        calls["block", kernels] = block_call(run, device, kernels, lambda block: block)
+        calls["block", f"{kernels} compiled"] = block_call(run, device, kernels, compiled)
+    say(f"timing {len(calls)} calls; the first rounds compile them")
+    seconds = medians(time_in_turns(calls, num_rounds, device))
+    matrix_rate = max(flops / seconds[name] for name, (_, flops) in matrix.items())
+    copy_rate = copied_bytes / seconds["copy"]
+    report = {
+        "recipe": run.name,
+        "micro_batch_size": run.train.micro_batch_size,
+        "flops_per_second": matrix_rate,
+        "bytes_per_second": copy_rate,
+        "block_seconds": {form: value for (name, form), value in timed(seconds) if name == "block"},
+        "kernels": {},
+    }
+    for name, piece in pieces.items():
+        forms = {form: value for (of, form), value in timed(seconds) if of == name}
+        floor = max(piece.flops / matrix_rate, piece.num_bytes / copy_rate)
+        report["kernels"][name] = {
+            "seconds": forms | {"floor": floor},
+            "fraction_of_floor": floor / forms["fused"],
+            "gain_of_block": (forms["compiled"] - forms["fused"]) / report["block_seconds"]["torch compiled"],
+            "predicted_gain_of_step": piece.predicted_gain_of_step,
+        }
+    return report
+
+
+def timed(seconds: dict) -> list[tuple[tuple[str, str], float]]:
+    return [(name, value) for name, value in seconds.items() if isinstance(name, tuple)]
+
+
+def block_call(run: RunConfig, device: torch.device, kernels: str, compiled: Callable) -> Callable[[], None]:
+    """Forward and backward of one block."""
+    model = run.model.model_copy(update={"kernels": kernels})
+    dtype, shape = DTYPES[run.train.precision], (run.train.micro_batch_size, model.sequence_length, model.d_model)
+    block = GmlpBlock(model).to(device, dtype)
+    torch.nn.init.normal_(block.gating.weight, std=0.01)
+    torch.nn.init.ones_(block.gating.bias)
+    x_BND = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    forward = compiled(block)
+
+    def call() -> None:
+        torch.autograd.grad(forward(x_BND), (x_BND, *block.parameters()), torch.ones_like(x_BND))
+
+    return call
+
+
+def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
+    from gmlp_scale.kernels.gate import apply_gate, apply_gate_backward
+    from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu, layer_norm_of_gelu_backward
+    from gmlp_scale.kernels.spatial_weight import spatial_matrix, spatial_weight_gradient
+
+    model, b, n, g = run.model, run.train.micro_batch_size, run.model.sequence_length, run.model.d_gate
+    k = model.d_attn if isinstance(model, AmlpConfig) else 0
+    random = partial(torch.randn, device=device, dtype=DTYPES[run.train.precision])
+    z_BNF, v_BNG, gate_BNG, grad_BNG = random(b, n, 2 * g), random(b, n, g), random(b, n, g), random(b, n, g)
+    gain_G, bias_N = random(g), random(n)
+    weight = random(n, n) if model.spatial == "dense" else random(2 * n - 1)
+    attention = (random(b, n, k), random(g, k), random(g)) if k else (None, None, None)
+    mean_BN, rstd_BN = (torch.rand(b, n, device=device) + 0.5 for _ in range(2))
+    grad_z_BNF, weight_NN = torch.empty_like(z_BNF), spatial_matrix(weight)
+    half = v_BNG.nbytes
+    flops = 2 * b * n * n * g
+    return {
+        "LayerNorm of GELU": Piece(
+            layer_norm_of_gelu, plain_norm, (z_BNF, gain_G, gain_G, 1e-5), 0, 2 * half, None
+        ),
+        "spatial product and gate": Piece(
+            partial(apply_gate, keeps_gate=True), plain_gate,
+            (z_BNF, v_BNG, weight_NN, bias_N, *attention), flops + 2 * b * n * g * k, 4 * half, 0.085 if k else 0.052,
+        ),
+        "gate backward": Piece(
+            apply_gate_backward, plain_gate_backward, (grad_BNG, z_BNF, gate_BNG, grad_z_BNF), 0, 5 * half, None
+        ),
+        "weight gradient": Piece(
+            spatial_weight_gradient, plain_weight_gradient, (grad_BNG, v_BNG, weight), flops, 2 * half, 0.03
+        ),
+        "LayerNorm of GELU backward": Piece(
+            layer_norm_of_gelu_backward, plain_norm_backward,
+            (grad_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF), 0, 3 * half, 0.035,
+        ),
+    }  # fmt: skip
+
+
+def plain_norm(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float) -> Tensor:
+    v_BNG = z_BNF.chunk(2, dim=-1)[1]
+    return F.layer_norm(F.gelu(v_BNG), gain_G.shape, gain_G, bias_G, eps)
+
+
+def plain_gate(z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G) -> tuple[Tensor, Tensor]:
+    gate_BNG = torch.bmm(weight_NN.expand(len(v_BNG), -1, -1), v_BNG) + bias_N[:, None]
+    if context_BNK is not None:
+        gate_BNG = gate_BNG + F.linear(context_BNK, out_weight_GK, out_bias_G)
+    return F.gelu(z_BNF.chunk(2, dim=-1)[0]) * gate_BNG, gate_BNG
+
+
+def plain_gate_backward(grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF) -> tuple[Tensor, Tensor]:
+    u_BNG, grad_u_BNG = z_BNF.chunk(2, dim=-1)[0], grad_z_BNF.chunk(2, dim=-1)[0]
+    grad_gate_BNG = grad_output_BNG * F.gelu(u_BNG)
+    grad_u_BNG.copy_(torch.ops.aten.gelu_backward(grad_output_BNG * gate_BNG, u_BNG))
+    return grad_gate_BNG, grad_gate_BNG.sum(-1, dtype=torch.float32)
+
+
+def plain_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) -> Tensor:
+    """The product of each sequence, added up, and summed over its diagonals if `like` holds offsets."""
+    grad_NN = torch.bmm(grad_gate_BNG, v_BNG.mT).sum(0, dtype=torch.float32)
+    return grad_NN if like.ndim == 2 else diagonal_sums(grad_NN)
+
+
+def plain_norm_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF) -> tuple[Tensor, Tensor]:
+    v_BNG, grad_BNG = z_BNF.chunk(2, dim=-1)[1], grad_z_BNF.chunk(2, dim=-1)[1]
+    grad_hidden_BNG, grad_gain_G, grad_bias_G = torch.ops.aten.native_layer_norm_backward(
+        grad_v_BNG, F.gelu(v_BNG), gain_G.shape, mean_BN[..., None], rstd_BN[..., None], gain_G, gain_G, [True] * 3
+    )
+    grad_BNG.copy_(torch.ops.aten.gelu_backward(grad_hidden_BNG, v_BNG))
+    return grad_gain_G, grad_bias_G

@@ -1,0 +1,66 @@
+"""The kernels' benchmark: both forms of a kernel compute the same, and the launcher prints figures of each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import run_interpreted
+
+from gmlp_scale.benchmark.kernels import pieces_of
+from gmlp_scale.config import load_run_config
+
+ROOT = Path(__file__).parents[2]
+TINY = ["model.sequence_length=12", "model.d_model=16", "model.d_ffn=32", "train.micro_batch_size=2"]
+
+
+def _outputs_of_pieces(recipe: str, spatial: str) -> dict[str, list[tuple]]:
+    """By name, what the fused and the plain form return; of the backward passes also what they fill."""
+    overrides = [*TINY, f"model.spatial={spatial}", "train.precision=float32"]
+    run = load_run_config(ROOT / f"configs/pretrain/{recipe}.yaml", overrides)
+    torch.manual_seed(0)
+    outputs = {}
+    for name, piece in pieces_of(run, torch.device("cpu")).items():
+        outputs[name] = []
+        for form in (piece.fused, piece.plain):
+            inputs, filled = piece.inputs, ()
+            if name.endswith("backward"):
+                filled = (torch.zeros_like(inputs[-1]),)
+                inputs = (*inputs[:-1], *filled)
+            returned = form(*inputs)
+            outputs[name].append((*(returned if isinstance(returned, tuple) else (returned,)), *filled))
+    return outputs
+
+
+@pytest.mark.parametrize("recipe, spatial", [("gmlp_base", "dense"), ("amlp_base", "toeplitz")])
+def test_both_forms_of_a_kernel_compute_the_same(recipe, spatial):
+    outputs = run_interpreted(_outputs_of_pieces, recipe, spatial)[0]
+    assert len(outputs) == 5
+    for fused, plain in outputs.values():
+        torch.testing.assert_close(fused[: len(plain)], plain, rtol=1e-4, atol=1e-5)  # the norm's kernel gives more
+
+
+def launch(**environment: str) -> subprocess.CompletedProcess:
+    recipe = "configs/pretrain/gmlp_base.yaml"
+    command = [sys.executable, "launch/benchmark_kernels.py", "--config", recipe, "--device", "cpu", "--rounds", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def test_launcher_prints_figures_of_every_kernel():
+    done = launch(TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert len(report["kernels"]) == 5
+    for figures in report["kernels"].values():
+        assert figures["seconds"].keys() == {"fused", "plain", "compiled", "floor"}
+        fraction = figures["seconds"]["floor"] / figures["seconds"]["fused"]
+        assert figures["fraction_of_floor"] == pytest.approx(fraction)
+
+
+def test_launcher_says_what_a_cpu_needs():
+    done = launch()
+    assert done.returncode == 2 and "--device cpu needs TRITON_INTERPRET=1" in done.stderr
