@@ -106,6 +106,15 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         if warmup_steps >= train.num_steps:
             yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {train.num_steps}"
         yield from zero_3_mistakes(self.engine, train.compile, train.recompute)
+        if train.compile == "reduce-overhead" and (
+            train.device == "cpu" or train.precision == "float32" or self.engine.kind == "fsdp2"
+        ):
+            # A graph reads parameters where they were when it was recorded, but FSDP2 gathers them anew. And float32
+            # gradients, which no engine copies, would stay in memory that the next micro-batch's graphs write to.
+            yield (
+                "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
+                "engine.kind single or zero"
+            )
 
 
 AnyConfig = TypeVar("AnyConfig", bound=BaseModel)
@@ -136,11 +145,12 @@ def schedule_mistakes(
         yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
 
 
-def zero_3_mistakes(engine: EngineConfig, compile: bool, recompute: Recompute) -> Iterable[str]:
+def zero_3_mistakes(engine: EngineConfig, compile: bool | str, recompute: Recompute) -> Iterable[str]:
     if engine.kind != "zero" or engine.stage != 3:
         return
     if compile:
-        yield "train.compile: found true; needed: false with engine.stage=3, whose hooks break every compiled block"
+        found = str(compile).lower()
+        yield f"train.compile: found {found}; needed: false with engine.stage=3, whose hooks break every compiled block"
     if recompute == "selective":
         # DeepSpeed's own F.linear: the kept product would have its bias twice, and the gradients be wrong.
         yield (

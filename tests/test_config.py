@@ -60,6 +60,12 @@ def test_missing_field_is_named(tmp_path):
         (["train.stop_after_step=1000000"], "train.stop_after_step: found 1000000; must be at most"),
         (["train.allow_changed_on_resume=[optimizer.peak_learning_rat]"], "did you mean optimizer.peak_learning_rate?"),
         (["engine.kind=zero", "engine.stage=3", "train.recompute=selective"], "train.recompute: found selective"),
+        (["train.compile=reduce-overhead"], "train.compile: found reduce-overhead; needed: true or false, or a GPU"),
+        (
+            ["engine.kind=zero", "engine.stage=3", "train.compile=reduce-overhead"],
+            "found reduce-overhead; needed: false",
+        ),
+        (["train.compile=often"], "train.compile: found 'often'; needed: True, False or 'reduce-overhead'"),
         (["engine.kind=single", "engine.stage=1"], "engine.stage: unknown field"),
         (["engine.kind=ddp"], "engine.kind: found 'ddp'; one of single, zero, fsdp2"),
         (["name=../elsewhere"], "name: found '../elsewhere'"),
@@ -67,6 +73,14 @@ def test_missing_field_is_named(tmp_path):
 )
 def test_settings_that_cannot_work(overrides, needle):
     assert any(needle in mistake for mistake in mistakes(SMOKE, *overrides)), mistakes(SMOKE, *overrides)
+
+
+@pytest.mark.parametrize("other", ["train.precision=float32", "engine.kind=fsdp2", "train.device=cpu"])
+def test_cuda_graphs_are_for_a_gpu_bf16_and_parameters_that_stay(other):
+    fits = ["train.compile=reduce-overhead", "train.device=auto", "train.precision=bf16", "engine.kind=zero"]
+    assert load_run_config(SMOKE, fits).train.compile == "reduce-overhead"
+    (mistake,) = mistakes(SMOKE, *fits, other)
+    assert mistake.startswith("train.compile: found reduce-overhead")
 
 
 def test_another_engine_kind_leaves_the_files_own_fields_behind(tmp_path):

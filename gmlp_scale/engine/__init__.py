@@ -1,7 +1,7 @@
 """Engines: how a model is spread over the ranks, differentiated and updated.
 
 `single` is the reference; `zero` (DeepSpeed, stages 1 to 3) and `fsdp2` give its losses and gradient norms.
-An engine knows of a model only `.blocks`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
+An engine knows of a model only `.blocks`, `.encode`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ def build_engine(
     num_micro_batches: int,
     micro_batch_size: int,
     gradient_clipping: float | None,
-    compile: bool,
+    compile: Literal[True, False, "reduce-overhead"],
     recompute: Literal["none", "selective", "full"],
 ) -> Engine:
     """Applies every technique in the one order that works, and gives the engine.
@@ -92,13 +92,19 @@ def build_engine(
 
     Raises:
         ValueError: the config does not fit the world, or a DeepSpeed file contradicts the recipe.
+        EngineConfigError: `compile` is reduce-overhead, but the world's device is a CPU.
     """
+    if compile == "reduce-overhead" and world.device.type == "cpu":
+        raise EngineConfigError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
     # 1. Recompute, inside the blocks, so that what is compiled knows what to keep.
     model.set_recompute(recompute)
     # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
     if compile:
         for block in model.blocks:
-            block.compile()
+            block.compile(mode="reduce-overhead" if compile == "reduce-overhead" else None)
+    if compile == "reduce-overhead":
+        # Each block is a graph of its own; their results live on until the next pass through the model begins.
+        model.encode = _marking_the_begin(model.encode)
     # 3. Shard, which replaces the parameters; 4. build the optimizer over what each rank has to update.
     common = {
         "build_optimizer": build_optimizer,
@@ -113,3 +119,11 @@ def build_engine(
             return ZeroEngine(model, config, world, micro_batch_size=micro_batch_size, **common)
         case Fsdp2Config():
             return Fsdp2Engine(model, config, world, **common)
+
+
+def _marking_the_begin(encode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def marking_encode(token_ids_BN: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return encode(token_ids_BN)
+
+    return marking_encode

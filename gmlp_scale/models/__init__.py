@@ -2,6 +2,7 @@
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND; engines shard, compile and recompute by block
+    encode(token_ids_BN) -> x_BND, the trunk; where every pass through the model begins
     set_recompute("none", "selective" or "full")
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.

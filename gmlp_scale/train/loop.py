@@ -43,8 +43,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["float32", "bf16"] = "bf16"
     """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32."""
-    compile: bool = True
-    """torch.compile for each block."""
+    compile: Literal[True, False, "reduce-overhead"] = True
+    """torch.compile for each block. reduce-overhead: replayed as CUDA graphs too, which pays where a rank has so few
+    tokens that a GPU waits for the host to start its kernels."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again to save memory: selective, all but the results of matrix products; full,
     the whole block from its input."""

@@ -1,6 +1,7 @@
 """torch.compile of the blocks: one graph to train, one more to evaluate, no break, and nothing compiled again later."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from tiny_runs import AMLP, GMLP, SIZES, micro_batches_of, start_engine, train
 from torch import nn
 from torch._dynamo.utils import counters
 
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
-from gmlp_scale.models import MixerConfig, TransformerConfig
+from gmlp_scale.engine import EngineConfigError, Fsdp2Config, SingleConfig, ZeroConfig, build_engine
+from gmlp_scale.models import MixerConfig, TransformerConfig, build_model
 from gmlp_scale.world import start_world
 
 MODELS = {
@@ -59,3 +60,33 @@ def test_blocks_share_one_graph_that_is_compiled_once(engine_config, recompute):
     graphs = run_ranks(_count_graphs, 1, engine_config, recompute)[0]
     for name, after_each in graphs.items():
         assert after_each == [1, 2, 2, 2, 2, 2], name
+
+
+def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
+    """Of the GPU's part this holds the wiring; the device is a stand-in, and nothing is compiled or recorded."""
+    modes, begins = [], []
+    monkeypatch.setattr(nn.Module, "compile", lambda block, mode: modes.append(mode))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begins.append("begin"))
+    engine = build_engine(
+        build_model(GMLP),
+        SingleConfig(),
+        SimpleNamespace(size=1, device=torch.device("meta")),
+        build_optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named]),
+        precision="bf16",
+        num_micro_batches=2,
+        micro_batch_size=2,
+        gradient_clipping=None,
+        compile="reduce-overhead",
+        recompute="none",
+    )
+    assert modes == ["reduce-overhead"] * SIZES["num_blocks"]
+    batch = micro_batches_of(0, SimpleNamespace(size=1, rank=0))[0].to("meta")
+    engine.backward(engine.module(batch), is_last=False)
+    assert len(begins) == 1
+    engine.predict(batch)
+    assert len(begins) == 2
+
+
+def test_cuda_graphs_are_refused_where_the_device_turns_out_to_be_a_cpu():
+    with start_world(60, "cpu") as world, pytest.raises(EngineConfigError, match="there is no GPU here"):
+        start_engine(world, GMLP, SingleConfig(), precision="bf16", compile="reduce-overhead")
