@@ -4,13 +4,14 @@ import pytest
 import torch
 from interpreter import run_interpreted
 from pydantic import ValidationError
-from torch.utils.checkpoint import checkpoint
 
 from gmlp_scale.config import check_unchanged
-from gmlp_scale.models import AmlpConfig, GmlpConfig
+from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
 from gmlp_scale.models.gmlp import GmlpBlock
 
 SIZES = {"num_blocks": 1, "d_model": 8, "d_ffn": 20, "sequence_length": 12, "vocab_size": 40}
+RECOMPUTED = [(recompute, form) for recompute in ("none", "selective", "full") for form in ("eager", "aot_eager")]
 
 
 def make_block(kernels: str, spatial: str = "toeplitz") -> GmlpBlock:
@@ -38,17 +39,49 @@ def _run_blocks() -> dict:
             block = make_block(kernels, spatial)
             for num_positions in (12, 7):
                 results[spatial, kernels, num_positions] = output_and_gradients(block, block, num_positions)
-    block = make_block("triton")
-    results["recomputed"] = output_and_gradients(block, lambda x_BND: checkpoint(block, x_BND, use_reentrant=False))
     compiled = make_block("triton")
     compiled.compile(fullgraph=True)  # raises on a graph break
     results["compiled"] = output_and_gradients(compiled, compiled)
     return results
 
 
+def _run_models() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """Loss and gradients of a model by (recomputation, form)."""
+    token_ids_BN = torch.randint(4, 40, (2, 12), generator=torch.Generator().manual_seed(2))
+    batch = MaskedBatch(token_ids_BN, torch.tensor([[1, 5], [0, 11]]), torch.tensor([[7, 8], [9, 10]]))
+    models = {}
+    for recompute, form in RECOMPUTED:
+        torch.compiler.reset()
+        model = build_model(AmlpConfig(**SIZES | {"num_blocks": 2}, d_attn=3, kernels="triton"))
+        model.init_weights(torch.Generator().manual_seed(0))
+        model.set_recompute(recompute)
+        if form == "aot_eager":
+            for block in model.blocks:
+                block.compile(backend="aot_eager", fullgraph=True)
+        loss = model(batch)
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        models[recompute, form] = {"loss": loss.detach()} | gradients
+    return models
+
+
+def _run_all() -> tuple[dict, dict]:
+    return _run_blocks(), _run_models()
+
+
 @pytest.fixture(scope="module")
-def blocks() -> dict:
-    return run_interpreted(_run_blocks)[0]
+def blocks_and_models() -> tuple[dict, dict]:
+    return run_interpreted(_run_all)[0]
+
+
+@pytest.fixture
+def blocks(blocks_and_models) -> dict:
+    return blocks_and_models[0]
+
+
+@pytest.fixture
+def models(blocks_and_models) -> dict:
+    return blocks_and_models[1]
 
 
 @pytest.mark.parametrize("num_positions", [12, 7])
@@ -58,9 +91,11 @@ def test_block_is_the_plain_one_at_full_and_shorter_length(blocks, spatial, num_
     torch.testing.assert_close(blocks[spatial, "triton", num_positions], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_recomputing_gives_the_same(blocks):
-    expected = blocks["toeplitz", "triton", 12]
-    assert all(torch.equal(blocks["recomputed"][name], expected[name]) for name in expected)
+@pytest.mark.parametrize("recompute, form", RECOMPUTED[1:])
+def test_recomputing_gives_the_same_bit_for_bit(models, recompute, form):
+    expected, found = models[RECOMPUTED[0]], models[recompute, form]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(expected[name].any() for name in expected)
 
 
 def test_compiling_breaks_no_graph_and_gives_the_same(blocks):

@@ -17,11 +17,11 @@ BOUNDS = {torch.float32: 1e-5, BFLOAT16: 1e-2}
 CASES = [
     Case(1), Case(1, "dense", 5), Case(1, dtype=BFLOAT16, batch_size=4),
     Case(77, d_gate=70), Case(77, "dense", 20, d_gate=70), Case(77, "dense", dtype=BFLOAT16), Case(77, d_attn=64),
-    Case(128, "dense", batch_size=3), Case(128, d_attn=64), Case(128, d_attn=64, dtype=BFLOAT16, d_gate=130),
+    Case(128, "dense", batch_size=3), Case(128, d_attn=64, dtype=BFLOAT16, d_gate=130),
     Case(196, "dense"), Case(196, d_attn=6, dtype=BFLOAT16, d_gate=9),
-    Case(512, d_gate=12), Case(512, "dense", 16, BFLOAT16, batch_size=1, d_gate=12),
+    Case(512, batch_size=1, d_gate=12), Case(512, "dense", 16, BFLOAT16, batch_size=1, d_gate=12),
 ]  # fmt: skip
-REPEATED = [Case(77, d_attn=8, d_gate=70), Case(77, d_attn=8, d_gate=70, dtype=BFLOAT16)]
+REPEATED = Case(77, d_attn=8, d_gate=70)
 RECIPES = [
     Case(512, "toeplitz", None, BFLOAT16, 8, 1536),  # gmlp_base
     Case(512, "toeplitz", 128, BFLOAT16, 8, 1536),  # amlp_large
@@ -39,10 +39,10 @@ def two_runs(case: Case, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
 def _run_all() -> dict:
     results = {case: relative_errors(case) for case in CASES}
     with torch.no_grad():
-        inputs, _ = inputs_of(REPEATED[0])
+        inputs, _ = inputs_of(REPEATED)
         keeping, inferring = (spatial_gating_unit(*inputs, 1e-5, keeps) for keeps in (True, False))
     results["inference"] = [(output.numel(), torch.equal(keeping[0], inferring[0])) for output in inferring[:2]]
-    return results | {("twice", case): two_runs(case) for case in REPEATED}
+    return results | {"twice": two_runs(REPEATED)}
 
 
 def _check_operators() -> None:
@@ -53,19 +53,23 @@ def _check_operators() -> None:
         torch.library.opcheck(spatial_gating_unit, (*leaves, 1e-5, True))
 
 
+def name_on_cpu(case: Case) -> str:
+    """The interpreter has no bfloat16: it takes such inputs, computes in float32 and rounds the results."""
+    return str(case).replace("torch.bfloat16", "bf16-rounded-late")
+
+
 @pytest.fixture(scope="module")
 def on_cpu() -> dict:
     return run_interpreted(_run_all)[0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=name_on_cpu)
 def test_output_and_every_gradient_are_those_of_float64(on_cpu, case):
     assert max(on_cpu[case].values()) < BOUNDS[case.dtype], on_cpu[case]
 
 
-@pytest.mark.parametrize("case", REPEATED, ids=str)
-def test_two_runs_are_equal_bit_for_bit(on_cpu, case):
-    first, second = on_cpu["twice", case]
+def test_two_runs_are_equal_bit_for_bit(on_cpu):
+    first, second = on_cpu["twice"]
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
