@@ -87,32 +87,18 @@ def _filters(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
 
 
 def _matrices(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
-    return pictures.draw_matrices(_chosen(arrays.spatial_matrices(trained), options.blocks))
+    return pictures.draw_matrices(arrays.chosen_blocks(arrays.spatial_matrices(trained), options.blocks))
 
 
 def _attention(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
     ids, tokens = arrays.sentence_pair(trained, options.text_a, options.text_b)
-    maps = arrays.attention_maps(trained, ids)
-    if options.blocks is None:
-        return pictures.draw_attention({"first half of the blocks": arrays.first_half_maximum(maps)}, tokens)
-    chosen = _chosen(maps, options.blocks)
-    return pictures.draw_attention({f"block {number}": map_NN for number, map_NN in chosen.items()}, tokens)
-
-
-def _chosen(of_blocks: list, numbers: list[int]) -> dict:
-    """What the numbered blocks have, by number. AnalysisError for a block that is not there."""
-    if absent := [number for number in numbers if not 0 <= number < len(of_blocks)]:
-        raise AnalysisError(f"--blocks: no block {', '.join(map(str, absent))}; there are 0 to {len(of_blocks) - 1}")
-    return {number: of_blocks[number] for number in numbers}
+    return pictures.draw_attention(arrays.attention_by_title(trained, ids, options.blocks), tokens)
 
 
 def _scaling(options: argparse.Namespace) -> "Figure":
     sizes = arrays.run_sizes(options.runs)
-    law = arrays.fit_power_law([size.num_parameters for size in sizes], [size.perplexity for size in sizes])
-    for size in sizes:
-        parameters = f"{size.num_parameters:,} parameters"
-        print(f"{size.name:24} {parameters:>26}  perplexity {size.perplexity:10.3f} at step {size.step:,}")
-    print(f"perplexity = {law.coefficient:.4g} x parameters ^ {law.exponent:.4f}")
+    law = arrays.scaling_law(sizes)
+    print(arrays.scaling_table(sizes, law))
     return pictures.draw_scaling(sizes, law)
 
 

@@ -66,6 +66,23 @@ def first_half_maximum(maps: Sequence[np.ndarray]) -> np.ndarray:
     return np.max(maps[: math.ceil(len(maps) / 2)], axis=0)
 
 
+def attention_by_title(
+    trained: TrainedModel, ids: Sequence[int], block_numbers: Sequence[int] | None
+) -> dict[str, np.ndarray]:
+    """`attention_maps` of the numbered blocks, or the most of the first half of the blocks where none is."""
+    maps = attention_maps(trained, ids)
+    if block_numbers is None:
+        return {"first half of the blocks": first_half_maximum(maps)}
+    return {f"block {number}": map_NN for number, map_NN in chosen_blocks(maps, block_numbers).items()}
+
+
+def chosen_blocks(of_blocks: Sequence[np.ndarray], numbers: Sequence[int]) -> dict[int, np.ndarray]:
+    """What the numbered blocks have, by number from 0. AnalysisError for a block that is not there."""
+    if absent := [number for number in numbers if not 0 <= number < len(of_blocks)]:
+        raise AnalysisError(f"no block {', '.join(map(str, absent))}; there are 0 to {len(of_blocks) - 1}")
+    return {number: of_blocks[number] for number in numbers}
+
+
 def sentence_pair(trained: TrainedModel, text_a: str, text_b: str) -> tuple[list[int], list[str]]:
     """Ids of `<cls> A <sep> B <sep>`, as finetuning lays a pair out, and what to call each token."""
     tokenizer = trained.tokenizer()
@@ -128,3 +145,17 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
     from_mean = log_x - log_x.mean()
     exponent = from_mean @ log_y / (from_mean @ from_mean)
     return PowerLaw(float(np.exp(log_y.mean() - exponent * log_x.mean())), float(exponent))
+
+
+def scaling_law(sizes: Sequence[RunSize]) -> PowerLaw:
+    """Perplexity over parameters (the paper's Figure 8). AnalysisError where all runs are of one size."""
+    return fit_power_law([size.num_parameters for size in sizes], [size.perplexity for size in sizes])
+
+
+def scaling_table(sizes: Sequence[RunSize], law: PowerLaw) -> str:
+    lines = []
+    for size in sizes:
+        parameters = f"{size.num_parameters:,} parameters"
+        lines.append(f"{size.name:24} {parameters:>26}  perplexity {size.perplexity:10.3f} at step {size.step:,}")
+    lines.append(f"perplexity = {law.coefficient:.4g} x parameters ^ {law.exponent:.4f}")
+    return "\n".join(lines)
