@@ -1,7 +1,6 @@
 """Each part measures what it says: that its figures belong together, not how large they are."""
 
 import json
-import multiprocessing
 import subprocess
 import sys
 
@@ -125,17 +124,11 @@ def test_loader(tmp_path, monkeypatch):
     assert report["loader_cores_per_h200"] == cores
 
 
-def test_a_loader_that_dies_is_named(tmp_path, monkeypatch):
-    def broken(run, shards, folder):
-        raise KeyError("no such column")
-
-    monkeypatch.setattr(loading, "LOADERS", {"broken": broken})
-    ours, theirs = multiprocessing.Pipe()
-    with pytest.raises(KeyError):
-        loading.load_in_turns("broken", tiny_run(tmp_path), tmp_path, theirs)
-    theirs.close()  # as the end of its process does
-    with pytest.raises(ChildProcessError, match="process of broken died, of the error above"):
-        loading.received("broken", ours)
+def test_a_loader_that_dies_is_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(loading, "LOADERS", {"unknown": None})  # to its new process it is unknown
+    with pytest.raises(ChildProcessError, match="process of unknown died, of the error above"):
+        loading.rows_per_core_second(tiny_run(tmp_path), 1, tmp_path)
+    assert "KeyError: 'unknown'" in capfd.readouterr().err
 
 
 def test_start_up_times_a_dry_run_that_works(monkeypatch):
