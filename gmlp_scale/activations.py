@@ -6,7 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from gmlp_scale.models import GmlpConfig, ModelConfig, build_model
+from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Recompute
 
 
@@ -17,8 +17,8 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
     function keeps beside its result: the statistics of LayerNorms and softmaxes, and copies of transposed operands,
     which Mixer and the Transformer with relative positions only have (a seventh of their activations).
     """
-    plain = {"kernels": "torch"} if isinstance(model, GmlpConfig) else {}
-    one_block = build_model(model.model_copy(update={"num_blocks": 1} | plain))  # on the CPU: meta imports a compiler
+    config = with_kernels(model.model_copy(update={"num_blocks": 1}), "torch")
+    one_block = build_model(config)  # on the CPU: meta imports a compiler
     one_block.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(recompute)
 
     def kept_bytes(num_rows: int) -> int:

@@ -17,8 +17,9 @@ from gmlp_scale.config import ConfigError, RunConfig, check_unchanged, load_run_
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, build_engine
+from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.micro_batch import largest_micro_batch_size
-from gmlp_scale.models import build_model
+from gmlp_scale.models import build_model, with_kernels
 from gmlp_scale.plan import count_parameters, flops_per_step
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name, newest_checkpoint
 from gmlp_scale.train.checkpointer import Checkpointer
@@ -42,6 +43,7 @@ USER_ERRORS = (
     NotFiniteError,
     DeviceError,
     OtherRankError,
+    KernelsError,
 )
 """What a user can put right: each is one message that says what was found, what is needed and what to change."""
 
@@ -138,7 +140,7 @@ def load_pretrained(run_dir: Path, step: int | None = None) -> tuple[RunConfig, 
         raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
     if run.train.micro_batch_size == "auto":
         run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
-    model = build_model(run.model)
+    model = build_model(with_kernels(run.model, "auto"))  # where it was trained, there may have been a GPU
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.read(f"model.{name}"))

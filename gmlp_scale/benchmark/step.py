@@ -15,7 +15,7 @@ from gmlp_scale.benchmark.timing import medians, say, time_in_turns
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
 from gmlp_scale.engine import Engine, build_engine
-from gmlp_scale.models import GmlpConfig, build_model
+from gmlp_scale.models import GmlpConfig, build_model, with_kernels
 from gmlp_scale.plan import count_parameters, flops_per_step
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
 from gmlp_scale.train.optimizer import build_adamw, decayed_names
@@ -97,8 +97,8 @@ def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
 
 def plain(run: RunConfig, *, compile: bool) -> RunConfig:
     """The recipe in plain PyTorch operations."""
-    model = run.model.model_copy(update={"kernels": "torch"}) if isinstance(run.model, GmlpConfig) else run.model
-    return run.model_copy(update={"model": model, "train": run.train.model_copy(update={"compile": compile})})
+    train = run.train.model_copy(update={"compile": compile})
+    return run.model_copy(update={"model": with_kernels(run.model, "torch"), "train": train})
 
 
 def our_engine(run: RunConfig, world: World) -> Engine:

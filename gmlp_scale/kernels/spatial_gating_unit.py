@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+class KernelsError(ValueError):
+    """The kernels cannot run where the model is."""
+
+
 @torch.library.custom_op("gmlp_scale::spatial_gating_unit", mutates_args=())
 def spatial_gating_unit(
     z_BNF: Tensor,
@@ -34,7 +38,7 @@ def spatial_gating_unit(
         keeps_gate: False where no backward pass follows; S comes back empty.
 
     Raises:
-        ValueError: neither on a CUDA device nor in Triton's interpreter, or of another dtype.
+        KernelsError: neither on a CUDA device nor in Triton's interpreter, or of another dtype.
     """
     from gmlp_scale.kernels.gate import apply_gate
     from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu
@@ -143,9 +147,9 @@ spatial_gating_unit.register_autograd(_backward, setup_context=_save)
 
 def _check_can_run(z_BNF: Tensor) -> None:
     if z_BNF.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"model.kernels=triton computes in bfloat16 and float32, not {z_BNF.dtype}: set it to torch")
+        raise KernelsError(f"model.kernels=triton computes in bfloat16 and float32, not {z_BNF.dtype}: set it to torch")
     if not z_BNF.is_cuda and not is_interpreted():
-        raise ValueError(
+        raise KernelsError(
             f"model.kernels=triton needs a CUDA device, but the model is on {z_BNF.device}: set model.kernels to auto "
             "or torch (or TRITON_INTERPRET=1 in the environment, which runs the kernels step by step, for tests)"
         )

@@ -15,7 +15,7 @@ V vocabulary, H heads, K head width. A figure stands for itself: q_B1NK has one 
 """
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 from torch.overrides import TorchFunctionMode
@@ -28,6 +28,11 @@ from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 
 ModelConfig = Annotated[GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig, Field(discriminator="kind")]
 AnyModel = TypeVar("AnyModel", bound=Backbone)
+
+
+def with_kernels(config: ModelConfig, kernels: Literal["auto", "torch", "triton"]) -> ModelConfig:
+    """The same model computed in another way, where there is a choice."""
+    return config.model_copy(update={"kernels": kernels}) if isinstance(config, GmlpConfig) else config
 
 
 def build_model(
