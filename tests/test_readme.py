@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ def test_there_are_commands():
     assert COMMANDS[:2] == ["make demo", "make test"]
 
 
+@cache
+def help_of(script: str) -> str:
+    shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_scripts_and_recipes_exist_and_know_their_options(command):
     words = shlex.split(command)
@@ -28,10 +36,9 @@ def test_scripts_and_recipes_exist_and_know_their_options(command):
             assert (ROOT / word).is_file(), word
     script = next((word for word in words if word.endswith(".py")), None)
     if script and script not in ("launch/pretrain.py",):
-        shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert shown.returncode == 0, shown.stderr
+        shown = help_of(script)
         for option in (word for word in words if word.startswith("--")):
-            assert option in shown.stdout, f"{script} has no {option}"
+            assert option in shown, f"{script} has no {option}"
 
 
 @pytest.mark.parametrize("command", PRETRAIN)
