@@ -50,8 +50,7 @@ def _count_graphs(engine_config, recompute: str) -> dict[str, list[int]]:
     [
         (SingleConfig(), "none"),
         (SingleConfig(), "selective"),
-        (SingleConfig(), "full"),
-        (Fsdp2Config(blocks_per_group=2), "none"),
+        (Fsdp2Config(blocks_per_group=2), "full"),
         (ZeroConfig(stage=2), "none"),
     ],
     ids=str,
