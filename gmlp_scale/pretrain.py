@@ -91,7 +91,7 @@ def pretrain(run: RunConfig) -> Progress:
 
         num_parameters, engine_name = count_parameters(run), run.engine.kind
         log.info("%s: %s parameters, engine %s, ranks: %d", run.name, f"{num_parameters:,}", engine_name, world.size)
-        engine = _build_engine(run, world, is_new=checkpoint is None)
+        engine = build_engine_of(run, world, is_new=checkpoint is None)
         stack.callback(engine.close)
         start_up.finish("model and engine")
         if checkpoint:
@@ -176,7 +176,8 @@ def _check_continues(run: RunConfig, checkpoint: Checkpoint, details: dict) -> N
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
 
 
-def _build_engine(run: RunConfig, world: World, *, is_new: bool) -> Engine:
+def build_engine_of(run: RunConfig, world: World, *, is_new: bool) -> Engine:
+    """The engine of a run; its weights are left to the checkpoint unless `is_new`."""
     model = build_model(run.model)
     if is_new:
         model.init_weights(torch.Generator().manual_seed(run.seed))

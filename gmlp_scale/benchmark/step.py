@@ -14,11 +14,11 @@ from gmlp_scale.benchmark.time_split import time_split
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
-from gmlp_scale.engine import Engine, build_engine
-from gmlp_scale.models import GmlpConfig, build_model, with_kernels
+from gmlp_scale.engine import Engine
+from gmlp_scale.models import GmlpConfig, with_kernels
 from gmlp_scale.plan import count_parameters, flops_per_step
+from gmlp_scale.pretrain import build_engine_of
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
-from gmlp_scale.train.optimizer import build_adamw, decayed_names
 from gmlp_scale.world import World
 
 PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": modernbert_step}
@@ -102,21 +102,9 @@ def plain(run: RunConfig, *, compile: bool) -> RunConfig:
 
 
 def our_engine(run: RunConfig, world: World) -> Engine:
-    """The recipe's model under the `single` engine, exactly as pretraining runs it."""
-    model = build_model(run.model)
-    model.init_weights(torch.Generator().manual_seed(run.seed))
-    return build_engine(
-        model,
-        run.engine,
-        world,
-        build_optimizer=partial(build_adamw, config=run.optimizer, decayed=decayed_names(model)),
-        precision=run.train.precision,
-        num_micro_batches=1,
-        micro_batch_size=run.train.micro_batch_size,
-        gradient_clipping=run.optimizer.gradient_clipping,
-        compile=run.train.compile,
-        recompute=run.train.recompute,
-    )
+    """Pretraining's own, with one micro-batch a step."""
+    one_micro_batch = run.train.model_copy(update={"global_batch_size": run.train.micro_batch_size})
+    return build_engine_of(run.model_copy(update={"train": one_micro_batch}), world, is_new=True)
 
 
 def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:
