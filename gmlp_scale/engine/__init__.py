@@ -29,6 +29,10 @@ __all__ = [
     "build_engine",
 ]
 
+COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
+"""Inductor keeps a result of more operations than these instead of computing it in each place of use. With its 30, GELU
+and its derivative are computed twice in the backward pass of a LayerNorm: 12 instead of 7 ms a block of gMLP base."""
+
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
 
 
@@ -101,7 +105,10 @@ def build_engine(
     # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
     if compile:
         for block in model.blocks:
-            block.compile(mode="reduce-overhead" if compile == "reduce-overhead" else None)
+            block.compile(
+                mode="reduce-overhead" if compile == "reduce-overhead" else None,
+                options=COMPILE_OPTIONS_ON_CPU if world.device.type == "cpu" else None,
+            )
     if compile == "reduce-overhead":
         # Each block is a graph of its own; their results live on until the next pass through the model begins.
         model.encode = _marking_the_begin(model.encode)

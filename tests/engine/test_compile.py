@@ -64,7 +64,7 @@ def test_blocks_share_one_graph_that_is_compiled_once(engine_config, recompute):
 def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
     """Of the GPU's part this holds the wiring; the device is a stand-in, and nothing is compiled or recorded."""
     modes, begins = [], []
-    monkeypatch.setattr(nn.Module, "compile", lambda block, mode: modes.append(mode))
+    monkeypatch.setattr(nn.Module, "compile", lambda block, mode, options: modes.append((mode, options)))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begins.append("begin"))
     engine = build_engine(
         build_model(GMLP),
@@ -78,7 +78,7 @@ def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
         compile="reduce-overhead",
         recompute="none",
     )
-    assert modes == ["reduce-overhead"] * SIZES["num_blocks"]
+    assert modes == [("reduce-overhead", None)] * SIZES["num_blocks"]
     batch = micro_batches_of(0, SimpleNamespace(size=1, rank=0))[0].to("meta")
     engine.backward(engine.module(batch), is_last=False)
     assert len(begins) == 1
