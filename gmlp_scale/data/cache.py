@@ -3,15 +3,12 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gmlp_scale.data.files import is_local, open_filesystem, with_retries
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
-
-_DOWNLOADS_AT_A_TIME = 8
 
 
 class ShardFiles:
@@ -33,19 +30,6 @@ class ShardFiles:
             )
         self._cache_dir = Path(cache_dir) if cache_dir else None
         self._max_bytes = max_bytes
-
-    def fetch(self, shards: Iterable[Shard]) -> None:
-        """Copy the shards that the cache lacks, several at a time."""
-        if self._cache_dir is None:
-            return
-        missing = [shard for shard in shards if not self._cached_path(shard).exists()]
-        if missing:
-            with ThreadPoolExecutor(_DOWNLOADS_AT_A_TIME, thread_name_prefix="fetch") as threads:
-                list(threads.map(self._try_local_path, missing))
-
-    def _try_local_path(self, shard: Shard) -> None:
-        with suppress(ShardError, OSError):  # which whoever opens the shard will meet, and tell
-            self.local_path(shard)
 
     def local_path(self, shard: Shard) -> Path:
         """Path of the shard's file. Raises CorruptShardError where what the folder holds is not what it should."""

@@ -4,7 +4,9 @@ import json
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.shards import ROW_DTYPE, CorruptShardError, Shard, ShardError, ShardRows
 
 log = logging.getLogger(__name__)
+
+_SHARDS_AT_A_TIME = 8  # copied and hashed, which leaves Python to other threads; a first batch may open dozens
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,12 @@ class OpenShards:
         Raises CorruptShardError, unless corrupt shards are skipped: then a corrupt shard's rows are those of the next
         sound shard in the manifest's order, so that all ranks of any world size agree without a word.
         """
-        wanted = np.unique(shards_B)
-        self._files.fetch(self._shards[index] for index in wanted if index not in self._open)
+        wanted = np.unique(shards_B).tolist()
+        self._open_together(index for index in wanted if index not in self._open and index not in self._corrupt)
         rows_BN = np.empty((len(rows_B), self._sequence_length), ROW_DTYPE)
         for index in wanted:
             places = np.flatnonzero(shards_B == index)
-            shard, num_rows = self._sound_shard(int(index))
+            shard, num_rows = self._sound_shard(index)
             rows_BN[places] = shard.read(rows_B[places] % num_rows)
         return rows_BN
 
@@ -100,13 +104,28 @@ class OpenShards:
                 self._corrupt.add(candidate)
         raise ShardError("every shard of the split is corrupt: write or copy them again")
 
+    def _open_together(self, indices: Iterable[int]) -> None:
+        """What fails is left to `_opened`, which meets it in the order of the indices, and tells."""
+        if indices := list(indices):
+            with ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open") as threads:
+                for index, shard in zip(indices, threads.map(self._try_verified, indices), strict=True):
+                    if shard is not None:
+                        self._keep(index, shard)
+
+    def _try_verified(self, index: int) -> ShardRows | None:
+        with suppress(ShardError, OSError):
+            return self._verified(self._shards[index])
+
     def _opened(self, index: int) -> ShardRows:
         if index not in self._open:
-            self._open[index] = self._verified(self._shards[index])
-            if len(self._open) > self._num_open:
-                self._open.popitem(last=False)
+            self._keep(index, self._verified(self._shards[index]))
         self._open.move_to_end(index)
         return self._open[index]
+
+    def _keep(self, index: int, shard: ShardRows) -> None:
+        self._open[index] = shard
+        if len(self._open) > self._num_open:
+            self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
         try:
