@@ -22,6 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is what Slurm sends some time before it ends a job (--signal=USR1@120)."""
 
 
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _MALLOC_OPTIONS = {-1: 2**31 - 1, -3: 2**30}
 """Of glibc's malloc.h: M_TRIM_THRESHOLD, free memory that is kept, and M_MMAP_THRESHOLD, from where a tensor is given
 back at once; in bytes."""
@@ -103,7 +104,10 @@ def _keep_freed_memory() -> None:
     A step allocates and frees gigabytes. By default glibc returns every tensor of more than 32 MiB to the kernel, which
     clears each 4 KiB page of it anew: a tenth of a step of gMLP base's blocks. Other C libraries are left alone.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks at its first allocation
+    if _HUGE_PAGES not in os.environ:
+        os.environ[_HUGE_PAGES] = "1"
+        torch.empty(1)  # when torch asks; child processes are not to
+        del os.environ[_HUGE_PAGES]
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for parameter, value in _MALLOC_OPTIONS.items():
             mallopt(parameter, value)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmlp_scale.benchmark.ceilings import DTYPES, copy_call, matrix_calls
-from gmlp_scale.benchmark.timing import medians, say, time_in_turns
+from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.config import RunConfig
 from gmlp_scale.models import AmlpConfig
 from gmlp_scale.models.gmlp import GmlpBlock
@@ -42,7 +42,7 @@ def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> di
         calls["block", kernels] = block_call(run, device, kernels, lambda block: block)
         calls["block", f"{kernels} compiled"] = block_call(run, device, kernels, compiled)
     say(f"timing {len(calls)} calls; the first rounds compile them")
-    seconds = medians(time_in_turns(calls, num_rounds, device))
+    seconds = medians(time_in_turns(turns_of(calls, device), num_rounds))
     matrix_rate = max(flops / seconds[name] for name, (_, flops) in matrix.items())
     copy_rate = copied_bytes / seconds["copy"]
     report = {

@@ -4,18 +4,17 @@ Rows are counted per second of CPU time of the whole process, so that a loader's
 nothing else on the machine matters as much. The others' rows come without masks, so ours are counted so too.
 """
 
-import contextlib
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, cycle, repeat
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
-from gmlp_scale.benchmark.timing import medians, say
+from gmlp_scale.benchmark.contender import Contender, Turn
+from gmlp_scale.benchmark.timing import medians, say, time_in_turns
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.cache import ShardFiles
@@ -56,54 +55,30 @@ def rows_per_core_second(run: RunConfig, num_rounds: int, folder: Path) -> tuple
     length, vocab_size = run.model.sequence_length, run.model.vocab_size
     rows_RN = np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, vocab_size, (NUM_ROWS, length)).astype(ROW_DTYPE)
     write_shards(run, rows_RN, folder / "shards")
-    context, pipes, missing = multiprocessing.get_context("spawn"), {}, {}
+    turns, missing = {}, {}
     for name in LOADERS:
         say(f"rows for {name}")
-        pipes[name], theirs = context.Pipe()
-        context.Process(target=load_in_turns, args=(name, run, folder, theirs), daemon=True).start()
-        theirs.close()
-        if problem := received(name, pipes[name]):
-            missing[name] = problem
-            del pipes[name]
-    seconds = {name: [] for name in pipes}
-    for _ in range(num_rounds):
-        for name, pipe in pipes.items():
-            pipe.send("go")
-            seconds[name].append(received(name, pipe))
-    return {name: BATCHES_PER_TURN * ROWS_PER_BATCH / spent for name, spent in medians(seconds).items()}, missing
+        try:
+            turns[name] = Contender(name, prepare_loader, name, run, folder).take_turn
+        except ImportError as error:
+            missing[name] = str(error)
+    seconds = medians(time_in_turns(turns, num_rounds))
+    return {name: BATCHES_PER_TURN * ROWS_PER_BATCH / spent for name, spent in seconds.items()}, missing
 
 
-def received(name: str, pipe: Connection) -> object:
-    """What the contender sends next. ChildProcessError if it died."""
-    try:
-        return pipe.recv()
-    except (EOFError, ConnectionResetError):
-        raise ChildProcessError(
-            f"the loader part's process of {name} died, of the error above: mend or uninstall what it names, "
-            "or leave the loader out of --parts"
-        ) from None
-
-
-def load_in_turns(name: str, run: RunConfig, folder: Path, pipe: Connection) -> None:
-    """A contender's process: sends None or what is missing, then the CPU seconds of each turn that it is told to take;
-    ends with the other side of the pipe."""
-    try:
-        batches = LOADERS[name](run, folder / "shards", folder / name)
-    except ImportError as error:
-        pipe.send(f"not installed: {error}")
-        return
+def prepare_loader(name: str, run: RunConfig, folder: Path) -> tuple[Turn, dict]:
+    """Its turns are of CPU seconds."""
+    batches = LOADERS[name](run, folder / "shards", folder / name)
     take(batches, NUM_ROWS // ROWS_PER_BATCH)  # an epoch: every shard is opened, verified and in memory
-    pipe.send(None)
-    with contextlib.suppress(EOFError):
-        while pipe.recv():
-            started = time.process_time()
-            take(batches, BATCHES_PER_TURN)
-            pipe.send(time.process_time() - started)
+    return partial(take, batches, BATCHES_PER_TURN), {}
 
 
-def take(batches: Iterator, num_batches: int) -> None:
+def take(batches: Iterator, num_batches: int) -> float:
+    """The CPU seconds that they took."""
+    started = time.process_time()
     for _ in range(num_batches):
         next(batches)
+    return time.process_time() - started
 
 
 def write_shards(run: RunConfig, rows_RN: np.ndarray, folder: Path) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from gmlp_scale.benchmark.timing import medians, time_in_turns
+from gmlp_scale.benchmark.timing import medians, time_in_turns, turns_of
 
 
 def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict:
@@ -15,7 +15,7 @@ def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict
         "dry_run": ["launch/pretrain.py", "--config", recipe, "--dry-run", *overrides],
     }
     calls = {name: lambda command=command: run_python(command) for name, command in commands.items()}
-    seconds = medians(time_in_turns(calls, num_rounds, torch.device("cpu")))
+    seconds = medians(time_in_turns(turns_of(calls, torch.device("cpu")), num_rounds))
     return {"seconds": seconds, "costs": {"dry_run_over_import_torch": seconds["dry_run"] / seconds["import_torch"]}}
 
 

@@ -1,6 +1,7 @@
 """The recipe's training step beside the machine's ceilings, its own other forms and other people's models.
 
-A step is forward, backward and AdamW update of one micro-batch on one device, on random tokens.
+A step is forward, backward and AdamW update of one micro-batch on one device, on random tokens. Other people's models
+have processes of their own.
 """
 
 import gc
@@ -9,9 +10,10 @@ from functools import partial
 import torch
 
 from gmlp_scale.benchmark.ceilings import captured_products, copy_call, fewest_bytes, matrix_calls
+from gmlp_scale.benchmark.contender import Contender, Turn
 from gmlp_scale.benchmark.peers import Step, bert_step, g_mlp_pytorch_step, modernbert_step
 from gmlp_scale.benchmark.time_split import time_split
-from gmlp_scale.benchmark.timing import medians, say, time_in_turns
+from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
 from gmlp_scale.engine import Engine
@@ -31,18 +33,19 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else is there
     products, product_calls = captured_products(partial(run_eager_step, plain(run, compile=False), world, batch))
     steps = {name: our_step(variant, world, batch) for name, variant in variants(run, world.device).items()}
-    missing = {}
-    for name, peer_step in PEERS.items() if with_peers else ():
+    peers, missing = {}, {}
+    for name in PEERS if with_peers else ():
         say(f"building {name}")
         try:
-            steps[name] = peer_step(run, world.device, batch)
+            peers[name] = Contender(name, prepare_peer, name, run, world.device)
         except ImportError as error:
-            missing[name] = f"not installed: {error}"
+            missing[name] = str(error)
     matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
     calls = {"recipe": recipe.run_once} | {name: step.run_once for name, step in steps.items()}
     calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()}
     calls |= {"copy": copy_bytes[0]} | product_calls
-    seconds = medians(time_in_turns(calls, num_rounds, world.device))
+    turns = turns_of(calls, world.device) | {name: peer.take_turn for name, peer in peers.items()}
+    seconds = medians(time_in_turns(turns, num_rounds))
 
     flops = flops_per_step(run) // run.train.global_batch_size * run.train.micro_batch_size
     ceilings = {name: count / seconds[f"matrix {name}"] / 1e12 for name, (_, count) in matrix_flops.items()}
@@ -71,11 +74,16 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     }
     alone = sum(num_times * seconds[name] for name, num_times in products.items())
     report["ratios"]["isolated_products_over_step"] = alone / ours
-    for name, step in steps.items():
-        equal_flops = step.description.get("flops", flops) / flops
-        report["contenders"][name] = {"step_seconds": seconds[name], **step.description}
+    for name, contender in (steps | peers).items():
+        equal_flops = contender.description.get("flops", flops) / flops
+        report["contenders"][name] = {"step_seconds": seconds[name], **contender.description}
         report["ratios"][f"over_{name}"] = seconds[name] / ours / equal_flops
     return report
+
+
+def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
+    step = PEERS[name](run, device, random_batch(run, device))
+    return turns_of({name: step.run_once}, device)[name], step.description
 
 
 def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:

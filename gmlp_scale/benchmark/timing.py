@@ -4,22 +4,28 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
+
+from gmlp_scale.benchmark.contender import Turn
 
 NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
 CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between them, as in training
 
 
-def time_in_turns(
-    calls: Mapping[str, Callable[[], object]], num_rounds: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds per call of each contender in each round, by name."""
-    calls_per_turn = CALLS_PER_TURN_ON_CUDA if device.type == "cuda" else 1
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def turns_of(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Turn]:
+    """For each call a turn that times it in this process."""
+    num_calls = CALLS_PER_TURN_ON_CUDA if device.type == "cuda" else 1
+    return {name: partial(seconds_of, call, device, num_calls) for name, call in calls.items()}
+
+
+def time_in_turns(turns: Mapping[str, Turn], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender in each round, by name."""
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
     for round_ in range(-NUM_WARM_UP_ROUNDS, num_rounds):
-        for name, call in calls.items():
-            elapsed = seconds_of(call, device, calls_per_turn)
+        for name, take_turn in turns.items():
+            elapsed = take_turn()
             if round_ >= 0:
                 seconds[name].append(elapsed)
         say(f"round {round_ + NUM_WARM_UP_ROUNDS + 1} of {num_rounds + NUM_WARM_UP_ROUNDS}")

@@ -12,7 +12,7 @@ from gmlp_scale.benchmark import loading, start_up, step
 from gmlp_scale.benchmark.ceilings import captured_products, fewest_bytes
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.loading import batched, measure_loading
-from gmlp_scale.benchmark.peers import Step, transformer_size
+from gmlp_scale.benchmark.peers import transformer_size
 from gmlp_scale.benchmark.step import PEERS, measure_step, random_batch, run_eager_step
 from gmlp_scale.config import load_run_config
 from gmlp_scale.plan import count_parameters, flops_per_step
@@ -39,17 +39,15 @@ def test_step_without_peers(tmp_path, world):
 
 
 def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(tmp_path, world, monkeypatch):
-    def absent(run, device, batch):
-        raise ModuleNotFoundError("No module named 'absent'")
-
-    def present(run, device, batch):
-        return Step(lambda: None, {"flops": 1})
-
-    monkeypatch.setattr(step, "PEERS", {"zebra": present, "absent": absent, "ant": present})
+    pytest.importorskip("g_mlp_pytorch")
+    (tmp_path / "transformers.py").write_text("raise ImportError('there are no transformers here')")
+    monkeypatch.syspath_prepend(tmp_path)  # the peers' processes take the path over
+    monkeypatch.setattr(step, "PEERS", dict.fromkeys(["g_mlp_pytorch", "bert"]))  # their names; theirs is the real one
     report = measure_step(tiny_run(tmp_path), world, 1, with_peers=True)
-    assert report["contenders"].pop("absent") == "not installed: No module named 'absent'"
-    assert list(report["contenders"]) == ["zebra", "ant"]
-    assert list(report["ratios"])[2:] == ["over_zebra", "over_ant"]
+    assert report["contenders"].pop("bert") == "not installed: there are no transformers here"
+    assert list(report["contenders"]) == ["g_mlp_pytorch"]
+    assert list(report["ratios"])[2:] == ["over_g_mlp_pytorch"]
+    assert report["contenders"]["g_mlp_pytorch"]["parameters"] > 0
 
 
 def test_products_captured_from_a_step_have_its_flops(tmp_path, world):

@@ -1,0 +1,53 @@
+"""A contender in a process of its own, as its users start it: with memory, threads and settings of its own."""
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+Turn = Callable[[], float]
+"""Takes one timed turn and returns its seconds."""
+
+
+class Contender:
+    """`prepare(*arguments)` -> (turn, what is to be known about it), called in the new process. It ends with this one.
+
+    Raises:
+        ImportError: `prepare` needs something that is not installed.
+        ChildProcessError: the process died; its own error stands on stderr.
+    """
+
+    def __init__(self, name: str, prepare: Callable[..., tuple[Turn, dict]], *arguments: object):
+        self._name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=True).start()
+        theirs.close()
+        missing, self.description = self._received()
+        if missing:
+            raise ImportError(missing)
+
+    def take_turn(self) -> float:
+        self._pipe.send("go")
+        return self._received()
+
+    def _received(self) -> object:
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise ChildProcessError(
+                f"the benchmark's process of {self._name} died, of the error above: mend or uninstall what it names, "
+                "or leave its part out of --parts"
+            ) from None
+
+
+def _serve(pipe: Connection, prepare: Callable[..., tuple[Turn, dict]], arguments: tuple) -> None:
+    try:
+        turn, description = prepare(*arguments)
+    except ImportError as error:
+        pipe.send((f"not installed: {error}", {}))
+        return
+    pipe.send((None, description))
+    with contextlib.suppress(EOFError):
+        while pipe.recv():
+            pipe.send(turn())
