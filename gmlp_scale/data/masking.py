@@ -13,7 +13,7 @@ _MASKS = 3  # first word of the keys of masks; 1 and 2 are the order's
 _MASK_BELOW, _RANDOM_DRAWS, _LAST_DRAW = (np.uint32(round(share * (2**32 - 1))) for share in (0.8, 0.1, 1))
 _TOP_BIT = np.uint32(1 << 31)
 _LOW_32_BITS = np.uint64(2**32 - 1)
-_ROWS_AT_A_TIME = 64  # keeps the temporary arrays in the cache, and small enough that malloc keeps them too
+_ROWS_AT_A_TIME = 128  # keeps the temporary arrays in the cache
 
 
 def mask_rows(
