@@ -18,14 +18,17 @@ def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seco
     `function` must be importable (at the top of a module), and results picklable. A rank that raises, hangs or does
     not end with exit code 0 fails the test with that rank's traceback; the others are then killed.
     """
-    context = multiprocessing.get_context("spawn")
+    # A server that has imported what is slow to import, and has started no thread, forks each rank.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "gmlp_scale.pretrain"])
     port = free_port()
     # Plain pickle: multiprocessing's own would pass tensors through shared memory, which ends with its process.
     call = pickle.dumps((function, arguments))
+    environment = dict(os.environ)  # the server has that of its own start
     ranks, pipes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(sender, rank, world_size, port, call))
+        process = context.Process(target=_run, args=(sender, rank, world_size, port, environment, call))
         process.start()
         sender.close()
         ranks.append(process)
@@ -66,8 +69,10 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run(sender: Connection, rank: int, world_size: int, port: int, call: bytes) -> None:
+def _run(sender: Connection, rank: int, world_size: int, port: int, environment: dict[str, str], call: bytes) -> None:
+    os.environ.clear()
     os.environ.update(
+        environment,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
