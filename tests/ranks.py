@@ -24,11 +24,13 @@ def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seco
     port = free_port()
     # Plain pickle: multiprocessing's own would pass tensors through shared memory, which ends with its process.
     call = pickle.dumps((function, arguments))
-    environment = dict(os.environ)  # the server has that of its own start
+    # The server has the environment and the outputs of its own start; a Connection is what can hand a file over.
+    environment = dict(os.environ)
+    outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
     ranks, pipes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(sender, rank, world_size, port, environment, call))
+        process = context.Process(target=_run, args=(sender, rank, world_size, port, environment, outputs, call))
         process.start()
         sender.close()
         ranks.append(process)
@@ -44,6 +46,8 @@ def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seco
         for process in ranks:
             process.kill()
             process.join()
+        for output in outputs:
+            output.close()
 
 
 def free_port() -> int:
@@ -69,7 +73,17 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run(sender: Connection, rank: int, world_size: int, port: int, environment: dict[str, str], call: bytes) -> None:
+def _run(
+    sender: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    environment: dict[str, str],
+    outputs: list[Connection],
+    call: bytes,
+) -> None:
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), number)
     os.environ.clear()
     os.environ.update(
         environment,
