@@ -40,6 +40,7 @@ def _fits_on_gpu(run: RunConfig, world: World, num_rows: int) -> bool:
     # Out here, where the error's traceback no longer holds what the attempt had allocated.
     gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()  # the run's own is to be logged
     return fits
 
 

@@ -23,9 +23,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-_MALLOC_OPTIONS = {-1: 2**31 - 1, -3: 2**30}
-"""Of glibc's malloc.h: M_TRIM_THRESHOLD, free memory that is kept, and M_MMAP_THRESHOLD, from where a tensor is given
-back at once; in bytes."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h, in bytes: free memory that is kept, and the size from which a tensor is given back at once."""
 
 
 class OtherRankError(RuntimeError):
@@ -102,15 +101,17 @@ def _keep_freed_memory() -> None:
     """Has the C library keep what tensors free, and the kernel back large tensors with huge pages.
 
     A step allocates and frees gigabytes. By default glibc returns every tensor of more than 32 MiB to the kernel, which
-    clears each 4 KiB page of it anew: a tenth of a step of gMLP base's blocks. Other C libraries are left alone.
+    clears each 4 KiB page of it anew: a tenth of a step of gMLP base's blocks. Other C libraries are left alone. Huge
+    pages are had only if no tensor was allocated before.
     """
     if _HUGE_PAGES not in os.environ:
         os.environ[_HUGE_PAGES] = "1"
         torch.empty(1)  # when torch asks; child processes are not to
         del os.environ[_HUGE_PAGES]
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for parameter, value in _MALLOC_OPTIONS.items():
-            mallopt(parameter, value)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Before glibc 2.35 at most 32 MiB are taken; with neither, the other option would give back all above 128 KiB.
+    if mallopt and (mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seco
     `function` must be importable (at the top of a module), and results picklable. A rank that raises, hangs or does
     not end with exit code 0 fails the test with that rank's traceback; the others are then killed.
     """
-    # A server that has imported what is slow to import, and has started no thread, forks each rank.
+    # A server that has imported what is slow to import, and has computed nothing yet, forks each rank.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gmlp_scale.pretrain"])
     port = free_port()

@@ -28,13 +28,14 @@ class Contender:
             raise ImportError(missing)
 
     def take_turn(self) -> float:
-        self._pipe.send("go")
+        with contextlib.suppress(ConnectionError):  # which the next line meets too
+            self._pipe.send("go")
         return self._received()
 
     def _received(self) -> object:
         try:
             return self._pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             raise ChildProcessError(
                 f"the benchmark's process of {self._name} died, of the error above: mend or uninstall what it names, "
                 "or leave its part out of --parts"
@@ -48,6 +49,9 @@ def _serve(pipe: Connection, prepare: Callable[..., tuple[Turn, dict]], argument
         pipe.send((f"not installed: {error}", {}))
         return
     pipe.send((None, description))
-    with contextlib.suppress(EOFError):
-        while pipe.recv():
-            pipe.send(turn())
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        pipe.send(turn())

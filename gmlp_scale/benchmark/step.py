@@ -27,6 +27,7 @@ PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": m
 
 
 def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
+    forget_other_recipes(world.device)
     batch = random_batch(run, world.device)
     recipe = our_step(run, world, batch)
     recipe.run_once()
@@ -38,7 +39,7 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
         say(f"building {name}")
         try:
             peers[name] = Contender(name, prepare_peer, name, run, world.device)
-        except ImportError as error:
+        except (ImportError, ChildProcessError) as error:
             missing[name] = str(error)
     matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
     calls = {"recipe": recipe.run_once} | {name: step.run_once for name, step in steps.items()}
@@ -81,9 +82,29 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     return report
 
 
+def forget_other_recipes(device: torch.device) -> None:
+    """What torch compiled for them, which it would generalise, and their memory."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
+    """Its turns leave the memory of a GPU that they only cache to the other processes."""
     step = PEERS[name](run, device, random_batch(run, device))
-    return turns_of({name: step.run_once}, device)[name], step.description
+    timed = turns_of({name: step.run_once}, device)[name]
+
+    def turn() -> float:
+        if device.type == "cuda":
+            step.run_once()  # takes the memory again
+        seconds = timed()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return seconds
+
+    return turn, step.description
 
 
 def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:

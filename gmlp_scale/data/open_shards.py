@@ -57,7 +57,7 @@ class SkipCorruptShards:
 
 
 class OpenShards:
-    """The shards of one split, opened and verified when first read; the `num_open` used last stay open."""
+    """The shards of one split, opened and verified when first read; after a read the `num_open` used last stay open."""
 
     def __init__(
         self,
@@ -89,6 +89,8 @@ class OpenShards:
             places = np.flatnonzero(shards_B == index)
             shard, num_rows = self._sound_shard(index)
             rows_BN[places] = shard.read(rows_B[places] % num_rows)
+        while len(self._open) > self._num_open:
+            self._open.popitem(last=False)
         return rows_BN
 
     def _sound_shard(self, index: int) -> tuple[ShardRows, int]:
@@ -110,7 +112,7 @@ class OpenShards:
             with ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open") as threads:
                 for index, shard in zip(indices, threads.map(self._try_verified, indices), strict=True):
                     if shard is not None:
-                        self._keep(index, shard)
+                        self._open[index] = shard
 
     def _try_verified(self, index: int) -> ShardRows | None:
         with suppress(ShardError, OSError):
@@ -118,14 +120,9 @@ class OpenShards:
 
     def _opened(self, index: int) -> ShardRows:
         if index not in self._open:
-            self._keep(index, self._verified(self._shards[index]))
+            self._open[index] = self._verified(self._shards[index])
         self._open.move_to_end(index)
         return self._open[index]
-
-    def _keep(self, index: int, shard: ShardRows) -> None:
-        self._open[index] = shard
-        if len(self._open) > self._num_open:
-            self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
         try:

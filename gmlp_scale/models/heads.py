@@ -44,8 +44,8 @@ class _TiedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BMV: Tensor) -> tuple[Tensor, Tensor]:
-        x_BMD, weight_VD = ctx.saved_tensors
-        return grad_BMV @ weight_VD, grad_BMV.flatten(0, 1).T @ x_BMD.flatten(0, 1)
+        x_BMD, weight_VD = (saved.to(grad_BMV.dtype) for saved in ctx.saved_tensors)  # another one under autocast
+        return grad_BMV @ weight_VD, grad_BMV.flatten(0, -2).T @ x_BMD.flatten(0, -2)
 
 
 class MaskedLanguageModel(Backbone):
