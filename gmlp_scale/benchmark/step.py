@@ -94,6 +94,7 @@ def forget_other_recipes(device: torch.device) -> None:
 def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
     """Its turns leave the memory of a GPU that they only cache to the other processes."""
     step = PEERS[name](run, device, random_batch(run, device))
+    step.run_once()  # what does not fit dies here, and the others are measured
     timed = turns_of({name: step.run_once}, device)[name]
 
     def turn() -> float:
