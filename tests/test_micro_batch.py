@@ -89,10 +89,12 @@ def test_on_a_gpu_the_attempts_decide(monkeypatch):
         if attempts[-1] > 2:
             raise torch.OutOfMemoryError
 
+    forgotten_peaks = []
     monkeypatch.setattr(micro_batch, "_run_micro_batches", run_micro_batches)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: forgotten_peaks.append(attempts[-1]))
     world = SimpleNamespace(device=torch.device("cuda"), size=1, gather=lambda value: [value])
     assert largest_micro_batch_size(smoke(AUTO), world) == 2
-    assert attempts == [8, 4, 2]
+    assert attempts == forgotten_peaks == [8, 4, 2]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
