@@ -120,6 +120,7 @@ class SpatialGatingUnit(nn.Module):
         self.norm = nn.LayerNorm(config.d_gate)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if config.spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
+        self.built: tuple[tuple[int, int, int], Tensor, Tensor] | None = None  # W for inference, after its origin
         if config.kernels != "torch":
             # By name, not by an import statement: exports hold this file without the kernels and never come here.
             importlib.import_module("gmlp_scale.kernels.spatial_gating_unit")
@@ -146,9 +147,22 @@ class SpatialGatingUnit(nn.Module):
         return self.weight[n - m : n + m - 1] if self.spatial == "toeplitz" else self.weight[:m, :m], self.bias[:m]
 
     def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """weight_NN and bias_N: W and b for the first m <= n positions."""
+        """weight_NN and bias_N: W and b for the first m <= n positions. Where only inference runs, W is built once."""
         weight, bias_N = self.central_part(num_positions)
-        return toeplitz(weight) if self.spatial == "toeplitz" else weight, bias_N
+        if self.spatial == "dense":
+            return weight, bias_N
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return toeplitz(weight), bias_N
+        made_from = (weight.data_ptr(), num_positions, self.weight._version)
+        if self.built is None or self.built[0] != made_from:
+            # With the weight, so that no other can come to lie at its address meanwhile.
+            self.built = made_from, weight.detach(), toeplitz(weight)
+        return self.built[2], bias_N
+
+    def train(self, mode: bool = True) -> "SpatialGatingUnit":
+        """Forgets W too, since engines fill gathered weights without a trace."""
+        self.built = None
+        return super().train(mode)
 
     def forward(self, z_BNF: Tensor, context_BNK: Tensor | None = None, out: nn.Linear | None = None) -> Tensor:
         """z before GELU -> gated_BNG. The tiny attention's context, projected by `out`, is added to the gate."""

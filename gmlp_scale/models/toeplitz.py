@@ -16,18 +16,15 @@ def toeplitz(offsets: Tensor) -> Tensor:
 
 
 class _Toeplitz(torch.autograd.Function):
-    """Rows of 2n numbers (the offsets and one zero) read again as rows of 2n - 1 shift by one place a row.
+    """Row i is the n offsets from place n - 1 - i on.
 
     An index gather would give the same matrix, but its backward adds atomically on a GPU.
     """
 
     @staticmethod
     def forward(ctx, offsets: Tensor) -> Tensor:
-        *leading, num_offsets = offsets.shape
-        n = (num_offsets + 1) // 2
-        repeated = F.pad(offsets, (0, 1)).unsqueeze(-2).expand(*leading, n, 2 * n).reshape(*leading, 2 * n * n)
-        shifted = repeated[..., : n * num_offsets].unflatten(-1, (n, num_offsets))
-        return shifted[..., n - 1 :].contiguous()
+        n = (offsets.shape[-1] + 1) // 2
+        return offsets.unfold(-1, n, 1).flip(-2)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
@@ -37,8 +34,10 @@ class _Toeplitz(torch.autograd.Function):
 def diagonal_sums(matrix: Tensor) -> Tensor:
     """The sum over each diagonal of [..., n, n], in the order of the offsets: [..., 2n - 1].
 
-    Taken and returned in float32 (float64 for float64). The same shift by one place a row, backwards.
+    Taken and returned in float32 (float64 for float64): each row, between zeros, is read from one place further on than
+    the row above, which puts the diagonals into columns.
     """
     n = matrix.shape[-1]
-    shifted = F.pad(F.pad(matrix, (n - 1, 0)).flatten(-2), (0, n)).unflatten(-1, (n, 2 * n))
-    return shifted.sum(-2, dtype=torch.promote_types(matrix.dtype, torch.float32))[..., : 2 * n - 1]
+    padded = F.pad(matrix, (n - 1, n)).contiguous()
+    shifted = padded.as_strided((*matrix.shape[:-1], 2 * n - 1), (*padded.stride()[:-2], 3 * n, 1))
+    return shifted.sum(-2, dtype=torch.promote_types(matrix.dtype, torch.float32))

@@ -10,9 +10,10 @@ from loops import attention, gelu, layer_norm, linear, numbers
 from pydantic import ValidationError
 from tiny_models import perturb
 
-from gmlp_scale.models import AmlpConfig, GmlpConfig
+from gmlp_scale.models import AmlpConfig, GmlpConfig, gmlp
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import GmlpBlock
+from gmlp_scale.models.toeplitz import toeplitz
 
 GATINGS = ["linear", "additive", "multiplicative", "multiplicative_split"]
 N = 6
@@ -118,6 +119,35 @@ def test_shorter_rows_use_the_central_offsets():
         weight_NN[:, 0], gate.weight[N - 4 : N].flip(0)
     )
     assert torch.equal(weight_NN, whole_NN[:4, :4]) and torch.equal(bias_N, gate.bias[:4])
+
+
+def test_inference_builds_the_matrix_once_and_never_uses_a_stale_one(monkeypatch):
+    block = make_block("multiplicative_split")
+    lengths = []
+    monkeypatch.setattr(gmlp, "toeplitz", lambda offsets: lengths.append((len(offsets) + 1) // 2) or toeplitz(offsets))
+    x_BND = torch.randn(2, N, 4, dtype=torch.float64)
+
+    def output(num_positions: int = N) -> torch.Tensor:
+        with torch.no_grad():
+            return block(x_BND[:, :num_positions])
+
+    block.eval()
+    first = output()
+    assert torch.equal(output(), first) and lengths == [N]
+    output(N - 1)
+    assert lengths == [N, N - 1]
+    perturb(block.gating)
+    moved = output()
+    assert not torch.equal(moved, first) and lengths == [N, N - 1, N]
+    block.gating.weight.data = block.gating.weight.data.clone() + 1  # another tensor, with no trace in its version
+    assert not torch.equal(output(), moved) and len(lengths) == 4
+    block.train()  # engines write into gathered weights, which leaves no trace at all
+    block.eval()
+    output()
+    assert len(lengths) == 5
+    block(x_BND)  # with gradients
+    block(x_BND)
+    assert len(lengths) == 7
 
 
 def test_a_split_needs_an_even_width():
