@@ -151,7 +151,8 @@ class SpatialGatingUnit(nn.Module):
         weight, bias_N = self.central_part(num_positions)
         if self.spatial == "dense":
             return weight, bias_N
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        has_no_origin = self.weight.is_inference() or torch.compiler.is_compiling()  # without a version, or an address
+        if self.training or torch.is_grad_enabled() or has_no_origin:
             return toeplitz(weight), bias_N
         made_from = (weight.data_ptr(), num_positions, self.weight._version)
         if self.built is None or self.built[0] != made_from:

@@ -150,6 +150,13 @@ def test_inference_builds_the_matrix_once_and_never_uses_a_stale_one(monkeypatch
     assert len(lengths) == 7
 
 
+def test_a_model_made_in_inference_mode_runs_there():
+    with torch.inference_mode():
+        block = make_block("multiplicative_split").eval()
+        x_BND = torch.randn(2, N, 4, dtype=torch.float64)
+        assert torch.equal(block(x_BND), block(x_BND))
+
+
 def test_a_split_needs_an_even_width():
     with pytest.raises(ValidationError, match="d_ffn is 7: gating multiplicative_split halves it"):
         make_block("multiplicative_split", d_ffn=7)
