@@ -151,7 +151,7 @@ class SpatialGatingUnit(nn.Module):
         weight, bias_N = self.central_part(num_positions)
         if self.spatial == "dense":
             return weight, bias_N
-        has_no_origin = self.weight.is_inference() or torch.compiler.is_compiling()  # without a version, or an address
+        has_no_origin = torch.compiler.is_compiling() or self.weight.is_inference()  # no address, or no version
         if self.training or torch.is_grad_enabled() or has_no_origin:
             return toeplitz(weight), bias_N
         made_from = (weight.data_ptr(), num_positions, self.weight._version)
