@@ -35,6 +35,8 @@ class MaskedBatch:
     """int64 [B, M], ascending and distinct in each row; M is the same for every row."""
     labels_BM: Tensor
     """int64 [B, M], the original ids; IGNORED in slots that a row with too few ordinary tokens cannot fill."""
+    padded: bool = True
+    """Whether attention is to be kept from <pad>; said here, since a model that looks would wait for its device."""
 
     def to(self, device: torch.device | str) -> MaskedBatch:
         """The same batch on `device`; the copies do not block the host when the memory is pinned."""
@@ -42,4 +44,11 @@ class MaskedBatch:
             self.token_ids_BN.to(device, non_blocking=True),
             self.masked_positions_BM.to(device, non_blocking=True),
             self.labels_BM.to(device, non_blocking=True),
+            self.padded,
         )
+
+    def split(self, num_rows: int) -> list[MaskedBatch]:
+        """The batch in parts of `num_rows` rows, views of it."""
+        parts = (self.token_ids_BN, self.masked_positions_BM, self.labels_BM)
+        cut = zip(*(part.split(num_rows) for part in parts), strict=True)
+        return [MaskedBatch(*tensors, self.padded) for tensors in cut]

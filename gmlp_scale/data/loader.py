@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -131,8 +132,7 @@ class Loader:
         addresses = self.addresses(step)
         rows_BN = self._shards.read(addresses.shard, addresses.row)
         batch = self._mask(rows_BN, addresses.epoch, addresses.global_row, seed=self._seed)
-        cut = (tensor.split(self._micro_batch_size) for tensor in vars(batch).values())
-        return [MaskedBatch(*parts) for parts in zip(*cut, strict=True)]
+        return batch.split(self._micro_batch_size)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
         """The micro-batches of each step of [start_step, stop_step), made by a thread `prefetch_steps` ahead."""
@@ -204,9 +204,11 @@ class Loader:
         }
 
     def _mask(self, rows_BN: np.ndarray, epochs_B: np.ndarray, global_rows_B: np.ndarray, *, seed: int) -> MaskedBatch:
-        return mask_rows(
+        batch = mask_rows(
             rows_BN, epochs_B, global_rows_B, seed=seed, num_masked=self._num_masked, vocab_size=self._vocab_size
         )
+        # Packed rows are full but for a task's last one: not worth a mask in all the others.
+        return replace(batch, padded=self.manifest.packing == "document")
 
 
 def _rows_per_shard(shards: tuple[Shard, ...]) -> np.ndarray:

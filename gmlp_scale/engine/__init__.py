@@ -129,9 +129,9 @@ def build_engine(
             return Fsdp2Engine(model, config, world, **common)
 
 
-def _marking_the_begin(encode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def marking_encode(token_ids_BN: Tensor) -> Tensor:
+def _marking_the_begin(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def marking_encode(token_ids_BN: Tensor, **padded: bool) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return encode(token_ids_BN)
+        return encode(token_ids_BN, **padded)
 
     return marking_encode

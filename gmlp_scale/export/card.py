@@ -37,6 +37,10 @@ def model_card(
         length += f"Shorter ones use the part of the model's positions that they need; rows in training had {n}."
     else:
         length += f"Shorter ones are padded to {row_length} within the model, as they were in finetuning."
+    if model.kind == "transformer":
+        padding = "No position attends to `<pad>`, which is known by its id: `attention_mask` is not used."
+    else:
+        padding = "Padding is not masked: `attention_mask` is not used, and a row padded otherwise has other logits."
     return f"""---
 library_name: transformers
 pipeline_tag: {task}
@@ -58,7 +62,7 @@ from transformers import pipeline
 needs torch and transformers and nothing else.
 
 - {length}
-- Padding is not masked: `attention_mask` is not used, and a row padded to another length has other logits.
+- {padding}
 - The names of special tokens in a text, such as `<mask>`, are read as those tokens, unless the tokenizer is called with
   `split_special_tokens=True`. All other text has the ids of `tokenizer.model`, a SentencePiece model without
   normalisation and with byte fallback: nothing of a text is lost.

@@ -2,7 +2,7 @@
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND; engines shard, compile and recompute by block
-    encode(token_ids_BN) -> x_BND, the trunk; where every pass through the model begins
+    encode(token_ids_BN, padded=True) -> x_BND, the trunk; where every pass through the model begins
     set_recompute("none", "selective" or "full")
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.
@@ -43,13 +43,14 @@ def build_model(
 
     head: a class of heads.py, with its own arguments bound by functools.partial.
     """
-    absolute_positions = False
+    absolute_positions = masks_padding = False
     match config:
         case GmlpConfig():  # and AmlpConfig, which extends it
             block = GmlpBlock
         case TransformerConfig():
             block = TransformerBlock
             absolute_positions = config.positions == "absolute"
+            masks_padding = True
         case MixerConfig():
             block = MixerBlock
     with _WithoutRandomNumbers():
@@ -59,6 +60,7 @@ def build_model(
             sequence_length=config.sequence_length,
             blocks=[block(config, dropout) for _ in range(config.num_blocks)],
             absolute_positions=absolute_positions,
+            masks_padding=masks_padding,
             dropout=dropout,
             multiply_adds_per_block=config.multiply_adds_per_block,
         )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from gmlp_scale.data.batch import PAD_ID
+
 INIT_STD = 0.02
 """Of every Linear and embedding (BERT's; the paper does not give its own)."""
 
@@ -34,6 +36,8 @@ _PRODUCTS = [
 class Backbone(nn.Module):
     """Token ids to hidden states. It knows nothing of what a block does but x_BND -> x_BND.
 
+    Blocks that mask padding take a second argument, where rows have any: bool is_token_BN, False at <pad>. The
+    Transformer's do, as BERT's; "nor is it necessary to mask out the paddings" for gMLP (Figure 1).
     Position embeddings are for the Transformer with absolute positions; the others learn order within their blocks.
     Dropout stands where BERT has it: after the embedding, on the output of every residual branch and on attention
     probabilities (the blocks' own); it holds no parameters.
@@ -48,19 +52,23 @@ class Backbone(nn.Module):
         blocks: Iterable[nn.Module],
         multiply_adds_per_block: int,
         absolute_positions: bool = False,
+        masks_padding: bool = False,
         dropout: float = 0.0,
     ):
         super().__init__()
         self.sequence_length = sequence_length
         self.multiply_adds_per_block = multiply_adds_per_block
+        self.masks_padding = masks_padding
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Embedding(sequence_length, d_model) if absolute_positions else None
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def encode(self, token_ids_BN: Tensor) -> Tensor:
+    def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
         """x_BND after the last block and before the final LayerNorm.
+
+        padded: whether the rows may hold <pad>. Attention is the faster without a mask, and packed rows need none.
 
         ValueError if the rows are longer than the model was made for.
         """
@@ -74,8 +82,9 @@ class Backbone(nn.Module):
         if self.positions is not None:
             x_BND = x_BND + self.positions(torch.arange(num_positions, device=x_BND.device))
         x_BND = self.dropout(x_BND)
+        padding_mask = (token_ids_BN != PAD_ID,) if padded and self.masks_padding else ()
         for block in self.blocks:
-            x_BND = block(x_BND)
+            x_BND = block(x_BND, *padding_mask)
         return x_BND
 
     def set_recompute(self, recompute: Recompute) -> None:
@@ -119,9 +128,9 @@ class Backbone(nn.Module):
                 module.init_special_weights(generator)
 
 
-def _recomputing(forward: Callable[[Tensor], Tensor], options: dict) -> Callable[[Tensor], Tensor]:
+def _recomputing(forward: Callable[..., Tensor], options: dict) -> Callable[..., Tensor]:
     # A function of this file: torch.compile passes over frames of torch.utils.checkpoint itself.
-    def recomputing_forward(x_BND: Tensor) -> Tensor:
-        return checkpoint(forward, x_BND, **options)
+    def recomputing_forward(x_BND: Tensor, *padding_mask: Tensor) -> Tensor:
+        return checkpoint(forward, x_BND, *padding_mask, **options)
 
     return recomputing_forward

@@ -82,7 +82,7 @@ class MaskedLanguageModel(Backbone):
 
     def _masked_states(self, batch: MaskedBatch) -> Tensor:
         # The final LayerNorm is per position, so only the masked ones need it.
-        x_BND = self.encode(batch.token_ids_BN)
+        x_BND = self.encode(batch.token_ids_BN, padded=batch.padded)
         return self.norm(x_BND.take_along_dim(batch.masked_positions_BM.unsqueeze(-1), dim=1))
 
     def _row_losses(self, x_BMD: Tensor, labels_BM: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class TransformerBlock(nn.Module):
-    """One layer, x_BND -> x_BND."""
+    """One layer, x_BND -> x_BND. With is_token_BN no position attends to those where it is False."""
 
     def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
@@ -72,13 +72,13 @@ class TransformerBlock(nn.Module):
         self.project = nn.Linear(config.d_ffn, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND)))
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND), is_token_BN))
         return x_BND + self.dropout(self.project(F.gelu(self.expand(self.norm(x_BND)))))
 
 
 class SelfAttention(nn.Module):
-    """softmax(q k^T / sqrt(K) + relative biases) v over all positions, no mask."""
+    """softmax(q k^T / sqrt(K) + relative biases) v over all positions that hold a token."""
 
     def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
@@ -88,12 +88,15 @@ class SelfAttention(nn.Module):
         self.relative_bias = RelativeBias(config.num_heads) if config.positions == "relative" else None
         self.out = nn.Linear(config.d_model, config.d_model)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
         q_BHNK, k_BHNK, v_BHNK = (part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
-        bias_1HNN = self.relative_bias(x_BND.shape[1]).unsqueeze(0) if self.relative_bias is not None else None
+        mask = is_token_BN[:, None, None] if is_token_BN is not None else None  # B11N, over keys
+        if self.relative_bias is not None:
+            bias_1HNN = self.relative_bias(x_BND.shape[1]).unsqueeze(0)
+            mask = bias_1HNN.masked_fill(~mask, -torch.inf) if mask is not None else bias_1HNN
         dropout = self.dropout if self.training else 0.0
-        attended_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias_1HNN, dropout_p=dropout)
+        attended_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=mask, dropout_p=dropout)
         return self.out(attended_BHNK.transpose(1, 2).flatten(2))
 
 
@@ -108,12 +111,14 @@ class PositionalAveraging(nn.Module):
         self.relative_bias = RelativeBias(config.num_heads)
         self.out = nn.Linear(config.d_model, config.d_model)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         v_BNHK = self.value(x_BND).unflatten(-1, (self.num_heads, -1))
-        bias_HNN = self.relative_bias(x_BND.shape[1])
-        softmax_in = torch.promote_types(bias_HNN.dtype, torch.float32)
-        weights_HNN = self.dropout(bias_HNN.softmax(-1, dtype=softmax_in).to(bias_HNN.dtype))
-        return self.out(torch.einsum("hij,bjhk->bihk", weights_HNN, v_BNHK).flatten(2))
+        bias, product = self.relative_bias(x_BND.shape[1]), "hij,bjhk->bihk"  # HNN
+        if is_token_BN is not None:
+            bias, product = bias.masked_fill(~is_token_BN[:, None, None], -torch.inf), "bhij,bjhk->bihk"  # BHNN
+        softmax_in = torch.promote_types(bias.dtype, torch.float32)
+        weights = self.dropout(bias.softmax(-1, dtype=softmax_in).to(bias.dtype))
+        return self.out(torch.einsum(product, weights, v_BNHK).flatten(2))
 
 
 class RelativeBias(nn.Module):

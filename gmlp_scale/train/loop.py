@@ -6,7 +6,7 @@ itself and runs from any step to any other. Finetuning runs the same function.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -151,7 +151,7 @@ def train(
 
 
 def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[Any]]:
-    """Each step's micro-batches (dataclasses of tensors) on the device.
+    """Each step's micro-batches (dataclasses, their tensors moved) on the device.
 
     The host is ahead of a GPU, since no step waits for it: what is given to a stream of its own, from pinned memory, is
     copied while the step before still computes.
@@ -166,13 +166,17 @@ def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[An
             on_device = [_pinned(micro_batch).to(device) for micro_batch in micro_batches]
         computing.wait_stream(copying)
         for micro_batch in on_device:
-            for tensor in vars(micro_batch).values():
+            for tensor in _tensors(micro_batch).values():
                 tensor.record_stream(computing)  # its memory is not given away before the step has read it
         yield on_device
 
 
 def _pinned(batch: Any) -> Any:
-    return type(batch)(*(tensor.pin_memory() for tensor in vars(batch).values()))
+    return replace(batch, **{name: tensor.pin_memory() for name, tensor in _tensors(batch).items()})
+
+
+def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
 
 class _FiniteWatch:

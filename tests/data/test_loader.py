@@ -120,6 +120,16 @@ def test_batches_that_do_not_divide_are_refused(write_shards, make_loader):
         make_loader(folder, world_size=3)
 
 
+@pytest.mark.parametrize("packing, padded", [("packed", False), ("document", True)])
+def test_batches_say_whether_their_rows_are_padded(packing, padded, write_shards, make_loader):
+    folder, _ = write_shards([10], heldout=[4])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"packing": packing}))
+    loader = make_loader(folder, data={"packing": packing})
+    assert {batch.padded for batch in loader.micro_batches(0)} == {padded}
+    assert {batch.padded for batch in loader.heldout_batches(4)} == {padded}
+
+
 def test_shards_that_do_not_fit_the_recipe_are_one_error(write_shards, make_loader):
     folder, _ = write_shards([10])
     with pytest.raises(ShardError) as error:

@@ -63,6 +63,8 @@ with torch.no_grad():
     facts["loss"] = model(ids, labels=ids.where(ids % 3 == 0, -100)).loss.item()
     model.save_pretrained(f"{folder}/saved")
     load(AutoTokenizer, "amlp").save_pretrained(f"{folder}/saved")
+    padded = ids.where(torch.arange(ids.shape[1]) < 7, 0)
+    tensors["padded"] = load(AutoModelForMaskedLM, "bert-relative")(padded).logits[:, :7]
     tensors["saved"] = load(AutoModelForMaskedLM, "saved")(ids).logits
     facts["saved tokenizer"] = load(AutoTokenizer, "saved")("the <mask> cat")["input_ids"]
     model.save_pretrained(f"{folder}/in_parts", max_shard_size="10KB")
@@ -129,6 +131,10 @@ def assert_close(found, expected):
 def every_logit(model, ids):
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     return model.predict(MaskedBatch(ids, positions, ids))
+
+
+def test_transformers_do_not_see_padding(models, loaded):
+    assert_close(loaded[1]["padded"], every_logit(models[1]["bert-relative"], IDS[:, :7]))
 
 
 def test_the_package_is_not_needed(loaded):

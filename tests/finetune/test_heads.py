@@ -1,13 +1,14 @@
 """The heads of finetuning on the shared trunk, and dropout: where it stands and what it must not change."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import TypeAdapter
 
-from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 
@@ -54,6 +55,17 @@ def test_span_loss_is_the_mean_over_first_and_last_tokens(kind):
         F.cross_entropy(first_BN, torch.tensor([0, 3, 5, 11])) + F.cross_entropy(last_BN, torch.tensor([0, 4, 5, 11]))
     ) / 2
     assert torch.allclose(model(SPANS), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("bert")])
+def test_transformers_finetune_without_their_padding(kind):
+    cut_BN, padded_BN = TOKEN_IDS_BN[:, :7], TOKEN_IDS_BN.clone()
+    padded_BN[:, 7:] = PAD_ID
+    classifier, spans = tiny(kind, CLASSIFIER), tiny(kind, SpanPredictor)
+    logits_BC = classifier.predict(LabelledBatch(padded_BN, LABELLED.labels_B))
+    assert torch.allclose(logits_BC, classifier.predict(LabelledBatch(cut_BN, LABELLED.labels_B)), atol=1e-6)
+    logits_BN2 = spans.predict(replace(SPANS, token_ids_BN=padded_BN))
+    assert torch.allclose(logits_BN2[:, :7], spans.predict(replace(SPANS, token_ids_BN=cut_BN)), atol=1e-6)
 
 
 @pytest.mark.parametrize("head, batch", [(CLASSIFIER, LABELLED), (SpanPredictor, SPANS)])

@@ -2,12 +2,13 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import KINDS, perturb, random_batch, tiny_model
 
-from gmlp_scale.data.batch import IGNORED, MaskedBatch
+from gmlp_scale.data.batch import IGNORED, PAD_ID, MaskedBatch
 from gmlp_scale.models import heads
 
 ALL = pytest.mark.parametrize("kind", KINDS)
@@ -110,6 +111,58 @@ def test_shorter_rows_are_those_of_a_model_made_for_them(kind):
     short.load_state_dict(cut)
     token_ids_BN = random_batch(num_positions=8).token_ids_BN
     torch.testing.assert_close(long.encode(token_ids_BN), short.encode(token_ids_BN), rtol=1e-5, atol=1e-5)
+
+
+TRANSFORMERS = [kind for kind in KINDS if kind.startswith("bert")]
+
+
+def padded_rows(lengths: list[int]) -> torch.Tensor:
+    token_ids_BN = random_batch(num_rows=len(lengths)).token_ids_BN
+    for row, length in zip(token_ids_BN, lengths, strict=True):
+        row[length:] = PAD_ID
+    return token_ids_BN
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_transformers_do_not_see_padding(kind):
+    model = tiny_model(kind).double()
+    perturb(model)
+    token_ids_BN = padded_rows([8, 12, 3])
+    states_BND = model.encode(token_ids_BN)
+    for ids_N, states_ND, length in zip(token_ids_BN, states_BND, [8, 12, 3], strict=True):
+        alone_ND = model.encode(ids_N[None, :length], padded=False)[0]
+        torch.testing.assert_close(states_ND[:length], alone_ND, rtol=1e-12, atol=1e-12)
+    seen_BND = model.encode(token_ids_BN, padded=False)
+    assert (seen_BND[0, :8] - states_BND[0, :8]).abs().max() > 1e-6
+    torch.testing.assert_close(seen_BND[1], states_BND[1], rtol=1e-12, atol=1e-12)  # it has none
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in TRANSFORMERS])
+def test_the_others_mask_nothing(kind):
+    model = tiny_model(kind).double()
+    perturb(model)
+    token_ids_BN = padded_rows([8, 12, 3])
+    states_BND = model.encode(token_ids_BN)
+    assert torch.equal(states_BND, model.encode(token_ids_BN, padded=False))
+    with torch.no_grad():
+        model.embedding.weight[PAD_ID] *= -1
+    assert (model.encode(token_ids_BN)[0, :8] - states_BND[0, :8]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_padding_is_masked_in_pretraining_where_the_batch_says_so(kind, recompute):
+    model, batch = tiny_model(kind), random_batch()
+    perturb(model)
+    model.set_recompute(recompute)
+    batch = replace(batch, token_ids_BN=padded_rows([12, 12, 12, 12]))
+    loss, expected = gradients(model, replace(batch, padded=False))
+    same_loss, found = gradients(model, batch)
+    torch.testing.assert_close(same_loss, loss)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7, msg=name)
+    batch = replace(batch, token_ids_BN=padded_rows([6, 12, 5, 2]))
+    assert not torch.isclose(model(batch), model(replace(batch, padded=False)))
 
 
 def test_longer_rows_are_refused():

@@ -1,7 +1,7 @@
 """gmlp_scale's encoders for transformers: each class holds one of the package's own models and gives its logits.
 
-Padding is not masked in these encoders: `attention_mask` and `token_type_ids` are taken, since tokenizers give them,
-and not used.
+The Transformers mask <pad> where `input_ids` holds it, the others mask nothing: `attention_mask` and `token_type_ids`
+are taken, since tokenizers give them, and not used.
 
 Shape suffixes: B batch, N positions, D width, V vocabulary, C classes.
 """
