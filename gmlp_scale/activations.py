@@ -13,9 +13,10 @@ from gmlp_scale.models.backbone import Recompute
 def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Recompute) -> float:
     """Of all blocks, for each token of a micro-batch: what is alive between the forward and the backward pass.
 
-    In plain PyTorch; torch.compile and fused kernels keep less. Without the embedding and the head, and without what a
-    function keeps beside its result: the statistics of LayerNorms and softmaxes, and copies of transposed operands,
-    which Mixer and the Transformer with relative positions only have (a seventh of their activations).
+    In plain PyTorch, for rows without padding; torch.compile and fused kernels keep less. Without the embedding and
+    the head, and without what a function keeps beside its result: the statistics of LayerNorms and softmaxes, and
+    copies of transposed operands, which Mixer and the Transformer with relative positions only have (a seventh of their
+    activations).
     """
     config = with_kernels(model.model_copy(update={"num_blocks": 1}), "torch")
     one_block = build_model(config)  # on the CPU: meta imports a compiler

@@ -59,7 +59,7 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     token_ids_BN = torch.randint(run.model.vocab_size, (num_rows, run.model.sequence_length), device=device)
     positions_BM = torch.arange(num_masked, device=device).expand(num_rows, -1)
     labels_BM = token_ids_BN.gather(1, positions_BM)
-    batch = MaskedBatch(token_ids_BN, positions_BM, labels_BM, padded=run.data.packing == "document")
+    batch = MaskedBatch(token_ids_BN, positions_BM, labels_BM, padded=run.data.padded)
     for _ in range(2):  # the second finds the gradients of the first, as when micro-batches are accumulated
         model(batch).backward()
     with torch.no_grad():

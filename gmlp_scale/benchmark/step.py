@@ -114,7 +114,7 @@ def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(NUM_SPECIAL_TOKENS, run.model.vocab_size, (rows, length), generator=generator)
     positions = torch.rand(rows, length, generator=generator).argsort(1)[:, :num_masked].sort(1).values
-    return MaskedBatch(ids, positions, ids.gather(1, positions), padded=False).to(device)
+    return MaskedBatch(ids, positions, ids.gather(1, positions), padded=run.data.padded).to(device)
 
 
 def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:

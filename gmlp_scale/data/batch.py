@@ -5,7 +5,7 @@ Shape legend: B batch, N positions, M masked positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # so that the workers that tokenize need not load torch
@@ -40,11 +40,11 @@ class MaskedBatch:
 
     def to(self, device: torch.device | str) -> MaskedBatch:
         """The same batch on `device`; the copies do not block the host when the memory is pinned."""
-        return MaskedBatch(
-            self.token_ids_BN.to(device, non_blocking=True),
-            self.masked_positions_BM.to(device, non_blocking=True),
-            self.labels_BM.to(device, non_blocking=True),
-            self.padded,
+        return replace(
+            self,
+            token_ids_BN=self.token_ids_BN.to(device, non_blocking=True),
+            masked_positions_BM=self.masked_positions_BM.to(device, non_blocking=True),
+            labels_BM=self.labels_BM.to(device, non_blocking=True),
         )
 
     def split(self, num_rows: int) -> list[MaskedBatch]:

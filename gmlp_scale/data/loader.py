@@ -40,6 +40,11 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     max_corrupt_shards: int = Field(default=0, ge=0)
     """How many distinct corrupt shards a run may skip."""
 
+    @property
+    def padded(self) -> bool:
+        """Whether attention is to be masked: packed rows are full but for a task's last one, not worth it in all."""
+        return self.packing == "document"
+
     @model_validator(mode="after")
     def _settings_take_effect(self):
         if (self.on_corrupt_shard == "skip") != (self.max_corrupt_shards > 0):
@@ -96,6 +101,7 @@ class Loader:
         self._seed = seed
         self._prefetch_steps = config.prefetch_steps
         self._vocab_size = vocab_size
+        self._padded = config.padded
         self._num_masked = num_masked_positions(sequence_length, config.masked_fraction)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._files = ShardFiles(config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
@@ -207,8 +213,7 @@ class Loader:
         batch = mask_rows(
             rows_BN, epochs_B, global_rows_B, seed=seed, num_masked=self._num_masked, vocab_size=self._vocab_size
         )
-        # Packed rows are full but for a task's last one: not worth a mask in all the others.
-        return replace(batch, padded=self.manifest.packing == "document")
+        return replace(batch, padded=self._padded)
 
 
 def _rows_per_shard(shards: tuple[Shard, ...]) -> np.ndarray:

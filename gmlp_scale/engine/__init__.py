@@ -130,8 +130,8 @@ def build_engine(
 
 
 def _marking_the_begin(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def marking_encode(token_ids_BN: Tensor, **padded: bool) -> Tensor:
+    def marking_encode(token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return encode(token_ids_BN, **padded)
+        return encode(token_ids_BN, padded=padded)
 
     return marking_encode

@@ -1,7 +1,8 @@
 """The encoders: one trunk (backbone), four kinds of block (gmlp holds two, transformer, mixer), heads on top.
 
 A model is an nn.Module with
-    blocks               nn.ModuleList, each x_BND -> x_BND; engines shard, compile and recompute by block
+    blocks               nn.ModuleList, each x_BND -> x_BND, or (x_BND, is_token_BN) -> x_BND in padded rows of a model
+                         that masks padding; engines shard, compile and recompute by block
     encode(token_ids_BN, padded=True) -> x_BND, the trunk; where every pass through the model begins
     set_recompute("none", "selective" or "full")
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)

@@ -113,12 +113,16 @@ class PositionalAveraging(nn.Module):
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         v_BNHK = self.value(x_BND).unflatten(-1, (self.num_heads, -1))
-        bias, product = self.relative_bias(x_BND.shape[1]), "hij,bjhk->bihk"  # HNN
+        bias_HNN = self.relative_bias(x_BND.shape[1])
+        softmax_in = torch.promote_types(bias_HNN.dtype, torch.float32)
+        weights_HNN = bias_HNN.softmax(-1, dtype=softmax_in).to(bias_HNN.dtype)
         if is_token_BN is not None:
-            bias, product = bias.masked_fill(~is_token_BN[:, None, None], -torch.inf), "bhij,bjhk->bihk"  # BHNN
-        softmax_in = torch.promote_types(bias.dtype, torch.float32)
-        weights = self.dropout(bias.softmax(-1, dtype=softmax_in).to(bias.dtype))
-        return self.out(torch.einsum(product, weights, v_BNHK).flatten(2))
+            v_BNHK = v_BNHK * is_token_BN[:, :, None, None]
+        sums_BNHK = torch.einsum("hij,bjhk->bihk", self.dropout(weights_HNN), v_BNHK)
+        if is_token_BN is not None:  # the same weights for all rows, and each sum over the tokens' share of them
+            shares_BNH = torch.einsum("hij,bj->bih", weights_HNN, is_token_BN.to(weights_HNN.dtype))
+            sums_BNHK = sums_BNHK / shares_BNH.clamp(min=torch.finfo(shares_BNH.dtype).tiny).unsqueeze(-1)
+        return self.out(sums_BNHK.flatten(2))
 
 
 class RelativeBias(nn.Module):

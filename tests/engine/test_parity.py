@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_runs import AMLP, GMLP, OPTIMIZER, SIZES, micro_batches_of, start_engine, train
+from tiny_runs import AMLP, BERT, GMLP, OPTIMIZER, SIZES, micro_batches_of, start_engine, train
 
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.models import heads
 from gmlp_scale.world import start_world
 
-MODELS = {"gmlp": GMLP, "amlp": AMLP}
+MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT}
 SHARDED = {
     "fsdp2": Fsdp2Config(),
     "fsdp2 resharding": Fsdp2Config(blocks_per_group=2, reshard_after_forward=True),
@@ -25,7 +25,7 @@ OPTIONS = {
     "selective": {"recompute": "selective"},
     "bf16": {"precision": "bf16"},
 }
-CASES = [("gmlp", "float32"), ("amlp", "float32"), ("amlp", "recompute"), ("amlp", "bf16")]
+CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute"), ("amlp", "bf16")]
 SELECTIVE = [("amlp", "selective")]
 WITHOUT_ZERO_3 = {name: config for name, config in SHARDED.items() if name != "zero 3"}
 
@@ -75,7 +75,7 @@ def _assert_close(run: dict, expected: dict) -> None:
     assert not run["predictions"].requires_grad
 
 
-@pytest.mark.parametrize(("model", "option"), CASES[:3])
+@pytest.mark.parametrize(("model", "option"), CASES[:4])
 @pytest.mark.parametrize("engine", SHARDED)
 def test_engines_agree_in_float32_on_two_ranks(single, two_ranks, model, option, engine):
     expected = single[model, "float32", "single"]

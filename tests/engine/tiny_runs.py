@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.engine import EngineConfig, build_engine
-from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
+from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 from gmlp_scale.train.optimizer import OptimizerConfig, build_adamw, decayed_names
 from gmlp_scale.world import World
 
@@ -16,6 +16,7 @@ from gmlp_scale.world import World
 SIZES = {"num_blocks": 3, "d_model": 15, "d_ffn": 22, "sequence_length": 16, "vocab_size": 37}
 GMLP = GmlpConfig(**SIZES)
 AMLP = AmlpConfig(**SIZES, d_attn=6)
+BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
 OPTIMIZER = OptimizerConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 2
 
@@ -66,6 +67,7 @@ def micro_batches_of(step: int, world: World) -> list[MaskedBatch]:
     token_ids_BN = torch.randint(5, SIZES["vocab_size"], shape, generator=generator)
     masked_positions_BM = torch.rand(shape, generator=generator).argsort(dim=1)[:, :4].sort(dim=1).values
     labels_BM = token_ids_BN.gather(1, masked_positions_BM)
+    token_ids_BN[::2, -3:] = PAD_ID  # which only the Transformer masks
     rows = torch.arange(GLOBAL_BATCH_SIZE).chunk(world.size)[world.rank]
     return [MaskedBatch(token_ids_BN[r], masked_positions_BM[r], labels_BM[r]) for r in rows.split(MICRO_BATCH_SIZE)]
 

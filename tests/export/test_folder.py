@@ -69,11 +69,14 @@ def test_the_card_tells_the_recipe_the_steps_and_the_perplexity(export, tiny_exp
         "measured at step 2",
         "name: amlp",
         'pipeline("fill-mask"',
+        "Padding is not masked",
     ):
         assert text in card
     tiny_export("gmlp", tmp_path / "classifier", "sequence_classification", ("a", "b"), details={}, row_length=8)
     card = (tmp_path / "classifier" / "README.md").read_text()
     assert 'pipeline("text-classification"' in card and "padded to 8" in card
+    tiny_export("bert-relative", tmp_path / "bert")
+    assert "No position attends to `<pad>`" in (tmp_path / "bert" / "README.md").read_text()
 
 
 def test_a_taken_folder_is_refused_and_left_alone(tiny_export, tmp_path):

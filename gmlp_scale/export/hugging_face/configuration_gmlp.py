@@ -9,7 +9,8 @@ class GmlpScaleConfig(PretrainedConfig):
     dropout: probability while a classification or question answering model is trained: of the embedding, of every
         residual branch and of attention weights. Masked language modelling is without.
     row_length: rows shorter than this are padded to it within the model, as they were when the model was finetuned.
-        No encoder here masks padding, so the same text padded otherwise would give other logits. None: rows stay.
+        Only the Transformers mask padding: with the others the same text padded otherwise would give other logits.
+        None: rows stay.
     document_stride: tokens from one window of a long context to the next, as in finetuning; for question answering.
     """
 
