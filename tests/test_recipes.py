@@ -103,7 +103,7 @@ def test_flops_are_those_that_a_forward_pass_counts(name):
     token_ids_BN = torch.empty(1, run.model.sequence_length, dtype=torch.int64, device="meta")
     masked_BM = torch.empty(1, num_masked, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
-        meta_model(name).predict(MaskedBatch(token_ids_BN, masked_BM, masked_BM))
+        meta_model(name).predict(MaskedBatch(token_ids_BN, masked_BM, masked_BM, padded=False))
     assert flops(name) == counter.get_total_flops()
 
 
