@@ -16,9 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from data_prep.input_files import FileReader, InputFile, Record, find_inputs
 from data_prep.job_folder import JobFolder
 from data_prep.read_documents import ReadDocuments
-from data_prep.sources import FileReader, InputFile, Record, find_inputs
 from data_prep.write_shards import WriteShards
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits

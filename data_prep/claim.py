@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from gmlp_scale.data.files import create_file, open_filesystem, read_file, with_retries, write_file
+from gmlp_scale.files import create_file, open_filesystem, read_file, with_retries, write_file
 
 _BEAT_SECONDS = 5.0
 _GONE_AFTER_SECONDS = 30.0

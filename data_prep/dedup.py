@@ -27,8 +27,8 @@ from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
+from data_prep.input_files import FileReader, InputFile, Record
 from data_prep.job_folder import JobError, JobFolder
-from data_prep.sources import FileReader, InputFile, Record
 from gmlp_scale.data.hashing import hash64
 
 NGRAM_WORDS = 13

@@ -2,7 +2,7 @@
 
 import time
 
-from data_prep.sources import FileReader, InputFile, Record
+from data_prep.input_files import FileReader, InputFile, Record
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
 

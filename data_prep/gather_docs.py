@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from gmlp_scale.data.files import write_file
+from gmlp_scale.files import write_file
 
 _SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 _PASSED_OVER = {"tests", "test", "testing", "__pycache__", "licenses"}

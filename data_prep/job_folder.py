@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from data_prep.claim import claimed
-from gmlp_scale.data.files import open_filesystem, read_file, with_retries, write_file
+from gmlp_scale.files import open_filesystem, read_file, with_retries, write_file
 
 
 class JobError(ValueError):

@@ -9,9 +9,9 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader
 from datatrove.pipeline.readers.base import BaseReader
 
+from data_prep.input_files import BadRecord, FileReader, InputFile, Record
 from data_prep.job_folder import JobError, JobFolder
-from data_prep.sources import BadRecord, FileReader, InputFile, Record
-from gmlp_scale.data.files import write_file
+from gmlp_scale.files import write_file
 
 _MOST_QUARANTINED = 10_000  # records that a task keeps to show; all are counted
 _CHECK_AFTER_RECORDS = 10_000

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.read_documents import num_bad_records
-from gmlp_scale.data.files import is_local, write_file
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.files import is_local, write_file
 
 
 def write_manifest(job: JobFolder, tokenizer: Tokenizer, *, num_tasks: int, sequence_length: int, packing: str) -> None:

@@ -8,9 +8,9 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_prep.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
 from data_prep.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, progress_bar, slurm_executor
+from data_prep.input_files import InputFile, find_inputs
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task
-from data_prep.sources import InputFile, find_inputs
 from data_prep.write_shards import WriteShards
 
 

@@ -14,14 +14,14 @@ import time
 
 from data_prep.dedup import DEDUPLICATIONS
 from data_prep.estimate import estimate
+from data_prep.input_files import InputFile, find_inputs
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.read_documents import num_hub_files
 from data_prep.report import check_bad_fraction, make_report, print_table, write_manifest, write_report
 from data_prep.run_job import run_passes
-from data_prep.sources import InputFile, find_inputs
 from data_prep.write_shards import PACKINGS
-from gmlp_scale.data.files import read_file, write_file
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.files import read_file, write_file
 
 
 def parse_options() -> argparse.Namespace:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_prep.sources import FileReader, InputFile, Record, find_inputs
+from data_prep.input_files import FileReader, InputFile, Record, find_inputs
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
-from gmlp_scale.data.files import write_file
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
+from gmlp_scale.files import write_file
 
 _READ_PER_SAMPLED_BYTE = 10
 _MAX_RECORD_BYTES = 4_000_000

@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from gmlp_scale.data.batch import CLS_ID
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.files import is_local, read_file
 from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardRows
 from gmlp_scale.data.tokenizer import MODEL_NAME
+from gmlp_scale.files import is_local, read_file
 
 _ROWS_AT_A_TIME = 8192
 

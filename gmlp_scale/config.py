@@ -17,11 +17,11 @@ from pydantic import BaseModel, Field, ValidationError
 
 from gmlp_scale.data.loader import DataConfig
 from gmlp_scale.engine import EngineConfig
+from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.loop import TrainConfig
-from gmlp_scale.train.optimizer import OptimizerConfig
 
 # What a resumed run may change without asking, since neither the rows nor the mathematics of a step depend on it.
 FREE_ON_RESUME = (

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
+from gmlp_scale.benchmark.comparison import read_report, table, worsened
+from gmlp_scale.benchmark.dry_run import measure_start_up
 from gmlp_scale.benchmark.loading import measure_loading
-from gmlp_scale.benchmark.report import read_report, table, worsened
-from gmlp_scale.benchmark.start_up import measure_start_up
 from gmlp_scale.benchmark.step import measure_step
 from gmlp_scale.benchmark.timing import say
 from gmlp_scale.config import ConfigError, load_run_config
-from gmlp_scale.pretrain import USER_ERRORS
+from gmlp_scale.run import USER_ERRORS
 from gmlp_scale.world import World, start_world
 
 PARTS = ("step", "loader", "checkpoint", "start_up")

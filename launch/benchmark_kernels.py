@@ -19,7 +19,7 @@ from gmlp_scale.benchmark.kernels import measure_kernels
 from gmlp_scale.config import load_run_config
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.models import GmlpConfig
-from gmlp_scale.pretrain import USER_ERRORS
+from gmlp_scale.run import USER_ERRORS
 
 TINY = [
     "model.sequence_length=16", "model.d_model=16", "model.d_ffn=32", "train.micro_batch_size=1",

@@ -18,10 +18,10 @@ from pathlib import Path
 from gmlp_scale.analysis.heldout import evaluate_models, table
 from gmlp_scale.analysis.probe import load_probe, probe
 from gmlp_scale.analysis.tensorboard import add_scalars, replace_scalars
-from gmlp_scale.analysis.trained import AnalysisError, read_all_steps, read_model, read_run
-from gmlp_scale.finetune.run import USER_ERRORS
-from gmlp_scale.finetune.tasks import TASKS
+from gmlp_scale.finetune.finetuning import USER_ERRORS
+from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.train.run_folder import write_text
+from gmlp_scale.trained import AnalysisError, read_all_steps, read_model, read_run
 from gmlp_scale.world import World, set_up_logging, start_world
 
 RECIPES = Path(__file__).parent.parent / "configs" / "finetune"

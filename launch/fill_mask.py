@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.data.batch import CLS_ID, MASK_ID, NUM_SPECIAL_TOKENS, SEP_ID, MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.pretrain import USER_ERRORS, load_pretrained
+from gmlp_scale.run import USER_ERRORS, load_pretrained
 
 MASK = "<mask>"
 

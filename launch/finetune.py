@@ -10,9 +10,9 @@ import sys
 
 from gmlp_scale.config import load_config
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.finetune.finetuning import USER_ERRORS, finetune
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.plan import describe
-from gmlp_scale.finetune.run import USER_ERRORS, finetune
 from gmlp_scale.finetune.sweep import members, sweep
 from gmlp_scale.world import launched_world_size, set_up_logging, start_world
 

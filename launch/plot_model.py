@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
-from gmlp_scale.analysis.trained import AnalysisError, TrainedModel, read_model, read_run
-from gmlp_scale.finetune.run import USER_ERRORS
+from gmlp_scale.finetune.finetuning import USER_ERRORS
+from gmlp_scale.trained import AnalysisError, TrainedModel, read_model, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

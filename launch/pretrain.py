@@ -10,8 +10,8 @@ import sys
 
 from gmlp_scale.config import ConfigError, load_run_config
 from gmlp_scale.data.shards import ShardError
-from gmlp_scale.plan import describe
-from gmlp_scale.pretrain import USER_ERRORS, pretrain
+from gmlp_scale.plan.describe import describe
+from gmlp_scale.run import USER_ERRORS, pretrain
 from gmlp_scale.world import launched_world_size
 
 

@@ -14,7 +14,7 @@ ALLOWED = {
     "gmlp_scale.models": ("gmlp_scale.models", "gmlp_scale.data.batch"),
     "gmlp_scale.data": ("gmlp_scale.data",),
     "gmlp_scale.world": (),
-    "gmlp_scale.engine": ("gmlp_scale.engine", "gmlp_scale.world", "gmlp_scale.train.optimizer"),
+    "gmlp_scale.engine": ("gmlp_scale.engine", "gmlp_scale.world", "gmlp_scale.engine.optimizer"),
     "gmlp_scale.train": ("gmlp_scale.train", "gmlp_scale.engine", "gmlp_scale.data", "gmlp_scale.world"),
     "data_prep": ("data_prep", "gmlp_scale.data"),
 }

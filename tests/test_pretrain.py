@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import free_port, run_ranks
-from tiny_shards import VOCAB_SIZE, write_tiny_shards
 
 from gmlp_scale.config import load_run_config
-from gmlp_scale.pretrain import load_pretrained, pretrain
+from gmlp_scale.run import load_pretrained, pretrain
 from gmlp_scale.train.metrics import read_metrics
 from gmlp_scale.train.run_folder import claimed
+from tests.gloo_ranks import free_port, run_ranks
+from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 ROOT = Path(__file__).parent.parent
 SMOKE = ROOT / "configs" / "pretrain" / "smoke.yaml"

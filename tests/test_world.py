@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from gmlp_scale.world import launched_world_size, set_up_logging, start_world
+from tests.gloo_ranks import run_ranks
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gmlp_scale.analysis.trained import AnalysisError, TrainedModel
 from gmlp_scale.config import load_run_config
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.models.gmlp import GmlpBlock
-from gmlp_scale.plan import count_parameters
+from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.trained import AnalysisError, TrainedModel
 
 
 @torch.no_grad()

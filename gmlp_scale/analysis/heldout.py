@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from gmlp_scale.analysis.trained import AnalysisError, TrainedModel
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.shards import ShardError
-from gmlp_scale.pretrain import build_loader
+from gmlp_scale.run import build_loader
 from gmlp_scale.train.evaluate import Evaluation, evaluate, unigram_predictor
+from gmlp_scale.trained import AnalysisError, TrainedModel
 from gmlp_scale.world import World
 
 

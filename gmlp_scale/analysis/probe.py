@@ -6,8 +6,8 @@ from pathlib import Path
 from gmlp_scale.config import ConfigError, load_config
 from gmlp_scale.export.pretrained import export_pretrained
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.finetune.run import finetune
 from gmlp_scale.world import World
 
 BUDGET = ("train.num_epochs=null", "train.num_steps=200", "train.evaluate_every_steps=200")

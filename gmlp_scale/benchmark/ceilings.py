@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig
-from gmlp_scale.plan import count_parameters
+from gmlp_scale.plan.describe import count_parameters
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

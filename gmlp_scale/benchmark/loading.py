@@ -22,7 +22,7 @@ from gmlp_scale.data.hashing import hash64
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.open_shards import OpenShards
 from gmlp_scale.data.shards import MANIFEST_NAME, ROW_DTYPE, Manifest, Shard, ShardRows, ShardWriter, Splits, write_file
-from gmlp_scale.pretrain import build_loader
+from gmlp_scale.run import build_loader
 
 ROWS_PER_BATCH = 256
 NUM_ROWS = 2**15

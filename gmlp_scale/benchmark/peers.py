@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
-from gmlp_scale.plan import flops_per_step
+from gmlp_scale.plan.describe import flops_per_step
 
 WIDTH_PER_HEAD = 64
 LARGEST_FLOPS_DIFFERENCE = 0.1

@@ -18,8 +18,8 @@ from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
 from gmlp_scale.engine import Engine
 from gmlp_scale.models import GmlpConfig, with_kernels
-from gmlp_scale.plan import count_parameters, flops_per_step
-from gmlp_scale.pretrain import build_engine_of
+from gmlp_scale.plan.describe import count_parameters, flops_per_step
+from gmlp_scale.run import build_engine_of
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
 from gmlp_scale.world import World
 

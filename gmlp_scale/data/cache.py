@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gmlp_scale.data.files import is_local, open_filesystem, with_retries
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
+from gmlp_scale.files import is_local, open_filesystem, with_retries
 
 
 class ShardFiles:

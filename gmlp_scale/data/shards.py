@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
-from gmlp_scale.data.files import read_file, write_file
+from gmlp_scale.files import read_file, write_file
 
 MANIFEST_NAME = "manifest.json"
 ROW_DTYPE = np.dtype("<u2")

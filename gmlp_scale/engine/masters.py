@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gmlp_scale.train.optimizer import create_moments, update
+from gmlp_scale.engine.optimizer import create_moments, update
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import MOMENTS, Piece, ReadRows, model_key, moment_key
-from gmlp_scale.train.optimizer import create_moments
+from gmlp_scale.engine.optimizer import create_moments
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
-from gmlp_scale.data.files import read_file
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.export.card import model_card
-from gmlp_scale.export.sources import copy_sources
+from gmlp_scale.export.carried_code import copy_sources
 from gmlp_scale.export.tokenizer import write_tokenizer
+from gmlp_scale.files import read_file
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
@@ -121,7 +121,7 @@ def write_export(
     if head == "question_answering":
         config["custom_pipelines"] = {
             "question-answering": {
-                "impl": "question_answering.QuestionAnsweringPipeline",
+                "impl": "answering_pipeline.QuestionAnsweringPipeline",
                 "pt": ["AutoModelForQuestionAnswering"],
             }
         }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export.folder import ExportError, check_is_free, write_export
-from gmlp_scale.pretrain import load_pretrained
+from gmlp_scale.run import load_pretrained
 from gmlp_scale.train.metrics import read_metrics
 
 

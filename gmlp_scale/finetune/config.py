@@ -10,13 +10,13 @@ from pydantic import BaseModel, Field, PositiveInt
 
 from gmlp_scale.config import num_micro_batches, schedule_mistakes, zero_3_mistakes
 from gmlp_scale.engine import EngineConfig
-from gmlp_scale.finetune.question_answering import QuestionTask
-from gmlp_scale.finetune.tasks import TASKS, Task
-from gmlp_scale.finetune.windows import MAX_QUESTION_TOKENS
+from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.models.backbone import Recompute
+from gmlp_scale.tasks.question_answering import QuestionTask
+from gmlp_scale.tasks.table import TASKS, Task
+from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.loop import TrainConfig
-from gmlp_scale.train.optimizer import OptimizerConfig
 
 FREE_ON_RESUME = ("model", "data.", "grid.")
 """Beside what pretraining leaves free: that the weights and the rows are the same, their fingerprints say."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gmlp_scale.config import ConfigError
+from gmlp_scale.data.epoch_loader import Rows
 from gmlp_scale.export.folder import Export, read_export
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.loader import Rows
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 import torch
 
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.finetune.finetuning import check_schedule, flops_per_step
 from gmlp_scale.finetune.inputs import Inputs
-from gmlp_scale.finetune.run import check_schedule, flops_per_step
 from gmlp_scale.models import build_model
-from gmlp_scale.plan import describe_resume, describe_states, short
+from gmlp_scale.plan.describe import describe_resume, describe_states, short
 
 
 def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_size: int) -> str:

@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 from gmlp_scale.config import ConfigError, check_unchanged, schedule_mistakes
+from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.engine import Engine, build_engine
+from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, decayed_names
 from gmlp_scale.export.folder import Export, ExportError
 from gmlp_scale.finetune.config import FREE_ON_RESUME, FinetuneConfig
+from gmlp_scale.finetune.finetuning import Results
 from gmlp_scale.finetune.inputs import Inputs
-from gmlp_scale.finetune.loader import EpochLoader
-from gmlp_scale.finetune.results import Results
-from gmlp_scale.finetune.sources import DataError
 from gmlp_scale.models import build_model
-from gmlp_scale.pretrain import USER_ERRORS as PRETRAIN_USER_ERRORS
+from gmlp_scale.run import USER_ERRORS as PRETRAIN_USER_ERRORS
+from gmlp_scale.tasks.records import DataError
 from gmlp_scale.train.checkpoint import Checkpoint
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.loop import train
 from gmlp_scale.train.metrics import Metrics, peak_tflops
-from gmlp_scale.train.optimizer import OptimizerConfig, build_adamw, decayed_names
 from gmlp_scale.train.run_folder import claimed, describe_data_change, write_text
 from gmlp_scale.train.start_up import StartUp
 from gmlp_scale.world import World

@@ -10,10 +10,9 @@ import statistics
 from pathlib import Path
 
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.finetune.finetuning import by_name, check_continues, finetune
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
-from gmlp_scale.finetune.results import by_name
-from gmlp_scale.finetune.run import check_continues, finetune
 from gmlp_scale.train.run_folder import write_text
 from gmlp_scale.world import World
 

@@ -14,9 +14,9 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.engine import Engine
+from gmlp_scale.engine.optimizer import OptimizerConfig, learning_rate
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
-from gmlp_scale.train.optimizer import OptimizerConfig, learning_rate
 from gmlp_scale.train.start_up import StartUp
 from gmlp_scale.world import World
 

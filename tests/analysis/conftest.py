@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from analysis.tiny_pretrained import write_runs
+
+from tests.analysis.pretrained_runs import write_runs
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from analysis.tiny_pretrained import SEQUENCE_LENGTH
 
 from gmlp_scale.analysis.arrays import (
     attention_maps,
@@ -17,11 +16,12 @@ from gmlp_scale.analysis.arrays import (
     spatial_filters,
     spatial_matrices,
 )
-from gmlp_scale.analysis.trained import AnalysisError, read_model, read_run
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import SequenceClassifier
+from gmlp_scale.trained import AnalysisError, read_model, read_run
+from tests.analysis.pretrained_runs import SEQUENCE_LENGTH
 
 NUM_BLOCKS = 2
 

@@ -5,14 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from analysis.tiny_pretrained import write_shards
-from finetune.tiny import write_sentiment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.pretrained import export_pretrained
 from gmlp_scale.train.metrics import read_metrics
 from launch.evaluate import main
+from tests.analysis.pretrained_runs import write_shards
+from tests.finetune.small_recipes import write_sentiment
 
 FIGURES = ("loss", "perplexity", "accuracy")
 

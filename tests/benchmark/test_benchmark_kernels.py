@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import run_interpreted
 
 from gmlp_scale.benchmark.kernels import pieces_of
 from gmlp_scale.config import load_run_config
+from tests.triton_interpreter import run_interpreted
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model.sequence_length=12", "model.d_model=16", "model.d_ffn=32", "train.micro_batch_size=2"]

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from tiny_recipe import SMOKE, tiny_run
 
 from gmlp_scale.benchmark import loading, start_up, step
 from gmlp_scale.benchmark.ceilings import captured_products, fewest_bytes
@@ -15,9 +14,10 @@ from gmlp_scale.benchmark.loading import batched, measure_loading
 from gmlp_scale.benchmark.peers import transformer_size
 from gmlp_scale.benchmark.step import PEERS, measure_step, random_batch, run_eager_step
 from gmlp_scale.config import load_run_config
-from gmlp_scale.plan import count_parameters, flops_per_step
+from gmlp_scale.plan.describe import count_parameters, flops_per_step
 from gmlp_scale.world import start_world
 from launch.benchmark import main
+from tests.benchmark.smoke_recipe import SMOKE, tiny_run
 
 BASE = SMOKE.parent / "gmlp_base.yaml"
 ROOT = SMOKE.parents[2]

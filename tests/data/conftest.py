@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tiny_shards import VOCAB_SIZE, write_tiny_shards
 
 from gmlp_scale.data.loader import DataConfig, Loader
+from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 settings.register_profile("deterministic", deadline=None, derandomize=True)
 settings.load_profile("deterministic")

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from corpora import make_texts, run, write_jsonl
 from hypothesis import settings
 
 from data_prep import claim
 from gmlp_scale.data.tokenizer import train_tokenizer
+from tests.data_prep.corpora import make_texts, run, write_jsonl
 
 settings.register_profile("deterministic", deadline=None, derandomize=True)
 settings.load_profile("deterministic")

@@ -11,9 +11,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from corpora import contents, make_texts, workers_of, write_jsonl
 
 from data_prep import tokenize_corpus
+from tests.data_prep.corpora import contents, make_texts, workers_of, write_jsonl
 
 NUM_KILLS = 20
 

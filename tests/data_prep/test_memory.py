@@ -6,12 +6,11 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from corpora import make_texts
-
+from data_prep.input_files import find_inputs
 from data_prep.job_folder import JobFolder
 from data_prep.read_documents import ReadDocuments
-from data_prep.sources import find_inputs
 from data_prep.write_shards import WriteShards
+from tests.data_prep.corpora import make_texts
 
 
 def run_task(corpus: str, tokenizer_dir: Path, output: Path) -> int:

@@ -2,11 +2,11 @@ import json
 import shutil
 
 import pytest
-from corpora import REPOSITORY, run
 
 from data_prep.gather_docs import docstrings, prose_paragraphs
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import Tokenizer
+from tests.data_prep.corpora import REPOSITORY, run
 
 
 @pytest.fixture

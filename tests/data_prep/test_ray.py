@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from corpora import contents, make_texts, run, start, write_jsonl
+
+from tests.data_prep.corpora import contents, make_texts, run, start, write_jsonl
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs the package ray")
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}

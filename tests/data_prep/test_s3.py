@@ -11,16 +11,16 @@ import boto3
 import fsspec
 import pytest
 import torch
-from corpora import REPOSITORY, contents, run
 from test_claim import check_races
 
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.files import read_file, with_retries, write_file
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
+from gmlp_scale.files import read_file, with_retries, write_file
+from tests.data_prep.corpora import REPOSITORY, contents, run
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs and moto's server")
-faulty_s3 = pytest.importorskip("faulty_s3", reason="needs s3fs and moto's server")
+faulty_s3 = pytest.importorskip("tests.data_prep.faulty_s3", reason="needs s3fs and moto's server")
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_re
 
 
 def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
-    monkeypatch.setattr("gmlp_scale.data.files._WAIT_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", (0.0, 0.0))
     calls = []
 
     def fail():

@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from corpora import contents, make_texts, run, start, workers_of, write_jsonl
 
 from data_prep.write_shards import is_heldout
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import Tokenizer
+from tests.data_prep.corpora import contents, make_texts, run, start, workers_of, write_jsonl
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import os
 import sys
 
 import torch
-from ranks import free_port
-from tiny_runs import GMLP, start_engine, train
 
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.world import start_world
+from tests.engine.trained_engines import GMLP, start_engine, train
+from tests.gloo_ranks import free_port
 
 ENGINES = {
     "single": SingleConfig(),

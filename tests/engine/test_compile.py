@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny_runs import AMLP, GMLP, SIZES, micro_batches_of, start_engine, train
 from torch import nn
 from torch._dynamo.utils import counters
 
 from gmlp_scale.engine import EngineConfigError, Fsdp2Config, SingleConfig, ZeroConfig, build_engine
 from gmlp_scale.models import MixerConfig, TransformerConfig, build_model
 from gmlp_scale.world import start_world
+from tests.engine.trained_engines import AMLP, GMLP, SIZES, micro_batches_of, start_engine, train
+from tests.gloo_ranks import run_ranks
 
 MODELS = {
     "gmlp": GMLP,

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from tiny_runs import AMLP, SIZES, pieces_of, reader, start_engine, train
 
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.world import World, start_world
+from tests.engine.trained_engines import AMLP, SIZES, pieces_of, reader, start_engine, train
+from tests.gloo_ranks import run_ranks
 
 SINGLE = {"single": SingleConfig()}
 SHARDED = {

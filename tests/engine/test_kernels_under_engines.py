@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from interpreter import run_interpreted
-from tiny_runs import AMLP, micro_batches_of, start_engine, train
 
 from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.world import start_world
+from tests.engine.trained_engines import AMLP, micro_batches_of, start_engine, train
+from tests.triton_interpreter import run_interpreted
 
 
 def _train(engine_config: EngineConfig, kernels: str) -> dict:

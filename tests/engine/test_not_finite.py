@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny_runs import AMLP, micro_batches_of, pieces_of, start_engine, train
 
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.world import World, start_world
+from tests.engine.trained_engines import AMLP, micro_batches_of, pieces_of, start_engine, train
+from tests.gloo_ranks import run_ranks
 
 SINGLE = {"single": SingleConfig()}
 SHARDED = {"fsdp2": Fsdp2Config(), **{f"zero {stage}": ZeroConfig(stage=stage) for stage in (1, 2, 3)}}

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny_runs import AMLP, BERT, GMLP, OPTIMIZER, SIZES, micro_batches_of, start_engine, train
 
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.models import heads
 from gmlp_scale.world import start_world
+from tests.engine.trained_engines import AMLP, BERT, GMLP, OPTIMIZER, SIZES, micro_batches_of, start_engine, train
+from tests.gloo_ranks import run_ranks
 
 MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT}
 SHARDED = {

@@ -4,11 +4,11 @@ import json
 import pytest
 import torch.distributed as dist
 from pydantic import ValidationError
-from ranks import run_ranks
-from tiny_runs import GMLP, start_engine, train
 
 from gmlp_scale.engine import SingleConfig, ZeroConfig
 from gmlp_scale.world import start_world
+from tests.engine.trained_engines import GMLP, start_engine, train
+from tests.gloo_ranks import run_ranks
 
 
 def _file(tmp_path, content: dict):

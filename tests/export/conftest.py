@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.tiny_models import KINDS, TINY, perturb
 from pydantic import TypeAdapter
 
 from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import head_class, write_export
 from gmlp_scale.models import ModelConfig, build_model
+from tests.models.every_kind import KINDS, TINY, perturb
 
 VOCAB_SIZE = 420
 SENTENCE = "the cat and a dog went over to see what some people of that town had done with their old ship at sea"

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from models.tiny_models import KINDS, TINY
 from safetensors.torch import load_file, save_file
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.export import folder as folder_module
 from gmlp_scale.export.folder import ExportError, read_export
+from tests.models.every_kind import KINDS, TINY
 
 HEADS = [("masked_language_model", ()), ("sequence_classification", ("no", "maybe", "yes")), ("question_answering", ())]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_shards import VOCAB_SIZE, write_tiny_shards
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.export.folder import read_export
-from gmlp_scale.pretrain import load_pretrained
+from gmlp_scale.run import load_pretrained
 from launch.export import main
+from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 ROOT = Path(__file__).parents[2]
 RECIPE = [

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models.tiny_models import KINDS, TINY
 from safetensors.torch import load_file
 
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export.folder import read_export
-from gmlp_scale.finetune.question_answering import QuestionRows
-from gmlp_scale.finetune.questions import Question
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
+from gmlp_scale.tasks.question_answering import Question, QuestionRows
+from tests.models.every_kind import KINDS, TINY
 
 LENGTH = TINY["sequence_length"]
 IDS = torch.randint(5, 420, (3, LENGTH), generator=torch.Generator().manual_seed(0))

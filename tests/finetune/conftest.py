@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetune.tiny import write_tiny_export
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.world import start_world
+from tests.finetune.small_recipes import write_tiny_export
 
 TEXT = (
     "a man plays the guitar on stage while people in the park watch children who run and laugh under old trees "

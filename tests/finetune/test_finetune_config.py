@@ -1,10 +1,10 @@
 """The recipes of finetuning: the paper's numbers, and every mistake at once."""
 
 import pytest
-from finetune.tiny import RECIPES
 
 from gmlp_scale.config import ConfigError, load_config
 from gmlp_scale.finetune.config import FinetuneConfig
+from tests.finetune.small_recipes import RECIPES
 
 
 def load(task: str, *overrides: str) -> FinetuneConfig:

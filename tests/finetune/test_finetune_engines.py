@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetune.tiny import sentiment_run
-from ranks import run_ranks
 
+from gmlp_scale.finetune.finetuning import build_engine_of, finetune
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.finetune.run import build_engine_of, finetune
 from gmlp_scale.train.metrics import read_metrics
 from gmlp_scale.world import World, start_world
+from tests.finetune.small_recipes import sentiment_run
+from tests.gloo_ranks import run_ranks
 
 PLAIN = ("dropout=0.0", "train.num_steps=4", "train.evaluate_every_steps=2", "train.micro_batch_size=2")
 

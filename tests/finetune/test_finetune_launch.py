@@ -3,10 +3,10 @@
 import sys
 
 import pytest
-from finetune.tiny import RECIPES, sentiment_run
 
 from gmlp_scale import world
 from launch import finetune as launcher
+from tests.finetune.small_recipes import RECIPES, sentiment_run
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from finetune.tiny import sentiment_run
 
 from gmlp_scale.config import ConfigError
 from gmlp_scale.finetune import sweep as sweep_module
@@ -11,6 +10,7 @@ from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
 from gmlp_scale.models import GmlpConfig
+from tests.finetune.small_recipes import sentiment_run
 
 
 def small(tmp_path, export, *overrides):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from interpreter import run_interpreted
 from pydantic import ValidationError
 
 from gmlp_scale.config import check_unchanged
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
 from gmlp_scale.models.gmlp import GmlpBlock
+from tests.triton_interpreter import run_interpreted
 
 SIZES = {"num_blocks": 1, "d_model": 8, "d_ffn": 20, "sequence_length": 12, "vocab_size": 40}
 RECOMPUTED = [(recompute, form) for recompute in ("none", "selective", "full") for form in ("eager", "aot_eager")]

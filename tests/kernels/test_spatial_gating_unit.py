@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from comparisons import (
+
+from tests.kernels.comparisons import (
     Case,
     fused_unit,
     inputs_of,
@@ -10,7 +11,7 @@ from comparisons import (
     relative_errors,
     spatial_gating_unit,
 )
-from interpreter import run_interpreted
+from tests.triton_interpreter import run_interpreted
 
 BFLOAT16 = torch.bfloat16
 BOUNDS = {torch.float32: 1e-5, BFLOAT16: 1e-2}

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import attention, gelu, layer_norm, linear, numbers
 from pydantic import ValidationError
-from tiny_models import perturb
 
 from gmlp_scale.models import AmlpConfig, GmlpConfig, gmlp
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import GmlpBlock
 from gmlp_scale.models.toeplitz import toeplitz
+from tests.models.every_kind import perturb
+from tests.models.float64_layers import attention, gelu, layer_norm, linear, numbers
 
 GATINGS = ["linear", "additive", "multiplicative", "multiplicative_split"]
 N = 6

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from loops import gelu, layer_norm, linear, numbers
-from tiny_models import perturb, tiny_model
+
+from tests.models.every_kind import perturb, tiny_model
+from tests.models.float64_layers import gelu, layer_norm, linear, numbers
 
 
 def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:

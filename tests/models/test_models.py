@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import KINDS, perturb, random_batch, tiny_model
 
 from gmlp_scale.data.batch import IGNORED, PAD_ID, MaskedBatch
 from gmlp_scale.models import heads
+from tests.models.every_kind import KINDS, perturb, random_batch, tiny_model
 
 ALL = pytest.mark.parametrize("kind", KINDS)
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from loops import attention, gelu, layer_norm, linear, numbers, softmax
 from pydantic import ValidationError
-from tiny_models import perturb, tiny_model
 
 from gmlp_scale.models.transformer import RelativeBias, relative_bucket
+from tests.models.every_kind import perturb, tiny_model
+from tests.models.float64_layers import attention, gelu, layer_norm, linear, numbers, softmax
 
 
 def bucket_by_loop(offset: int) -> int:

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from fake_engine import FakeEngine, Piece, alone, assert_holds, names_in, on_ranks, save_steps
 from safetensors.torch import load_file
 
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from tests.train.fake_engine import FakeEngine, Piece, alone, assert_holds, names_in, on_ranks, save_steps
 
 
 def test_moves_between_world_sizes_2_3_1(tmp_path, small_files):

@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, alone, assert_holds, names_in, on_ranks, save_steps
 from safetensors import SafetensorError
 
 from gmlp_scale.train import checkpoint_files
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from tests.train.fake_engine import FakeEngine, alone, assert_holds, names_in, on_ranks, save_steps
 
 
 def test_nothing_there_is_none(tmp_path):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_engine import SHAPES, FakeEngine, alone, assert_holds, names_in, on_ranks
 
 from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from tests.train.fake_engine import SHAPES, FakeEngine, alone, assert_holds, names_in, on_ranks
 
 
 def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_path, monkeypatch):

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_shards import VOCAB_SIZE, write_tiny_shards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, build_engine
+from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, decayed_names
 from gmlp_scale.models import AmlpConfig, GmlpConfig, MixerConfig, TransformerConfig, build_model
 from gmlp_scale.train.loop import TrainConfig, train
 from gmlp_scale.train.metrics import Metrics
-from gmlp_scale.train.optimizer import OptimizerConfig, build_adamw, decayed_names
 from gmlp_scale.train.start_up import StartUp
 from gmlp_scale.world import start_world
+from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 SIZES = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 32, "vocab_size": VOCAB_SIZE}
 MODELS = {

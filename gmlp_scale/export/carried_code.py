@@ -1,0 +1,40 @@
+"""The code of an export: the package's own sources, so that its mathematics is written once.
+
+Starting from the files in hugging_face/, every module of the package that is imported is copied to one flat folder,
+whole but for its import lines: `from gmlp_scale.models.gmlp import` becomes `from .gmlp import`, and pydantic becomes
+plain_config.
+"""
+
+import importlib.util
+import re
+from pathlib import Path
+
+CONFIGURATION = "gmlp_scale.export.hugging_face.configuration_gmlp"
+MODELING = "gmlp_scale.export.hugging_face.modeling_gmlp"
+QUESTION_ANSWERING = "gmlp_scale.export.hugging_face.answering_pipeline"
+PLAIN_CONFIG = "gmlp_scale.export.hugging_face.plain_config"
+
+_IMPORT = re.compile(r"^from (gmlp_scale[\w.]*) import", flags=re.MULTILINE)
+
+
+def copy_sources(folder: Path) -> None:
+    """Writes the files of hugging_face/ and every module that they need into `folder`."""
+    waiting, source_of = [CONFIGURATION, MODELING, QUESTION_ANSWERING], {}
+    while waiting:
+        module = waiting.pop()
+        if module not in source_of:
+            source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+            source_of[module] = source.replace("from pydantic import", f"from {PLAIN_CONFIG} import")
+            waiting += _IMPORT.findall(source_of[module])
+    names = {_flat_name(module) for module in source_of}
+    assert len(names) == len(source_of), f"two modules of one name: {sorted(source_of)}"
+    # From a local folder transformers 4 takes only the files that this one imports by itself.
+    others = sorted(names - {_flat_name(MODELING)})
+    source_of[MODELING] += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in others)
+    for module, source in source_of.items():
+        flat = _IMPORT.sub(lambda found: f"from .{_flat_name(found[1])} import", source)
+        (folder / f"{_flat_name(module)}.py").write_text(flat, encoding="utf-8")
+
+
+def _flat_name(module: str) -> str:
+    return module.rpartition(".")[2]

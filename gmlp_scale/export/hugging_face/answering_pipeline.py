@@ -1,0 +1,89 @@
+"""pipeline("question-answering") of an export: its windows and its choice of the answer are those of finetuning.
+
+transformers has no such pipeline of its own any more (since version 5).
+"""
+
+import math
+
+import numpy as np
+import torch
+from transformers import Pipeline
+
+from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS, NUM_BEST, Window, WindowScores, cut_windows, spans
+
+
+class QuestionAnsweringPipeline(Pipeline):
+    """answer(question=..., context=...) -> {"answer", "start", "end", "score"}, or a list of these for a list of dicts.
+
+    start, end: the answer's characters in the context. score: the span's probability against that of no answer.
+    document_stride: tokens from one window of a long context to the next; that of finetuning, if not given.
+    handle_impossible_answer: the answer may be "", where that is likelier than every span.
+    """
+
+    def __call__(self, inputs=None, *, question: str | None = None, context: str | None = None, **parameters):
+        inputs = {"question": question, "context": context} if inputs is None else inputs
+        return super().__call__(inputs, **parameters)
+
+    def _sanitize_parameters(self, document_stride: int | None = None, handle_impossible_answer: bool = False):
+        return {"document_stride": document_stride}, {}, {"handle_impossible_answer": handle_impossible_answer}
+
+    def preprocess(self, inputs: dict[str, str], document_stride: int | None) -> dict:
+        config = self.model.config
+        row_length = config.row_length or config.sequence_length
+        question = self._tokens(inputs["question"].strip())["input_ids"][:MAX_QUESTION_TOKENS]
+        context = self._tokens(inputs["context"])
+        if not context["input_ids"]:
+            raise ValueError("the context is empty: there is nothing to take an answer from")
+        stride = document_stride or config.document_stride
+        start = [config.cls_token_id, *question, config.sep_token_id]
+        windows = cut_windows(len(context["input_ids"]), row_length - len(start) - 1, stride)
+        rows = [[*start, *context["input_ids"][w.first : w.stop], config.sep_token_id] for w in windows]
+        rows = [row + [config.pad_token_id] * (row_length - len(row)) for row in rows]
+        return {
+            "input_ids": torch.tensor(rows),
+            "windows": windows,
+            "context_position": len(start),
+            "ranges": context["offset_mapping"],
+            "context": inputs["context"],
+        }
+
+    def _forward(self, inputs: dict) -> dict:
+        output = self.model(inputs.pop("input_ids"))
+        return {"first_logits_BN": output.start_logits, "last_logits_BN": output.end_logits, **inputs}
+
+    def postprocess(self, outputs: dict, handle_impossible_answer: bool) -> dict:
+        logits_BN2 = torch.stack([outputs["first_logits_BN"], outputs["last_logits_BN"]], dim=-1).float().numpy()
+        scores = [
+            _window_scores(logits_N2, window, outputs["context_position"])
+            for logits_N2, window in zip(logits_BN2, outputs["windows"], strict=True)
+        ]
+        null_logit = min(window.null_logit for window in scores)
+        nothing = {"answer": "", "start": 0, "end": 0}
+        for span in spans(scores):
+            start, end = outputs["ranges"][span.first][0], outputs["ranges"][span.last][1]
+            text = outputs["context"][start:end]
+            if text.strip():
+                start += len(text) - len(text.lstrip())
+                score = 1 / (1 + math.exp(min(null_logit - span.logit, 700.0)))
+                if handle_impossible_answer and score < 0.5:
+                    return nothing | {"score": 1 - score}
+                return {"answer": text.strip(), "start": start, "end": start + len(text.strip()), "score": score}
+        return nothing | {"score": 0.5}
+
+    def _tokens(self, text: str) -> dict:
+        return self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+        )
+
+
+def _window_scores(logits_N2: np.ndarray, window: Window, context_position: int) -> WindowScores:
+    best = [np.argsort(-logits_N, kind="stable")[:NUM_BEST] for logits_N in logits_N2.T]
+    return WindowScores(
+        window,
+        context_position,
+        best[0],
+        logits_N2[best[0], 0],
+        best[1],
+        logits_N2[best[1], 1],
+        null_logit=float(logits_N2[0].sum()),
+    )

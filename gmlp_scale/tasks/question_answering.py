@@ -1,0 +1,275 @@
+"""SQuAD v1.1 and v2.0: questions, read and checked, as rows `<cls> question <sep> window <sep>`, scores, predictions.
+
+Shape suffixes: B batch, N positions, R rows (one for each window).
+"""
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
+from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.models.heads import SpanBatch, SpanPredictor
+from gmlp_scale.tasks.records import DataError, Hub, Record, read_records, require_columns, text_mistake
+from gmlp_scale.tasks.scores import squad_v1_scores, squad_v2_scores
+from gmlp_scale.tasks.windows import (
+    MAX_QUESTION_TOKENS,
+    NUM_BEST,
+    Window,
+    WindowScores,
+    answer_tokens,
+    best_answer,
+    cut_windows,
+)
+
+_COLUMNS = ("id", "question", "context", "answers")
+
+log = logging.getLogger(__name__)
+
+NULL_THRESHOLD = 0.0
+"""Null odds above it make the answer of predictions.json empty in v2.0."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    start: int | None
+    """Its first character in the context; None where the context does not hold it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+    """None in a question that cannot be answered."""
+
+
+def read_questions(source: str, part: str, hub: Hub, has_unanswerable: bool) -> list[Question]:
+    """Every question of a source in its order.
+
+    An answer that is not at its offset is looked for in the context: the place nearest to the offset is taken, and if
+    there is none the answer has no place, and counts for scoring alone. In training a question that had answers and
+    has none with a place is left out. A warning counts them.
+
+    Raises:
+        DataError: no questions, a missing column, or every record that cannot be used, with its place.
+    """
+    questions, mistakes = [], []
+    moved, lost = [], []
+    num_left_out = 0
+    for record in read_records(source, part, hub):
+        require_columns(source, record, [_COLUMNS])
+        found = _record_mistakes(record, has_unanswerable)
+        mistakes += found
+        if found:
+            continue
+        question = _question(record)
+        placed = tuple(_placed(answer, question.context) for answer in question.answers)
+        for answer, place in zip(question.answers, placed, strict=True):
+            if place.start != answer.start:
+                (lost if place.start is None else moved).append(f"{record.place}: {answer.text!r}")
+        if part == "train" and placed and all(answer.start is None for answer in placed):
+            num_left_out += 1
+            continue
+        questions.append(replace(question, answers=placed))
+    if mistakes:
+        raise DataError(source, mistakes)
+    if not questions:
+        raise DataError(source, ["holds no questions that can be used"])
+    if moved:
+        log.warning("%s: %d answers stand elsewhere than at their offset; first %s", source, len(moved), moved[0])
+    if lost:
+        log.warning(
+            "%s: %d answers are not in their context, so %d questions were left out; first %s",
+            source, len(lost), num_left_out, lost[0],
+        )  # fmt: skip
+    return questions
+
+
+def _record_mistakes(record: Record, has_unanswerable: bool) -> list[str]:
+    fields, mistakes = record.fields, []
+    for column in ("id", "question", "context"):
+        if mistake := text_mistake(record.place, column, fields[column]):
+            mistakes.append(mistake)
+        elif not fields[column].strip():
+            mistakes.append(f"{record.place}: the {column} is empty")
+    answers = fields["answers"]
+    if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
+        return [*mistakes, f"{record.place}: answers is {answers!r}; it holds text and answer_start"]
+    if len(answers["text"]) != len(answers["answer_start"]):
+        mistakes.append(f"{record.place}: {len(answers['text'])} answers but {len(answers['answer_start'])} offsets")
+    mistakes += filter(None, (text_mistake(record.place, "an answer", text) for text in answers["text"]))
+    if not len(answers["text"]) and not has_unanswerable:
+        mistakes.append(f"{record.place}: no answer; only task squad_v2 has such questions")
+    return mistakes
+
+
+def _question(record: Record) -> Question:
+    fields = record.fields
+    pairs = zip(fields["answers"]["text"], fields["answers"]["answer_start"], strict=True)
+    answers = tuple(Answer(text, start) for text, start in pairs)
+    return Question(fields["id"], fields["question"], fields["context"], answers)
+
+
+def _placed(answer: Answer, context: str) -> Answer:
+    """The answer at its offset, or at the place nearest to it, or without one."""
+    if answer.text.strip() and context.startswith(answer.text, answer.start):
+        return answer
+    places = []
+    start = context.find(answer.text) if answer.text.strip() else -1
+    while start >= 0:
+        places.append(start)
+        start = context.find(answer.text, start + 1)
+    return replace(answer, start=min(places, key=lambda place: abs(place - answer.start), default=None))
+
+
+@dataclass(frozen=True)
+class QuestionTask:
+    name: str
+    hub: Hub
+    has_unanswerable: bool
+    """v2.0: there are questions without an answer, and the score pays for saying so."""
+    official_sizes: Mapping[str, int]
+    main_score: str = "f1"
+    parts: tuple[str, ...] = ("dev",)
+    """Of the data, besides train."""
+
+    def head(self, **backbone) -> SpanPredictor:
+        return SpanPredictor(**backbone)
+
+    def read(
+        self, source: str, part: str, tokenizer: Tokenizer, sequence_length: int, document_stride: int
+    ) -> "QuestionRows":
+        """Rows of one part. FileNotFoundError or DataError where it cannot be used."""
+        questions = read_questions(source, part, self.hub, self.has_unanswerable)
+        return QuestionRows(questions, tokenizer, sequence_length, document_stride, self.has_unanswerable)
+
+
+@dataclass(frozen=True)
+class _Row:
+    question: int
+    window: Window
+    context_position: int
+
+
+class QuestionRows:
+    """A part of SQuAD: its windows as rows for the model, and what becomes of the logits."""
+
+    summary_size = 4 * NUM_BEST + 1
+
+    def __init__(
+        self,
+        questions: list[Question],
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        document_stride: int,
+        has_unanswerable: bool,
+    ):
+        self.questions, self.has_unanswerable = questions, has_unanswerable
+        self.num_examples = len(questions)
+        self.rows: list[_Row] = []
+        token_ids, answers = [], []
+        encode_context = functools.lru_cache(maxsize=8)(lambda context: _encode_context(tokenizer, context))
+        self.token_ranges: list[np.ndarray] = []  # of each question's context
+        encoded_questions = tokenizer.encode_batch([question.question.strip() for question in questions])
+        for number, (question, question_ids) in enumerate(zip(questions, encoded_questions, strict=True)):
+            context_ids, token_ranges = encode_context(question.context)
+            self.token_ranges.append(token_ranges)
+            start = np.concatenate([[CLS_ID], question_ids[:MAX_QUESTION_TOKENS], [SEP_ID]])
+            span = _answer_span(question, token_ranges)
+            for window in cut_windows(len(context_ids), sequence_length - len(start) - 1, document_stride):
+                row = np.concatenate([start, context_ids[window.first : window.stop], [SEP_ID]]).astype(np.uint16)
+                token_ids.append(np.pad(row, (0, sequence_length - len(row)), constant_values=PAD_ID))
+                self.rows.append(_Row(number, window, len(start)))
+                is_inside = span is not None and window.first <= span[0] and span[1] < window.stop
+                answers.append([token - window.first + len(start) for token in span] if is_inside else [0, 0])
+        self.num_rows = len(self.rows)
+        self.token_ids_RN = np.stack(token_ids)
+        self.answers_R2 = np.array(answers, np.int64)
+
+    def batch(self, rows: np.ndarray) -> SpanBatch:
+        token_ids_BN = torch.from_numpy(self.token_ids_RN[rows].astype(np.int64))
+        first_positions_B, last_positions_B = torch.from_numpy(self.answers_R2[rows]).unbind(1)
+        return SpanBatch(token_ids_BN, first_positions_B, last_positions_B)
+
+    def summarize(self, logits_BN2: Tensor) -> Tensor:
+        """What scoring needs of the logits [B, summary_size]: the highest with their positions, and the null logit."""
+        columns = []
+        for logits_BN in logits_BN2.unbind(-1):
+            # Where a row has fewer positions than that, the rest is filled with -inf at <cls>, which no span holds.
+            top = logits_BN.topk(min(NUM_BEST, logits_BN.shape[1]))
+            missing = (0, NUM_BEST - top.values.shape[1])
+            columns.append(torch.nn.functional.pad(top.indices.float(), missing))
+            columns.append(torch.nn.functional.pad(top.values, missing, value=-torch.inf))
+        return torch.cat([*columns, logits_BN2[:, 0].sum(-1, keepdim=True)], dim=1)
+
+    def answers(self, summaries: np.ndarray) -> tuple[dict[str, str], dict[str, float]]:
+        """Of each question by its id: the text of the best span, and the odds of no answer against it."""
+        windows: list[list[WindowScores]] = [[] for _ in self.questions]
+        for row, summary in zip(self.rows, summaries, strict=True):
+            firsts, first_logits, lasts, last_logits = summary[:-1].reshape(4, NUM_BEST)
+            windows[row.question].append(
+                WindowScores(
+                    row.window,
+                    row.context_position,
+                    firsts.astype(np.int64),
+                    first_logits,
+                    lasts.astype(np.int64),
+                    last_logits,
+                    float(summary[-1]),
+                )
+            )
+        texts, null_odds = {}, {}
+        for question, found, ranges in zip(self.questions, windows, self.token_ranges, strict=True):
+            texts[question.id], null_odds[question.id] = best_answer(found, question.context, ranges)
+        return texts, null_odds
+
+    def scores(self, summaries: np.ndarray) -> dict[str, float]:
+        """What the official script prints, in percent; for v2.0 at the null threshold 0 and at the best ones."""
+        golds = {question.id: [answer.text for answer in question.answers] for question in self.questions}
+        texts, null_odds = self.answers(summaries)
+        if self.has_unanswerable:
+            return squad_v2_scores(golds, texts, null_odds, NULL_THRESHOLD)
+        return squad_v1_scores(golds, texts)
+
+    def write_predictions(self, summaries: np.ndarray, folder: Path) -> None:
+        """predictions.json; for v2.0, where it holds "" for no answer, also null_odds.json and span_predictions.json.
+
+        The last holds the best span whatever its odds: with it, null_odds.json and --na-prob-thresh 0 the official
+        script prints the scores of this run, its best thresholds among them.
+        """
+        texts, null_odds = self.answers(summaries)
+        files = {"predictions": texts}
+        if self.has_unanswerable:
+            answered = {id: "" if null_odds[id] > NULL_THRESHOLD else text for id, text in texts.items()}
+            files = {"predictions": answered, "null_odds": null_odds, "span_predictions": texts}
+        for name, content in files.items():
+            (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.token_ids_RN.tobytes() + self.answers_R2.tobytes()).hexdigest()
+
+
+def _encode_context(tokenizer: Tokenizer, context: str) -> tuple[np.ndarray, np.ndarray]:
+    """The context's token ids [T] and the ranges of characters that they hold [T, 2]."""
+    ids, ranges = tokenizer.encode_with_offsets(context)
+    return np.array(ids), np.array(ranges)
+
+
+def _answer_span(question: Question, token_ranges: np.ndarray) -> tuple[int, int] | None:
+    """The tokens of the first answer that has a place in the context."""
+    for answer in question.answers:
+        if answer.start is not None:
+            return answer_tokens(token_ranges, answer.start, answer.start + len(answer.text))
+    return None

@@ -1,0 +1,66 @@
+"""The tasks. A further one is a row here, and a score in scores.py if its metric is new.
+
+A task has `name`, `hub`, `parts`, `main_score` (what the best weights are picked by), `official_sizes`,
+`head(**backbone)` and `read(source, part, tokenizer, sequence_length, document_stride)`, which gives rows. Rows have
+`num_rows`, `num_examples`, `fingerprint`, `batch(row_numbers)`; and for evaluation `summary_size`, `summarize(logits)`
+(on the device: what scoring needs), `scores(summaries)` and `write_predictions(summaries, folder)`.
+"""
+
+from gmlp_scale.tasks.classification import ClassificationTask
+from gmlp_scale.tasks.question_answering import QuestionTask
+from gmlp_scale.tasks.records import Hub
+
+Task = ClassificationTask | QuestionTask
+
+_MNLI_SPLITS = {
+    "train": "train",
+    "dev": "validation_matched",
+    "dev_mismatched": "validation_mismatched",
+    "test": "test_matched",
+    "test_mismatched": "test_mismatched",
+}
+_SST2_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
+_SQUAD_SPLITS = {"train": "train", "dev": "validation"}
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        ClassificationTask(
+            name="mnli",
+            hub=Hub("nyu-mll/glue", "mnli", _MNLI_SPLITS),
+            text_columns=(("sentence1", "sentence2"), ("premise", "hypothesis")),
+            label_columns=("gold_label", "label"),
+            labels=("entailment", "neutral", "contradiction"),
+            class_names=("entailment", "neutral", "contradiction"),
+            submissions={
+                "dev": "MNLI-m.tsv",
+                "dev_mismatched": "MNLI-mm.tsv",
+                "test": "MNLI-m.tsv",
+                "test_mismatched": "MNLI-mm.tsv",
+            },
+            official_sizes={"train": 392_702, "dev": 9_815, "dev_mismatched": 9_832},
+        ),
+        ClassificationTask(
+            name="sst2",
+            hub=Hub("nyu-mll/glue", "sst2", _SST2_SPLITS),
+            text_columns=(("sentence",),),
+            label_columns=("label",),
+            labels=("0", "1"),
+            class_names=("negative", "positive"),
+            submissions={"dev": "SST-2.tsv", "test": "SST-2.tsv"},
+            official_sizes={"train": 67_349, "dev": 872},
+        ),
+        QuestionTask(
+            name="squad_v1",
+            hub=Hub("rajpurkar/squad", "plain_text", _SQUAD_SPLITS),
+            has_unanswerable=False,
+            official_sizes={"train": 87_599, "dev": 10_570},
+        ),
+        QuestionTask(
+            name="squad_v2",
+            hub=Hub("rajpurkar/squad_v2", "squad_v2", _SQUAD_SPLITS),
+            has_unanswerable=True,
+            official_sizes={"train": 130_319, "dev": 11_873},
+        ),
+    )
+}

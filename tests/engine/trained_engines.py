@@ -1,0 +1,88 @@
+"""A tiny model trained for some steps by any engine on any number of ranks: the same global batches everywhere."""
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gmlp_scale.data.batch import PAD_ID, MaskedBatch
+from gmlp_scale.engine import EngineConfig, build_engine
+from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, decayed_names
+from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
+from gmlp_scale.world import World
+
+# Sizes that two ranks do not divide (15, 31 and 37) are on purpose: shards are uneven and padded.
+SIZES = {"num_blocks": 3, "d_model": 15, "d_ffn": 22, "sequence_length": 16, "vocab_size": 37}
+GMLP = GmlpConfig(**SIZES)
+AMLP = AmlpConfig(**SIZES, d_attn=6)
+BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
+OPTIMIZER = OptimizerConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
+GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 2
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    """Of the global batch, step by step."""
+    norms: list[float] = field(default_factory=list)
+
+
+def start_engine(
+    world: World, model_config, engine_config: EngineConfig, precision="float32", compile=False, recompute="none"
+):
+    model = build_model(model_config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return build_engine(
+        model,
+        engine_config,
+        world,
+        build_optimizer=functools.partial(build_adamw, config=OPTIMIZER, decayed=decayed_names(model)),
+        precision=precision,
+        num_micro_batches=GLOBAL_BATCH_SIZE // MICRO_BATCH_SIZE // world.size,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        gradient_clipping=OPTIMIZER.gradient_clipping,
+        compile=compile,
+        recompute=recompute,
+    )
+
+
+def train(engine, world: World, first_step: int, stop_step: int) -> Run:
+    run = Run()
+    for step in range(first_step, stop_step):
+        micro_batches = micro_batches_of(step, world)
+        loss_sum = 0.0
+        for index, batch in enumerate(micro_batches, start=1):
+            loss = engine.module(batch)
+            engine.backward(loss, is_last=index == len(micro_batches))
+            loss_sum += loss.item()
+        run.norms.append(engine.step(0.01 / (1 + step)).item())
+        run.losses.append(world.sum([loss_sum])[0] / len(micro_batches) / world.size)
+    return run
+
+
+def micro_batches_of(step: int, world: World) -> list[MaskedBatch]:
+    generator = torch.Generator().manual_seed(step)
+    shape = (GLOBAL_BATCH_SIZE, SIZES["sequence_length"])
+    token_ids_BN = torch.randint(5, SIZES["vocab_size"], shape, generator=generator)
+    masked_positions_BM = torch.rand(shape, generator=generator).argsort(dim=1)[:, :4].sort(dim=1).values
+    labels_BM = token_ids_BN.gather(1, masked_positions_BM)
+    token_ids_BN[::2, -3:] = PAD_ID  # which only the Transformer masks
+    rows = torch.arange(GLOBAL_BATCH_SIZE).chunk(world.size)[world.rank]
+    return [MaskedBatch(token_ids_BN[r], masked_positions_BM[r], labels_BM[r]) for r in rows.split(MICRO_BATCH_SIZE)]
+
+
+def pieces_of(engine) -> dict[tuple[str, int], tuple[Tensor, tuple[int, ...]]]:
+    """This rank's state(), copied: (key, first row) -> (rows, shape of the whole)."""
+    return {(key, piece.first_row): (piece.tensor.clone(), piece.shape) for key, piece in engine.state()}
+
+
+def reader(pieces_by_rank: list[dict]):
+    """All ranks' pieces as load_state's `read`; every row must be there exactly once."""
+    whole: dict[str, Tensor] = {}
+    rows_seen: dict[str, int] = {}
+    for (key, first_row), (rows, shape) in (item for pieces in pieces_by_rank for item in pieces.items()):
+        whole.setdefault(key, torch.full(shape, torch.nan))[first_row : first_row + len(rows)] = rows
+        rows_seen[key] = rows_seen.get(key, 0) + len(rows)
+    assert all(rows_seen[key] == len(tensor) and tensor.isfinite().all() for key, tensor in whole.items())
+    return lambda key, first_row, stop_row: whole[key][first_row:stop_row].clone()

@@ -1,0 +1,205 @@
+"""Whole finetuning runs on tiny models: what they leave, resuming, and what they refuse."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from gmlp_scale.config import ConfigError
+from gmlp_scale.data.epoch_loader import EpochLoader, summarize_all
+from gmlp_scale.export.folder import read_export
+from gmlp_scale.finetune.finetuning import finetune, initialise
+from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.models import build_model
+from gmlp_scale.train.metrics import read_metrics
+from tests.finetune.small_recipes import sentiment_run, tiny_run
+
+
+def go(run, world):
+    return finetune(run, read_inputs(run), world)
+
+
+def logged(run, tag: str) -> dict[int, float]:
+    return {row["step"]: row[tag] for row in read_metrics(run.run_dir / "metrics.jsonl") if tag in row}
+
+
+def test_a_run_learns_and_leaves_scores_weights_and_predictions(tmp_path, export, world):
+    run = sentiment_run(
+        tmp_path, export, "train.num_steps=40", "optimizer.peak_learning_rate=2e-2", "dropout=0.0",
+        "train.evaluate_every_steps=10", f"data.test={tmp_path / 'test.tsv'}",
+    )  # fmt: skip
+    (tmp_path / "test.tsv").write_text("index\tsentence\n4\tthe great film\n9\tthe awful film\n")
+    scores = go(run, world)
+    assert scores == json.loads((run.run_dir / "scores.json").read_text())
+    assert scores["scores"]["dev"]["accuracy"] > 0.9
+    assert scores["num_examples"] == {"train": 60, "dev": 21, "test": 2}
+    assert logged(run, "eval/accuracy")[40] == scores["scores"]["dev"]["accuracy"]
+    assert sorted(logged(run, "eval/loss")) == [10, 20, 30, 40] and len(logged(run, "train/loss")) == 40
+    assert (run.run_dir / "predictions" / "test" / "SST-2.tsv").read_text() == "index\tprediction\n4\t1\n9\t0\n"
+
+    last, best = read_export(run.run_dir / "last"), read_export(run.run_dir / "best")
+    assert (last.head, last.labels, last.row_length) == ("sequence_classification", ("negative", "positive"), 16)
+    assert best.details["finetuned"]["step"] == scores["best"]["step"]
+    assert scores["best"]["score"] == max(logged(run, "eval/accuracy").values())
+    assert last.details["pretrained"] == {"step": 3}
+    # The exported weights are those that were scored.
+    model = build_model(last.model, head=run.task_row.head)
+    model.load_state_dict(last.weights)
+    rows = read_inputs(run).rows["dev"]
+    with torch.no_grad():
+        logits = model.eval().predict(rows.batch(np.arange(rows.num_rows))).numpy()
+    assert rows.scores(logits)["loss"] == pytest.approx(scores["scores"]["dev"]["loss"], rel=1e-5)
+    lines = (run.run_dir / "predictions" / "dev" / "SST-2.tsv").read_text().splitlines()[1:]
+    assert [line.split("\t")[1] for line in lines] == [str(label) for label in logits.argmax(-1)]
+
+
+def test_resumed_run_is_the_run_that_was_never_stopped(tmp_path, export, world):
+    whole = sentiment_run(tmp_path, export, "name=whole")
+    go(whole, world)
+    for stop in ("train.stop_after_step=3", "train.stop_after_step=8"):
+        assert go(sentiment_run(tmp_path, export, "name=parts", stop), world) is None
+    parts = sentiment_run(tmp_path, export, "name=parts")
+    scores = go(parts, world)
+    for tag in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert logged(parts, tag) == logged(whole, tag)
+    one, other = read_export(parts.run_dir / "last").weights, read_export(whole.run_dir / "last").weights
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert scores["best"] == json.loads((whole.run_dir / "scores.json").read_text())["best"]
+
+
+def test_a_finished_run_writes_its_results_again_and_trains_no_more(tmp_path, export, world):
+    run = sentiment_run(tmp_path, export)
+    first = go(run, world)
+    before = logged(run, "train/loss")
+    (run.run_dir / "scores.json").unlink()
+    (tmp_path / "test.tsv").write_text("sentence\nthe good film\n")
+    again = go(sentiment_run(tmp_path, export, f"data.test={tmp_path / 'test.tsv'}"), world)
+    assert again["scores"] == first["scores"] and logged(run, "train/loss") == before
+    assert (run.run_dir / "predictions" / "test" / "SST-2.tsv").exists()
+
+
+def test_best_weights_of_a_step_that_was_lost_do_not_hide_the_ones_that_count(tmp_path, export, world):
+    run = sentiment_run(tmp_path, export, "train.stop_after_step=4", "train.evaluate_every_steps=1")
+    go(run, world)
+    best_config = run.run_dir / "best" / "config.json"
+    content = json.loads(best_config.read_text())
+    content["details"]["finetuned"]["step"] = 7  # killed after the evaluation of step 7 and before its checkpoint
+    content["details"]["finetuned"]["scores"]["dev"]["accuracy"] = 2.0
+    best_config.write_text(json.dumps(content))
+    finished = sentiment_run(tmp_path, export, "train.evaluate_every_steps=1")
+    scores = go(finished, world)
+    after = {step: value for step, value in logged(finished, "eval/accuracy").items() if step > 4}
+    assert scores["best"]["score"] == max(after.values())
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("seed=5", "seed: the checkpoint was trained with 0; the run says 5"),
+        ("dropout=0.2", "dropout: the checkpoint was trained with 0.1; the run says 0.2"),
+        ("data.sequence_length=12", "data train_sha256"),
+    ],
+)
+def test_another_run_is_refused(tmp_path, export, world, override, told):
+    go(sentiment_run(tmp_path, export, "train.stop_after_step=1"), world)
+    with pytest.raises(ConfigError, match=told):
+        go(sentiment_run(tmp_path, export, override), world)
+
+
+def test_other_texts_are_refused_and_a_moved_file_is_not(tmp_path, export, world):
+    run = sentiment_run(tmp_path, export, "train.stop_after_step=1")
+    go(run, world)
+    (tmp_path / "train.tsv").rename(tmp_path / "moved.tsv")
+    moved = sentiment_run(tmp_path, export, "train.stop_after_step=2", f"data.train={tmp_path / 'moved.tsv'}")
+    go(moved, world)
+    text = (tmp_path / "moved.tsv").read_text()
+    (tmp_path / "moved.tsv").write_text(text.replace("good", "dull"))
+    with pytest.raises(ConfigError, match="data train_sha256: the checkpoint was trained on"):
+        go(moved, world)
+
+
+def test_schedule_and_length_must_fit(tmp_path, export, world):
+    run = sentiment_run(tmp_path, export, "train.num_steps=null", "train.num_epochs=2", "train.stop_after_step=16")
+    with pytest.raises(ConfigError, match=r"train.stop_after_step: found 16; must be at most train.num_steps = 15"):
+        go(run, world)
+    with pytest.raises(ConfigError, match=r"data.sequence_length: found 256; the model at .* takes at most 128"):
+        read_inputs(sentiment_run(tmp_path, export, "data.sequence_length=256"))
+
+
+def test_dev_data_that_are_the_training_data_are_warned_of(tmp_path, export, caplog):
+    run = sentiment_run(tmp_path, export)
+    (tmp_path / "dev.tsv").write_text((tmp_path / "train.tsv").read_text())
+    with caplog.at_level(logging.WARNING, logger="gmlp_scale"):
+        read_inputs(run)
+    assert f"data.dev holds the training data ({tmp_path / 'dev.tsv'})" in caplog.text
+
+
+def test_pretrained_weights_are_taken_for_the_trunk_alone(tmp_path, export):
+    run, read = sentiment_run(tmp_path, export), read_export(export)
+    models = {}
+    for pretrained in (True, False):
+        models[pretrained] = build_model(read.model, head=run.task_row.head)
+        initialise(models[pretrained], read, seed=3, pretrained=pretrained)
+    for name, parameter in models[True].named_parameters():
+        scratch = models[False].get_parameter(name)
+        if name.startswith("classifier."):
+            assert torch.equal(parameter, scratch)
+        else:
+            assert torch.equal(parameter, read.weights[name])
+    assert not torch.equal(models[False].embedding.weight, read.weights["embedding.weight"])
+
+
+def test_squad_v2_runs_to_its_predictions(tmp_path, export, world, write_squad):
+    context = "The Normans gave their name to Normandy, a region in France. " * 4
+    paragraphs = [(context, [("Who gave the name?", [("The Normans", 0)]), ("Which century?", [])])]
+    path = write_squad("train.json", paragraphs)
+    run = tiny_run(
+        tmp_path, export, f"data.train={path}", f"data.dev={path}", "data.sequence_length=96",
+        "data.document_stride=32", "train.num_steps=3", "train.global_batch_size=4", "grid.global_batch_size=[4]",
+        task="squad_v2",
+    )  # fmt: skip
+    scores = go(run, world)
+    assert scores["scores"]["dev"]["total"] == 2 and 0 <= scores["scores"]["dev"]["best_f1"] <= 100
+    last = json.loads((run.run_dir / "last" / "config.json").read_text())
+    assert last["document_stride"] == run.data.document_stride
+    assert logged(run, "eval/f1")[3] == scores["scores"]["dev"]["f1"]
+    folder = run.run_dir / "predictions" / "dev"
+    for name in ("predictions", "null_odds", "span_predictions"):
+        assert set(json.loads((folder / f"{name}.json").read_text())) == {"q0", "q1"}
+    assert read_export(run.run_dir / "last").head == "question_answering"
+
+
+def test_order_is_a_pure_function_of_the_step(tmp_path, export):
+    rows = read_inputs(sentiment_run(tmp_path, export)).rows["train"]
+
+    def loader(rank=0, world_size=1, micro_batch_size=4, seed=0):
+        return EpochLoader(
+            rows, seed=seed, global_batch_size=16, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size
+        )
+
+    whole = np.concatenate([loader().row_numbers(step) for step in range(15)])  # 240 rows: 4 epochs of 60
+    for epoch in range(4):
+        assert sorted(whole[60 * epoch : 60 * (epoch + 1)]) == list(range(60))
+    assert len({tuple(whole[60 * epoch : 60 * (epoch + 1)]) for epoch in range(4)}) == 4
+    assert not np.array_equal(whole[:60], np.concatenate([loader(seed=1).row_numbers(step) for step in range(4)])[:60])
+    halves = [np.concatenate([loader(rank, 2).row_numbers(step) for rank in (0, 1)]) for step in range(15)]
+    assert np.array_equal(np.concatenate(halves), whole)
+    batches = [batch for step in loader(micro_batch_size=2).steps(3, 5) for batch in step]
+    assert len(batches) == 16
+    ids = torch.cat([batch.token_ids_BN for batch in batches])
+    assert torch.equal(ids, rows.batch(whole[48:80]).token_ids_BN)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 21, 64])
+def test_what_fills_up_the_last_batch_counts_nowhere(tmp_path, export, world, batch_size):
+    rows = read_inputs(sentiment_run(tmp_path, export)).rows["dev"]
+
+    def predict(batch):
+        assert len(batch.token_ids_BN) == batch_size
+        sums_B = batch.token_ids_BN.sum(dim=1).float()
+        return torch.stack([sums_B, -sums_B], dim=1)
+
+    sums = rows.token_ids_RN.astype(np.int64).sum(axis=1)
+    assert summarize_all(rows, predict, world, batch_size).tolist() == [[value, -value] for value in sums]

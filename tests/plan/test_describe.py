@@ -1,0 +1,51 @@
+"""The memory that a plan counts for each engine's states."""
+
+import pytest
+import torch
+
+from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.models import GmlpConfig, build_model
+from gmlp_scale.plan.describe import state_bytes_per_rank
+
+NUM_BLOCKS = 12
+with torch.device("meta"):
+    MODEL = build_model(GmlpConfig(num_blocks=NUM_BLOCKS, d_model=16, d_ffn=32, sequence_length=32, vocab_size=100))
+P = sum(parameter.numel() for parameter in MODEL.parameters())
+OUTSIDE = P - sum(parameter.numel() for parameter in MODEL.blocks.parameters())
+
+
+def states(engine, precision: str, world_size: int, accumulates: bool = False) -> list[float]:
+    """Parameters, gradients, master and moments in bytes."""
+    return list(state_bytes_per_rank(MODEL, precision, engine, world_size, accumulates=accumulates).values())
+
+
+@pytest.mark.parametrize(
+    "engine, world_size, wanted",
+    [
+        (SingleConfig(), 1, [2, 4, 4, 8]),
+        (ZeroConfig(stage=1), 8, [2, 4, 4 / 8, 8 / 8]),
+        (ZeroConfig(stage=2), 8, [2, 4 / 8, 4 / 8, 8 / 8]),
+        (ZeroConfig(stage=3), 8, [2 / 8, 4 / 8, 4 / 8, 8 / 8]),
+        (Fsdp2Config(), 8, [2, 4 / 8, 4 / 8, 8 / 8]),
+    ],
+    ids=str,
+)
+def test_bytes_per_parameter_in_bf16(engine, world_size, wanted):
+    assert states(engine, "bf16", world_size) == pytest.approx([P * size for size in wanted])
+
+
+def test_in_float32_the_parameters_are_the_masters_but_fsdp2_gathers_them_beside():
+    assert states(ZeroConfig(stage=2), "float32", 4) == [4 * P, P, 0, 2 * P]
+    assert states(Fsdp2Config(), "float32", 4) == [4 * P, P, P, 2 * P]
+
+
+def test_fsdp2_holds_whole_gradients_while_it_accumulates():
+    assert states(Fsdp2Config(), "bf16", 8, accumulates=True)[1] == 4 * P
+    assert states(ZeroConfig(stage=2), "bf16", 8, accumulates=True)[1] == 4 * P / 8
+
+
+def test_fsdp2_that_reshards_gathers_two_groups_and_what_is_outside_of_blocks():
+    per_block = (P - OUTSIDE) / NUM_BLOCKS
+    for blocks_per_group, num_gathered in ((1, 2), (3, 6), (8, NUM_BLOCKS)):
+        engine = Fsdp2Config(blocks_per_group=blocks_per_group, reshard_after_forward=True)
+        assert states(engine, "bf16", 8)[0] == pytest.approx(2 * (OUTSIDE + num_gathered * per_block))

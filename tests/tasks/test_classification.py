@@ -1,0 +1,181 @@
+"""GLUE's tasks: every form of file, bad input with its line, rows, scores and submissions."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gmlp_scale.tasks.classification import read_examples, truncated
+from gmlp_scale.tasks.records import DataError
+from gmlp_scale.tasks.table import TASKS
+
+MNLI, SST2 = TASKS["mnli"], TASKS["sst2"]
+GLUE_MNLI_HEADER = (
+    "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse"
+    "\tsentence1\tsentence2\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label"
+)
+
+
+def write(path, *lines: str):
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def mistakes_of(task, source, part="train") -> list[str]:
+    with pytest.raises(DataError) as error:
+        read_examples(task, source, part)
+    assert source in str(error.value)
+    return error.value.mistakes
+
+
+def test_glue_mnli_with_its_many_columns(tmp_path):
+    row = '{}\t1\t2e\tfiction\t( x )\t( y )\t(P)\t(P)\tA "quoted man\tHe runs .\tneutral\ta\tb\tc\td\t{}'
+    source = write(
+        tmp_path / "dev.tsv",
+        GLUE_MNLI_HEADER,
+        row.format(7, "contradiction"),
+        row.format(8, "-"),
+        row.format(9, "neutral"),
+    )
+    examples = read_examples(MNLI, source, "dev")
+    assert [(example.number, example.texts, example.label) for example in examples] == [
+        ("7", ('A "quoted man', "He runs ."), 2),  # quotes mean nothing; the row without consensus is left out
+        ("9", ('A "quoted man', "He runs ."), 1),
+    ]
+
+
+def test_two_columns_and_lines_that_other_readers_would_break(tmp_path):
+    source = write(tmp_path / "train.tsv", "sentence\tlabel", "good\u2028film \t1", "bad\x0cfilm\t0")
+    assert [(e.texts, e.label) for e in read_examples(SST2, source, "train")] == [
+        (("good\u2028film ",), 1),
+        (("bad\x0cfilm",), 0),
+    ]
+
+
+def test_a_test_set_needs_no_labels(tmp_path):
+    source = write(tmp_path / "test.tsv", "index\tsentence", "3\tgood", "5\tbad")
+    assert [(e.number, e.label) for e in read_examples(SST2, source, "test")] == [("3", None), ("5", None)]
+
+
+def test_jsonl_and_parquet_as_datasets_writes_them(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"premise": "A man plays", "hypothesis": "He moves", "label": 0, "idx": 0},
+        {"premise": "A man plays", "hypothesis": "He sleeps", "label": 2, "idx": 1},
+    ]
+    table = datasets.Dataset.from_list(rows)
+    table.to_json(tmp_path / "train.jsonl")
+    table.to_parquet(tmp_path / "train.parquet")
+    expected = [("0", ("A man plays", "He moves"), 0), ("1", ("A man plays", "He sleeps"), 2)]
+    for name in ("train.jsonl", "train.parquet"):
+        examples = read_examples(MNLI, str(tmp_path / name), "train")
+        assert [(e.number, e.texts, e.label) for e in examples] == expected
+
+
+def test_a_local_folder_of_the_hubs_form(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "glue"
+    (folder / "sst2").mkdir(parents=True)
+    table = datasets.Dataset.from_list([{"sentence": "good", "label": 1, "idx": 0}])
+    table.to_parquet(folder / "sst2" / "validation-00000-of-00001.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: sst2\n  data_files:\n  - split: validation\n    path: sst2/validation-*\n---\n"
+    )
+    assert [(e.texts, e.label) for e in read_examples(SST2, str(folder), "dev")] == [(("good",), 1)]
+    assert "datasets cannot load sst2 split train" in mistakes_of(SST2, str(folder), "train")[0]
+
+
+def test_every_wrong_label_is_named_with_its_line(tmp_path):
+    source = write(
+        tmp_path / "train.tsv", "sentence1\tsentence2\tgold_label", "a\tb\tneutral", "a\tb\tentails", "a\tb\t2"
+    )
+    assert mistakes_of(MNLI, source) == [
+        "line 3: gold_label is 'entails'; mnli has entailment, neutral, contradiction",
+        "line 4: gold_label is '2'; mnli has entailment, neutral, contradiction",
+    ]
+    hidden = write(tmp_path / "dev.jsonl", json.dumps({"sentence": "x", "label": -1}))
+    assert mistakes_of(SST2, hidden, "dev") == ["line 1: label is -1; sst2 has 0, 1"]
+
+
+@pytest.mark.parametrize(
+    "name, lines, told",
+    [
+        ("a.tsv", ["sentence\tclass", "x\t1"], "line 2: no column label; found sentence, class"),
+        ("a.tsv", ["text\tlabel", "x\t1"], "line 2: no column sentence; found text, label"),
+        ("a.tsv", ["sentence\tlabel", "x\ty\t1"], "line 2: 3 columns; the header has 2"),
+        ("a.tsv", ["sentence\tlabel"], "holds no rows"),
+        ("a.jsonl", ["{"], "line 1: is not JSON"),
+        ("a.jsonl", ["[1]"], "line 1: found list; a line holds an object"),
+        ("a.jsonl", ['{"sentence": 3, "label": 1}'], "line 1: sentence is 3, which is no text"),
+        ("a.jsonl", ['{"sentence": "\\ud800", "label": 1}'], "line 1: sentence has a lone surrogate"),
+        ("a.parquet", ["x"], "is not Parquet"),
+        ("a.csv", ["x"], "has the suffix '.csv'; known are .tsv, .json, .jsonl, .parquet"),
+    ],
+)
+def test_bad_files_are_told_with_their_line(tmp_path, name, lines, told):
+    mistakes = mistakes_of(SST2, write(tmp_path / name, *lines))
+    assert len(mistakes) == 1 and mistakes[0].startswith(told)
+
+
+def test_missing_file_and_bad_bytes(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data.train: .*nowhere.tsv does not exist; .* nyu-mll/glue"):
+        read_examples(SST2, str(tmp_path / "nowhere.tsv"), "train")
+    (tmp_path / "latin.tsv").write_bytes("sentence\tlabel\ncaf\xe9\t1\n".encode("latin-1"))
+    assert mistakes_of(SST2, str(tmp_path / "latin.tsv"))[0].startswith("is not UTF-8")
+
+
+def test_many_mistakes_are_counted(tmp_path):
+    source = write(tmp_path / "a.tsv", "sentence\tlabel", *["x\t2"] * 13)
+    with pytest.raises(DataError) as error:
+        read_examples(SST2, source, "train")
+    assert str(error.value).startswith(f"{source}: 13 mistakes\n") and str(error.value).endswith("\n  and 3 more")
+
+
+def test_rows_of_pairs_are_cut_from_the_longer_text(tmp_path, tokenizer):
+    long, short = "good film " * 10, "bad acting"
+    source = write(
+        tmp_path / "a.tsv", "sentence1\tsentence2\tgold_label", f"{long}\t{short}\tneutral", "a\tman\tneutral"
+    )
+    rows = MNLI.read(source, "train", tokenizer, 16, None)
+    ids = rows.token_ids_RN[0].tolist()
+    first, second = tokenizer.encode(long.strip()), tokenizer.encode(short)
+    assert len(second) < 7  # the shorter text is whole
+    assert ids == [2, *first[: 13 - len(second)], 3, *second, 3]
+    padded = [2, *tokenizer.encode("a"), 3, *tokenizer.encode("man"), 3]
+    assert rows.token_ids_RN[1].tolist() == padded + [0] * (16 - len(padded))
+    batch = rows.batch(np.array([1, 0, 1]))
+    assert batch.token_ids_BN.dtype == torch.int64 and batch.token_ids_BN[1].tolist() == ids
+    assert batch.labels_B.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "lengths, available, kept",
+    [([3, 4], 10, [3, 4]), ([9, 2], 6, [4, 2]), ([5, 5], 5, [3, 2]), ([20], 7, [7]), ([0, 9], 4, [0, 4])],
+)
+def test_truncation(lengths, available, kept):
+    assert truncated(lengths, available) == kept
+
+
+def test_scores_and_submission_of_mnli(tmp_path, tokenizer):
+    lines = ["index\tsentence1\tsentence2\tgold_label", "10\ta\tb\tneutral", "11\ta\tb\tentailment"]
+    rows = MNLI.read(write(tmp_path / "a.tsv", *lines), "dev_mismatched", tokenizer, 16, None)
+    logits_RC = np.log(np.array([[0.25, 0.5, 0.25], [0.125, 0.125, 0.75]]))
+    assert rows.scores(logits_RC) == {"accuracy": 0.5, "loss": pytest.approx((math.log(2) + math.log(8)) / 2)}
+    rows.write_predictions(logits_RC, tmp_path)
+    assert (tmp_path / "MNLI-mm.tsv").read_text() == "index\tprediction\n10\tneutral\n11\tcontradiction\n"
+
+
+def test_sst2_submission_has_its_own_labels(tmp_path, tokenizer):
+    rows = SST2.read(write(tmp_path / "a.tsv", "sentence", "good", "bad"), "test", tokenizer, 16, None)
+    rows.write_predictions(np.array([[0.0, 1.0], [1.0, 0.0]]), tmp_path)
+    assert (tmp_path / "SST-2.tsv").read_text() == "index\tprediction\n0\t1\n1\t0\n"
+
+
+def test_fingerprint_follows_texts_and_labels(tmp_path, tokenizer):
+    sources = [write(tmp_path / f"{n}.tsv", "sentence\tlabel", *lines) for n, lines in
+               enumerate((["a\t1", "b\t0"], ["a\t1", "b\t1"], ["a\t1", "c\t0"], ["a\t1", "b\t0"]))]  # fmt: skip
+    prints = [SST2.read(source, "train", tokenizer, 16, None).fingerprint for source in sources]
+    assert prints[0] == prints[3] and len(set(prints)) == 3
