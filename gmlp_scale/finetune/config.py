@@ -13,7 +13,7 @@ from gmlp_scale.engine import EngineConfig
 from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.tasks.question_answering import QuestionTask
-from gmlp_scale.tasks.table import TASKS, Task
+from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.loop import TrainConfig
@@ -108,7 +108,7 @@ class FinetuneConfig(BaseModel, frozen=True, extra="forbid"):
         return self.output_dir / self.name
 
     @property
-    def task_row(self) -> Task:
+    def task_row(self) -> FinetuneTask:
         return TASKS[self.task]
 
     @property

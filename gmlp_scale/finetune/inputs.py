@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gmlp_scale.config import ConfigError
-from gmlp_scale.data.epoch_loader import Rows
 from gmlp_scale.export.folder import Export, read_export
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.tasks.table import TaskRows
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Inputs:
     export: Export
-    rows: dict[str, Rows]
+    rows: dict[str, TaskRows]
     """By part: train, and those of FinetuneConfig.parts."""
 
     @functools.cached_property

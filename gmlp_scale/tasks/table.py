@@ -6,11 +6,12 @@ A task has `name`, `hub`, `parts`, `main_score` (what the best weights are picke
 (on the device: what scoring needs), `scores(summaries)` and `write_predictions(summaries, folder)`.
 """
 
-from gmlp_scale.tasks.classification import ClassificationTask
-from gmlp_scale.tasks.question_answering import QuestionTask
+from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask
+from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
 from gmlp_scale.tasks.records import Hub
 
-Task = ClassificationTask | QuestionTask
+FinetuneTask = ClassificationTask | QuestionTask
+TaskRows = ClassificationRows | QuestionRows
 
 _MNLI_SPLITS = {
     "train": "train",
@@ -22,7 +23,7 @@ _MNLI_SPLITS = {
 _SST2_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
 _SQUAD_SPLITS = {"train": "train", "dev": "validation"}
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, FinetuneTask] = {
     task.name: task
     for task in (
         ClassificationTask(
