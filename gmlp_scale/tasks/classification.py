@@ -1,12 +1,12 @@
-"""Sequence classification: GLUE's MNLI and SST-2 as rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`.
+"""Sequence classification, such as GLUE's MNLI and SST-2: rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`.
 
-Shape suffixes: B batch, N positions, C classes.
+Shape suffixes: B batch, N positions, C classes, R rows.
 """
 
 import functools
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +23,13 @@ from gmlp_scale.tasks.scores import accuracy
 log = logging.getLogger(__name__)
 
 NO_CONSENSUS = "-"
-"""MultiNLI's gold_label where the annotators did not agree; such examples count nowhere."""
+"""MultiNLI's gold_label where the annotators did not agree. Such examples are left out everywhere."""
 
 
 @dataclass(frozen=True)
 class Example:
     number: str
-    """GLUE's index, or the place among the rows from 0."""
+    """GLUE's index, or the example's number in its file, from 0."""
     texts: tuple[str, ...]
     """One sentence or two."""
     label: int | None
@@ -41,20 +41,29 @@ class ClassificationTask:
     name: str
     hub: Hub
     text_columns: tuple[tuple[str, ...], ...]
-    """In GLUE's TSV, and in what `datasets` gives."""
+    """The columns of the texts in GLUE's TSV, and in what `datasets` gives."""
     label_columns: tuple[str, ...]
+    """The column of the label, likewise."""
     labels: tuple[str, ...]
     """As GLUE's files write them, in the order of the numbers that `datasets` gives."""
     class_names: tuple[str, ...]
     submissions: Mapping[str, str]
-    """GLUE's name of the predictions file of each part."""
+    """For each part besides train, the name of the predictions file that GLUE's server takes."""
     official_sizes: Mapping[str, int]
-    main_score: str = "accuracy"
+    scores: tuple[Callable[[Sequence[int], Sequence[int]], float], ...] = (accuracy,)
+    """Functions of predictions and labels with values up to 1. The first is the main score."""
+    tsv_columns: tuple[str, ...] = ()
+    """All columns of the TSV, if its training and dev files have no header."""
+    head_name = "sequence_classification"
+    has_windows = False
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Of the data, besides train."""
         return tuple(self.submissions)
+
+    @property
+    def main_score(self) -> str:
+        return self.scores[0].__name__
 
     def head(self, **backbone) -> SequenceClassifier:
         return SequenceClassifier(num_classes=len(self.labels), **backbone)
@@ -62,46 +71,50 @@ class ClassificationTask:
     def read(
         self, source: str, part: str, tokenizer: Tokenizer, sequence_length: int, document_stride: None
     ) -> "ClassificationRows":
-        """Rows of one part. FileNotFoundError or DataError where it cannot be used."""
         assert document_stride is None
         return ClassificationRows(self, read_examples(self, source, part), part, tokenizer, sequence_length)
 
+    def shown(self, score: str, value: float) -> str:
+        """The loss in nats, any other score in percent."""
+        return f"{value:.4f}" if score.startswith("loss") else f"{100 * value:.2f}"
+
 
 def read_examples(task: ClassificationTask, source: str, part: str) -> list[Example]:
-    """Every example of a source in its order, but those without consensus; a test part needs no label column.
+    """All examples of a source in its order, except those without consensus. A test part needs no label column.
 
     Raises:
-        DataError: no rows, a missing column, or every text and label that cannot be used, with its line.
+        FileNotFoundError: there is no such file.
+        DataError: there are no examples, or a column is missing, or it names every text and label that is wrong.
     """
-    is_test = part.startswith("test")
+    has_labels = not part.startswith("test")
     examples, mistakes, num_left_out = [], [], 0
     text_columns: tuple[str, ...] = ()
-    for number, record in enumerate(read_records(source, part, task.hub)):
+    label_column = ""
+    records = read_records(source, part, task.hub, task.tsv_columns if has_labels else ())
+    for number, record in enumerate(records):
         if not text_columns:
             text_columns = require_columns(source, record, list(task.text_columns))
-            label_columns = [(column,) for column in task.label_columns]
-            label_column = None if is_test else require_columns(source, record, label_columns)[0]
-        if label_column and record.fields.get(label_column) == NO_CONSENSUS:
+            if has_labels:
+                (label_column,) = require_columns(source, record, [(column,) for column in task.label_columns])
+        if has_labels and record.fields.get(label_column) == NO_CONSENSUS:
             num_left_out += 1
             continue
         texts = tuple(record.fields.get(column) for column in text_columns)
         for column, text in zip(text_columns, texts, strict=True):
             if mistake := text_mistake(record.place, column, text):
                 mistakes.append(mistake)
-        label = _label_number(task, record.fields.get(label_column)) if label_column else None
-        if label_column and label is None:
-            mistakes.append(
-                f"{record.place}: {label_column} is {record.fields.get(label_column)!r}; {task.name} has "
-                f"{', '.join(task.labels)}"
-            )
+        label = _label_number(task, record.fields.get(label_column)) if has_labels else None
+        if has_labels and label is None:
+            found = f"{label_column} is {record.fields.get(label_column)!r}"
+            mistakes.append(f"{record.place}: {found}; {task.name} has {', '.join(task.labels)}")
         index = record.fields.get("index", record.fields.get("idx", number))
         examples.append(Example(str(index), texts, label))
     if mistakes:
         raise DataError(source, mistakes)
     if not examples:
-        raise DataError(source, ["holds no rows"])
+        raise DataError(source, ["holds no examples"])
     if num_left_out:
-        log.warning("%s: %d rows without consensus (%s) were left out", source, num_left_out, NO_CONSENSUS)
+        log.warning("%s: %d examples without consensus (%s) were left out", source, num_left_out, NO_CONSENSUS)
     return examples
 
 
@@ -113,7 +126,7 @@ def _label_number(task: ClassificationTask, value: object) -> int | None:
 
 
 class ClassificationRows:
-    """A part of a classification task: its rows for the model, and what becomes of the logits."""
+    """One part of a classification task, as rows for the model."""
 
     def __init__(
         self, task: ClassificationTask, examples: list[Example], part: str, tokenizer: Tokenizer, sequence_length: int
@@ -122,35 +135,38 @@ class ClassificationRows:
         self.num_examples = self.num_rows = len(examples)
         self.summary_size = len(task.labels)
         self.token_ids_RN = np.full((len(examples), sequence_length), PAD_ID, np.uint16)
-        # A test row's label is never looked at.
+        # Nothing uses the labels of a test part.
         self.labels_R = np.array([example.label or 0 for example in examples], np.int64)
-        encoded = [tokenizer.encode_batch([text.strip() for text in texts]) for texts in _columns(examples)]
+        columns = zip(*(example.texts for example in examples), strict=True)
+        encoded = [tokenizer.encode_batch([text.strip() for text in column]) for column in columns]
         num_truncated = 0
-        for row, texts in enumerate(zip(*encoded, strict=True)):
+        for row_index, texts in enumerate(zip(*encoded, strict=True)):
             kept = truncated([len(ids) for ids in texts], sequence_length - 1 - len(texts))
             num_truncated += kept != [len(ids) for ids in texts]
             pieces = [np.append(ids[:length], SEP_ID) for ids, length in zip(texts, kept, strict=True)]
             ids = np.concatenate([[CLS_ID], *pieces])
-            self.token_ids_RN[row, : len(ids)] = ids
+            self.token_ids_RN[row_index, : len(ids)] = ids
         if num_truncated:
             log.info("%s: %d of %d rows were cut to %d tokens", part, num_truncated, self.num_rows, sequence_length)
 
-    def batch(self, rows: np.ndarray) -> LabelledBatch:
-        token_ids_BN = torch.from_numpy(self.token_ids_RN[rows].astype(np.int64))
-        return LabelledBatch(token_ids_BN, torch.from_numpy(self.labels_R[rows]))
+    def batch(self, row_indices: np.ndarray) -> LabelledBatch:
+        token_ids_BN = torch.from_numpy(self.token_ids_RN[row_indices].astype(np.int64))
+        return LabelledBatch(token_ids_BN, torch.from_numpy(self.labels_R[row_indices]))
 
     def summarize(self, logits_BC: Tensor) -> Tensor:
-        """What scoring needs of the logits [B, summary_size]: all of them."""
+        """Scoring needs all of the logits."""
         return logits_BC
 
     def scores(self, logits_RC: np.ndarray) -> dict[str, float]:
-        """Accuracy, 0 to 1, and the mean cross-entropy in nats."""
+        """The task's scores, and the mean cross-entropy in nats as `loss`."""
+        predictions_R = logits_RC.argmax(-1)
+        scores = {score.__name__: score(predictions_R, self.labels_R) for score in self.task.scores}
         log_probabilities_RC = torch.from_numpy(logits_RC).log_softmax(-1).numpy()
         loss = -log_probabilities_RC[np.arange(self.num_rows), self.labels_R].mean()
-        return {"accuracy": accuracy(logits_RC.argmax(-1), self.labels_R), "loss": float(loss)}
+        return scores | {"loss": float(loss)}
 
     def write_predictions(self, logits_RC: np.ndarray, folder: Path) -> None:
-        """The file that GLUE's server takes, with the labels as GLUE writes them."""
+        """Writes the file that GLUE's server takes."""
         lines = ["index\tprediction"]
         for example, label in zip(self.examples, logits_RC.argmax(-1).tolist(), strict=True):
             lines.append(f"{example.number}\t{self.task.labels[label]}")
@@ -163,13 +179,9 @@ class ClassificationRows:
 
 
 def truncated(lengths: list[int], num_available: int) -> list[int]:
-    """How many tokens of each text stay: the longest loses its last, again and again (a tie: the last of them)."""
+    """How many tokens of each text stay. The longest text loses a token until all fit; of equal ones, the last does."""
     lengths = list(lengths)
     while sum(lengths) > num_available:
         longest = max(range(len(lengths)), key=lambda index: (lengths[index], index))
         lengths[longest] -= 1
     return lengths
-
-
-def _columns(examples: list[Example]) -> list[list[str]]:
-    return [list(texts) for texts in zip(*(example.texts for example in examples), strict=True)]

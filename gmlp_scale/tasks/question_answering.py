@@ -1,6 +1,6 @@
-"""SQuAD v1.1 and v2.0: questions, read and checked, as rows `<cls> question <sep> window <sep>`, scores, predictions.
+"""SQuAD v1.1 and v2.0: questions as rows `<cls> question <sep> window <sep>`, one for each window of the context.
 
-Shape suffixes: B batch, N positions, R rows (one for each window).
+Shape suffixes: B batch, N positions, R rows.
 """
 
 import functools
@@ -35,14 +35,14 @@ _COLUMNS = ("id", "question", "context", "answers")
 log = logging.getLogger(__name__)
 
 NULL_THRESHOLD = 0.0
-"""Null odds above it make the answer of predictions.json empty in v2.0."""
+"""In v2.0 a question with null odds above it gets no answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
     text: str
     start: int | None
-    """Its first character in the context; None where the context does not hold it."""
+    """Index of its first character in the context; None if the context does not hold it."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,33 @@ class Question:
     question: str
     context: str
     answers: tuple[Answer, ...]
-    """None in a question that cannot be answered."""
+    """Empty if the question cannot be answered."""
 
 
 def read_questions(source: str, part: str, hub: Hub, has_unanswerable: bool) -> list[Question]:
-    """Every question of a source in its order.
+    """All questions of a source in its order.
 
-    An answer that is not at its offset is looked for in the context: the place nearest to the offset is taken, and if
-    there is none the answer has no place, and counts for scoring alone. In training a question that had answers and
-    has none with a place is left out. A warning counts them.
+    If an answer does not stand at its offset, it is placed where the context holds it nearest to the offset. If the
+    context does not hold it, it has no place and counts for scoring only. A training question with answers of which
+    none has a place is left out. A warning counts all of these.
 
     Raises:
-        DataError: no questions, a missing column, or every record that cannot be used, with its place.
+        FileNotFoundError: there is no such file.
+        DataError: there are no questions, or a column is missing, or it names every record that is wrong.
     """
     questions, mistakes = [], []
     moved, lost = [], []
     num_left_out = 0
     for record in read_records(source, part, hub):
         require_columns(source, record, [_COLUMNS])
-        found = _record_mistakes(record, has_unanswerable)
-        mistakes += found
-        if found:
+        if of_record := _record_mistakes(record, has_unanswerable):
+            mistakes += of_record
             continue
         question = _question(record)
         placed = tuple(_placed(answer, question.context) for answer in question.answers)
-        for answer, place in zip(question.answers, placed, strict=True):
-            if place.start != answer.start:
-                (lost if place.start is None else moved).append(f"{record.place}: {answer.text!r}")
+        for given, found in zip(question.answers, placed, strict=True):
+            if found.start != given.start:
+                (lost if found.start is None else moved).append(f"{record.place}: {given.text!r}")
         if part == "train" and placed and all(answer.start is None for answer in placed):
             num_left_out += 1
             continue
@@ -122,7 +122,7 @@ def _question(record: Record) -> Question:
 
 
 def _placed(answer: Answer, context: str) -> Answer:
-    """The answer at its offset, or at the place nearest to it, or without one."""
+    """The answer at its offset, else where the context holds it nearest to that, else without a place."""
     if answer.text.strip() and context.startswith(answer.text, answer.start):
         return answer
     places = []
@@ -138,11 +138,13 @@ class QuestionTask:
     name: str
     hub: Hub
     has_unanswerable: bool
-    """v2.0: there are questions without an answer, and the score pays for saying so."""
+    """v2.0: some questions have no answer, and the score rewards a model that says so."""
     official_sizes: Mapping[str, int]
-    main_score: str = "f1"
-    parts: tuple[str, ...] = ("dev",)
-    """Of the data, besides train."""
+    parts = ("dev",)
+    main_score = "f1"
+    head_name = "question_answering"
+    class_names = ()
+    has_windows = True
 
     def head(self, **backbone) -> SpanPredictor:
         return SpanPredictor(**backbone)
@@ -150,20 +152,24 @@ class QuestionTask:
     def read(
         self, source: str, part: str, tokenizer: Tokenizer, sequence_length: int, document_stride: int
     ) -> "QuestionRows":
-        """Rows of one part. FileNotFoundError or DataError where it cannot be used."""
         questions = read_questions(source, part, self.hub, self.has_unanswerable)
         return QuestionRows(questions, tokenizer, sequence_length, document_stride, self.has_unanswerable)
+
+    def shown(self, score: str, value: float) -> str:
+        """The scores are in percent already; numbers of questions are whole."""
+        return f"{value}" if isinstance(value, int) else f"{value:.2f}"
 
 
 @dataclass(frozen=True)
 class _Row:
-    question: int
+    question_index: int
     window: Window
     context_position: int
+    """Position in the row of the window's first token."""
 
 
 class QuestionRows:
-    """A part of SQuAD: its windows as rows for the model, and what becomes of the logits."""
+    """One part of SQuAD, its windows as rows for the model."""
 
     summary_size = 4 * NUM_BEST + 1
 
@@ -178,35 +184,37 @@ class QuestionRows:
         self.questions, self.has_unanswerable = questions, has_unanswerable
         self.num_examples = len(questions)
         self.rows: list[_Row] = []
+        self.token_ranges: list[np.ndarray] = []
+        """For each question, the characters of the context that each token holds, [T, 2]."""
         token_ids, answers = [], []
         encode_context = functools.lru_cache(maxsize=8)(lambda context: _encode_context(tokenizer, context))
-        self.token_ranges: list[np.ndarray] = []  # of each question's context
         encoded_questions = tokenizer.encode_batch([question.question.strip() for question in questions])
-        for number, (question, question_ids) in enumerate(zip(questions, encoded_questions, strict=True)):
+        for question_index, (question, question_ids) in enumerate(zip(questions, encoded_questions, strict=True)):
             context_ids, token_ranges = encode_context(question.context)
             self.token_ranges.append(token_ranges)
             start = np.concatenate([[CLS_ID], question_ids[:MAX_QUESTION_TOKENS], [SEP_ID]])
-            span = _answer_span(question, token_ranges)
+            answer = _answer_tokens(question, token_ranges)
             for window in cut_windows(len(context_ids), sequence_length - len(start) - 1, document_stride):
-                row = np.concatenate([start, context_ids[window.first : window.stop], [SEP_ID]]).astype(np.uint16)
-                token_ids.append(np.pad(row, (0, sequence_length - len(row)), constant_values=PAD_ID))
-                self.rows.append(_Row(number, window, len(start)))
-                is_inside = span is not None and window.first <= span[0] and span[1] < window.stop
-                answers.append([token - window.first + len(start) for token in span] if is_inside else [0, 0])
+                ids = np.concatenate([start, context_ids[window.first : window.stop], [SEP_ID]]).astype(np.uint16)
+                token_ids.append(np.pad(ids, (0, sequence_length - len(ids)), constant_values=PAD_ID))
+                self.rows.append(_Row(question_index, window, len(start)))
+                is_inside = answer is not None and window.first <= answer[0] and answer[1] < window.stop
+                answers.append([token - window.first + len(start) for token in answer] if is_inside else [0, 0])
         self.num_rows = len(self.rows)
         self.token_ids_RN = np.stack(token_ids)
         self.answers_R2 = np.array(answers, np.int64)
+        """Positions of the answer's first and last token; 0, the position of <cls>, if it is not in the window."""
 
-    def batch(self, rows: np.ndarray) -> SpanBatch:
-        token_ids_BN = torch.from_numpy(self.token_ids_RN[rows].astype(np.int64))
-        first_positions_B, last_positions_B = torch.from_numpy(self.answers_R2[rows]).unbind(1)
+    def batch(self, row_indices: np.ndarray) -> SpanBatch:
+        token_ids_BN = torch.from_numpy(self.token_ids_RN[row_indices].astype(np.int64))
+        first_positions_B, last_positions_B = torch.from_numpy(self.answers_R2[row_indices]).unbind(1)
         return SpanBatch(token_ids_BN, first_positions_B, last_positions_B)
 
     def summarize(self, logits_BN2: Tensor) -> Tensor:
-        """What scoring needs of the logits [B, summary_size]: the highest with their positions, and the null logit."""
+        """Of each row the positions and logits of the likeliest first tokens, of the last ones, and the null logit."""
         columns = []
         for logits_BN in logits_BN2.unbind(-1):
-            # Where a row has fewer positions than that, the rest is filled with -inf at <cls>, which no span holds.
+            # A row with fewer than NUM_BEST positions is filled up with -inf at <cls>, which is in no span.
             top = logits_BN.topk(min(NUM_BEST, logits_BN.shape[1]))
             missing = (0, NUM_BEST - top.values.shape[1])
             columns.append(torch.nn.functional.pad(top.indices.float(), missing))
@@ -214,11 +222,11 @@ class QuestionRows:
         return torch.cat([*columns, logits_BN2[:, 0].sum(-1, keepdim=True)], dim=1)
 
     def answers(self, summaries: np.ndarray) -> tuple[dict[str, str], dict[str, float]]:
-        """Of each question by its id: the text of the best span, and the odds of no answer against it."""
+        """For each question id the text of its likeliest span, and the odds of no answer against it."""
         windows: list[list[WindowScores]] = [[] for _ in self.questions]
         for row, summary in zip(self.rows, summaries, strict=True):
             firsts, first_logits, lasts, last_logits = summary[:-1].reshape(4, NUM_BEST)
-            windows[row.question].append(
+            windows[row.question_index].append(
                 WindowScores(
                     row.window,
                     row.context_position,
@@ -230,12 +238,12 @@ class QuestionRows:
                 )
             )
         texts, null_odds = {}, {}
-        for question, found, ranges in zip(self.questions, windows, self.token_ranges, strict=True):
-            texts[question.id], null_odds[question.id] = best_answer(found, question.context, ranges)
+        for question, scores, token_ranges in zip(self.questions, windows, self.token_ranges, strict=True):
+            texts[question.id], null_odds[question.id] = best_answer(scores, question.context, token_ranges)
         return texts, null_odds
 
     def scores(self, summaries: np.ndarray) -> dict[str, float]:
-        """What the official script prints, in percent; for v2.0 at the null threshold 0 and at the best ones."""
+        """What the official script prints, in percent; for v2.0 at NULL_THRESHOLD and at the best thresholds."""
         golds = {question.id: [answer.text for answer in question.answers] for question in self.questions}
         texts, null_odds = self.answers(summaries)
         if self.has_unanswerable:
@@ -243,10 +251,10 @@ class QuestionRows:
         return squad_v1_scores(golds, texts)
 
     def write_predictions(self, summaries: np.ndarray, folder: Path) -> None:
-        """predictions.json; for v2.0, where it holds "" for no answer, also null_odds.json and span_predictions.json.
+        """Writes predictions.json, in which "" means no answer; for v2.0 also null_odds.json and span_predictions.json.
 
-        The last holds the best span whatever its odds: with it, null_odds.json and --na-prob-thresh 0 the official
-        script prints the scores of this run, its best thresholds among them.
+        span_predictions.json holds the likeliest span even where no answer is likelier. Given it, null_odds.json and
+        --na-prob-thresh 0, the official script prints the scores of this run with its best thresholds.
         """
         texts, null_odds = self.answers(summaries)
         files = {"predictions": texts}
@@ -262,13 +270,13 @@ class QuestionRows:
 
 
 def _encode_context(tokenizer: Tokenizer, context: str) -> tuple[np.ndarray, np.ndarray]:
-    """The context's token ids [T] and the ranges of characters that they hold [T, 2]."""
+    """The context's token ids [T] and the characters [start, stop) that each token holds [T, 2]."""
     ids, ranges = tokenizer.encode_with_offsets(context)
     return np.array(ids), np.array(ranges)
 
 
-def _answer_span(question: Question, token_ranges: np.ndarray) -> tuple[int, int] | None:
-    """The tokens of the first answer that has a place in the context."""
+def _answer_tokens(question: Question, token_ranges: np.ndarray) -> tuple[int, int] | None:
+    """The first and the last token of the first answer that has a place in the context."""
     for answer in question.answers:
         if answer.start is not None:
             return answer_tokens(token_ranges, answer.start, answer.start + len(answer.text))

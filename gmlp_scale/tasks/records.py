@@ -1,6 +1,6 @@
-"""Where examples come from: TSV as GLUE publishes it, JSONL, Parquet, SQuAD's JSON, or a name that `datasets` loads.
+"""Records of a task's data, from GLUE's TSV, JSONL, Parquet, SQuAD's JSON, or a name that `datasets` loads.
 
-Each gives records, whose `place` says where one stands so that a message can name it.
+A record's `place` says where it stands in its source, for messages.
 """
 
 import json
@@ -19,7 +19,7 @@ _SUFFIXES = (".tsv", ".json", ".jsonl", ".parquet")
 
 
 class DataError(ValueError):
-    """Mistakes in a task's data, one a line, each with its place."""
+    """Mistakes in a task's data, one per line, each with its place. Only the first MOST_TOLD are told."""
 
     def __init__(self, source: str, mistakes: list[str]):
         self.mistakes = mistakes
@@ -30,26 +30,31 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set on the Hugging Face hub: its configuration, and its split for each part of ours."""
+    """A data set on the Hugging Face hub."""
 
     name: str
     configuration: str
     splits: Mapping[str, str]
+    """The name of its split for each of our parts."""
 
 
 @dataclass(frozen=True)
 class Record:
     place: str
-    """Such as `line 7`, within the source."""
+    """Such as `line 7`."""
     fields: Mapping[str, Any]
 
 
-def read_records(source: str, part: str, hub: Hub) -> Iterator[Record]:
-    """The records of a file, or of a hub name or local folder that `datasets` loads (`hub` gives configuration, split).
+def read_records(source: str, part: str, hub: Hub, tsv_columns: tuple[str, ...] = ()) -> Iterator[Record]:
+    """The records of a file, or of a hub name or local folder that `datasets` loads.
+
+    Args:
+        hub: says which configuration and split `datasets` loads.
+        tsv_columns: the columns of a TSV that has no header.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DataError: it is none of the known forms, or is damaged.
+        DataError: its form is not known, or it is damaged.
     """
     path = Path(source)
     if path.is_dir() or (not path.exists() and _HUB_NAME.fullmatch(source) and path.suffix not in _SUFFIXES):
@@ -58,7 +63,7 @@ def read_records(source: str, part: str, hub: Hub) -> Iterator[Record]:
         raise FileNotFoundError(f"data.{part}: {source} does not exist; give a file, or a hub name such as {hub.name}")
     match path.suffix:
         case ".tsv":
-            return _read_tsv(path)
+            return _read_tsv(path, tsv_columns)
         case ".jsonl":
             return _read_jsonl(path)
         case ".parquet":
@@ -69,7 +74,7 @@ def read_records(source: str, part: str, hub: Hub) -> Iterator[Record]:
 
 
 def require_columns(source: str, record: Record, alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first of the alternatives whose columns the record has all. DataError names the wanted and the found."""
+    """The first alternative of which the record has every column. If there is none, DataError names what it has."""
     for columns in alternatives:
         if all(column in record.fields for column in columns):
             return columns
@@ -78,7 +83,7 @@ def require_columns(source: str, record: Record, alternatives: list[tuple[str, .
 
 
 def text_mistake(place: str, column: str, value: Any) -> str | None:
-    """What is wrong with a value that should be text that can be tokenized; None if nothing is."""
+    """What is wrong with a value that should be text; None if the tokenizer can take it."""
     if not isinstance(value, str):
         return f"{place}: {column} is {value!r}, which is no text"
     try:
@@ -89,7 +94,7 @@ def text_mistake(place: str, column: str, value: Any) -> str | None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines that end at a line feed alone: texts may hold other separators."""
+    """Lines that are not empty, with their numbers. Only a line feed ends a line: texts may hold other separators."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
@@ -99,15 +104,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(str(path), [f"is not UTF-8 ({error.reason} at byte {error.start})"]) from None
 
 
-def _read_tsv(path: Path) -> Iterator[Record]:
-    """A header and rows, tab-separated; quotes mean nothing, as in GLUE's files."""
+def _read_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
+    """Tab-separated values, after a header unless `columns` are given. Quotes mean nothing, as in GLUE's files."""
     lines = _lines(path)
-    _, header = next(lines, (0, ""))
-    columns = header.split("\t")
+    if not columns:
+        _, header = next(lines, (0, ""))
+        columns = tuple(header.split("\t"))
     for number, line in lines:
         values = line.split("\t")
         if len(values) != len(columns):
-            raise DataError(str(path), [f"line {number}: {len(values)} columns; the header has {len(columns)}"])
+            needed = f"needed {len(columns)}: {', '.join(columns)}"
+            raise DataError(str(path), [f"line {number}: found {len(values)} columns; {needed}"])
         yield Record(f"line {number}", dict(zip(columns, values, strict=True)))
 
 
@@ -150,7 +157,7 @@ def _read_hub(source: str, part: str, hub: Hub) -> Iterator[Record]:
 
 
 def _read_squad_json(path: Path) -> Iterator[Record]:
-    """SQuAD's articles of paragraphs of questions, as the flat records that `datasets` has of them."""
+    """SQuAD's questions, which stand in paragraphs of articles, as the flat records that `datasets` gives."""
     try:
         articles = json.loads(path.read_text(encoding="utf-8-sig"))["data"]
         for article in articles:

@@ -1,7 +1,7 @@
-"""Scores of the tasks, equal to the official evaluation scripts' on any predictions. Pure functions.
+"""Scores of the tasks. For any predictions they equal the scores of the official evaluation scripts.
 
-SQuAD v1.1 (Rajpurkar et al. 2016, evaluate-v1.1.py) and v2.0 (Rajpurkar et al. 2018, evaluate-v2.0.py) differ where an
-answer has no word left after normalising: v1.1 gives such a pair an F1 of 0 even where the two agree, v2.0 of 1.
+The scripts of SQuAD v1.1 (Rajpurkar et al. 2016, evaluate-v1.1.py) and v2.0 (Rajpurkar et al. 2018, evaluate-v2.0.py)
+differ if normalizing leaves no word of the answer: where prediction and answer agree, v1.1 gives an F1 of 0, v2.0 of 1.
 """
 
 import re
@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII alone, as in the scripts
+_PUNCTUATION = str.maketrans("", "", string.punctuation)  # only ASCII, as in the scripts
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def accuracy(predictions: Sequence[int], labels: Sequence[int]) -> float:
-    """Share of the predictions that are the label, 0 to 1. ValueError where there is none."""
+    """Share of the predictions that equal their label, 0 to 1. ValueError if there are no predictions."""
     if not len(labels):
         raise ValueError("accuracy of no predictions")
     return float(np.mean(np.asarray(predictions) == np.asarray(labels)))
 
 
 def normalize_answer(text: str) -> str:
-    """Lower-cased, without punctuation and then without the words a, an and the, blanks squeezed: in this order."""
+    """Lower case, then no punctuation, then no words a, an and the, then single blanks, in this order."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -32,7 +32,7 @@ def exact_match(prediction: str, gold: str) -> int:
 
 
 def f1_v1(prediction: str, gold: str) -> float:
-    """F1 of the two bags of words; 0 where they share none."""
+    """F1 of the two bags of words; 0 if they share none."""
     predicted_words, gold_words = normalize_answer(prediction).split(), normalize_answer(gold).split()
     num_shared = (Counter(predicted_words) & Counter(gold_words)).total()
     if not num_shared:
@@ -42,7 +42,7 @@ def f1_v1(prediction: str, gold: str) -> float:
 
 
 def f1_v2(prediction: str, gold: str) -> float:
-    """As f1_v1, but where either has no word it is 1 if neither has."""
+    """As f1_v1, but 1 if neither text has a word."""
     predicted_words, gold_words = normalize_answer(prediction).split(), normalize_answer(gold).split()
     if not predicted_words or not gold_words:
         return float(predicted_words == gold_words)
@@ -50,7 +50,7 @@ def f1_v2(prediction: str, gold: str) -> float:
 
 
 def squad_v1_scores(golds: Mapping[str, Sequence[str]], predictions: Mapping[str, str]) -> dict[str, float]:
-    """What evaluate-v1.1.py prints, in percent: the maximum over the golds, 0 for a question without a prediction.
+    """What evaluate-v1.1.py prints, in percent. A question counts by its best gold, and 0 without a prediction.
 
     Args:
         golds: question id -> the texts of its answers, at least one.
@@ -67,20 +67,23 @@ def squad_v2_scores(
     null_odds: Mapping[str, float],
     threshold: float,
 ) -> dict[str, float]:
-    """What evaluate-v2.0.py prints with --na-prob-file and --na-prob-thresh, in percent but for the thresholds.
+    """What evaluate-v2.0.py prints with --na-prob-file and --na-prob-thresh, in percent except for the thresholds.
 
-    A prediction whose null odds are above `threshold` counts as no answer. HasAns_* and NoAns_* are left out where
-    there is no such question; best_* are what the best threshold for each gives, over the predictions as they are.
+    A prediction with null odds above `threshold` counts as no answer. HasAns_* or NoAns_* are left out if there is no
+    such question. best_* are the best score that any threshold gives to the predictions, and that threshold.
 
     Args:
-        golds: question id -> the texts of its answers, none where it cannot be answered.
-        predictions: question id -> text, "" for no answer. ValueError where one is missing: the script fails there too.
-        null_odds: question id -> how much no answer is preferred to the prediction.
+        golds: question id -> the texts of its answers, none if it cannot be answered.
+        predictions: question id -> text, "" for no answer.
+        null_odds: question id -> how much more likely no answer is than the prediction.
+
+    Raises:
+        ValueError: a question has no prediction or no null odds. The script fails then, too.
     """
     if missing := [id for id in golds if id not in predictions or id not in null_odds]:
         raise ValueError(f"{len(missing)} questions have no prediction or no null odds, the first {missing[0]}")
     has_answer = {id: bool(texts) for id, texts in golds.items()}
-    # An answer of which normalising leaves nothing is no answer, yet its question counts among those that have one.
+    # If normalizing leaves nothing of a question's answers, "" is right, but the question still counts as answerable.
     kept = {id: [text for text in texts if normalize_answer(text)] or [""] for id, texts in golds.items()}
     raw = {"exact": _maxima(exact_match, kept, predictions), "f1": _maxima(f1_v2, kept, predictions)}
     thresholded = {
@@ -110,10 +113,11 @@ def best_over_thresholds(
     null_odds: Mapping[str, float],
     has_answer: Mapping[str, bool],
 ) -> tuple[float, float]:
-    """(best score in percent, its threshold), walking the questions by their null odds as the script does.
+    """The best score in percent and its threshold, found as the script does.
 
-    It starts from no answer everywhere (threshold 0) and takes the predictions one by one, of equal odds in the order
-    of `null_odds`; so among questions of equal odds it may stop between two, which no threshold can.
+    It starts with no answer to any question, at threshold 0, and adds the predictions one by one in the order of their
+    null odds. It may stop between two questions with equal odds, which no threshold can separate; these are taken in
+    the order of `null_odds`.
     """
     current = best = float(sum(not answerable for answerable in has_answer.values()))
     best_threshold = 0.0

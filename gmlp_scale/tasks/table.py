@@ -1,9 +1,22 @@
-"""The tasks. A further one is a row here, and a score in scores.py if its metric is new.
+"""The tasks of finetuning. To add one, add a row to TASKS, and a function to scores.py if its score is new.
 
-A task has `name`, `hub`, `parts`, `main_score` (what the best weights are picked by), `official_sizes`,
-`head(**backbone)` and `read(source, part, tokenizer, sequence_length, document_stride)`, which gives rows. Rows have
-`num_rows`, `num_examples`, `fingerprint`, `batch(row_numbers)`; and for evaluation `summary_size`, `summarize(logits)`
-(on the device: what scoring needs), `scores(summaries)` and `write_predictions(summaries, folder)`.
+A task of either class has
+    name, hub, parts (of the data, besides train), official_sizes (examples of the published parts)
+    main_score              the score by which the best weights are picked, the higher the better
+    head_name, class_names  what an export says of its head (export.folder)
+    has_windows             whether its rows are windows of longer texts, cut with a stride
+    head(**backbone)        the model
+    read(source, part, tokenizer, sequence_length, document_stride)
+                            the rows of one part; raises FileNotFoundError or DataError if they cannot be read
+    shown(score, value)     a score as a table shows it
+
+The rows of a part have
+    num_rows, num_examples, fingerprint (a SHA-256 of the rows and what is to be predicted)
+    batch(row_indices)      a micro-batch of these rows
+    summarize(logits)       what scoring needs of a micro-batch's logits, [B, summary_size], on their device
+    scores(summaries)       the scores by name, given the summaries of all rows
+    write_predictions(summaries, folder)
+                            writes the predictions in their official form
 """
 
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask

@@ -1,6 +1,6 @@
-"""How a long context is cut into windows, and how their logits give one answer, as BERT's code for SQuAD does it.
+"""How a long context is cut into windows, and how the logits of its windows give one answer, as in BERT's run_squad.py.
 
-Pure functions of token numbers and logits.
+A token is given by its index in the context, from 0.
 """
 
 from collections.abc import Iterator
@@ -10,20 +10,18 @@ import numpy as np
 
 MAX_QUESTION_TOKENS = 64
 """A longer question loses its end."""
-
-
-NUM_BEST = 20
-"""First and last positions that are paired in each window."""
 MAX_ANSWER_TOKENS = 30
+NUM_BEST = 20
+"""In each window so many of the likeliest first tokens are paired with as many last ones."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [first, stop) of a context; of them [first_maximal, stop_maximal) have their maximal context here.
+    """Tokens [first, stop) of a context, of which [first_maximal, stop_maximal) have their maximal context here.
 
-    A token's context in a window is the lesser of the numbers of tokens to its left and right; of all windows that
-    hold it the one with the most (and then the longest, and then the first) gives it its maximal context, so that each
-    token is for one window to answer with. The tokens of a window that have it there are neighbours, or none.
+    Windows overlap, but each token may begin an answer in only one of them: where it has its maximal context. Its
+    context in a window is the number of tokens to its left or to its right, whichever is less. The window with the most
+    counts; of equal ones the longest, and then the first.
     """
 
     first: int
@@ -33,15 +31,14 @@ class Window:
 
 
 def cut_windows(num_tokens: int, capacity: int, stride: int) -> list[Window]:
-    """Windows of at most `capacity` tokens, each `stride` on from the one before, until the last token is in."""
+    """Windows of at most `capacity` tokens, each `stride` tokens after the one before, until the last token is in."""
     assert num_tokens > 0 and capacity > 0 and stride > 0
     bounds = [(0, min(capacity, num_tokens))]
     while bounds[-1][1] < num_tokens:
         first = bounds[-1][0] + min(stride, capacity)
         bounds.append((first, min(first + capacity, num_tokens)))
     tokens = np.arange(num_tokens)
-    contexts = np.stack([_contexts(tokens, first, stop) for first, stop in bounds])
-    chosen = contexts.argmax(axis=0)  # the first of equals
+    chosen = np.argmax([_contexts(tokens, first, stop) for first, stop in bounds], axis=0)  # the first of equals
     windows = []
     for number, (first, stop) in enumerate(bounds):
         maximal = np.flatnonzero(chosen == number)
@@ -49,21 +46,25 @@ def cut_windows(num_tokens: int, capacity: int, stride: int) -> list[Window]:
     return windows
 
 
+def _contexts(tokens: np.ndarray, first: int, stop: int) -> np.ndarray:
+    """How much context each token has in the window; the small term decides between windows of different length."""
+    context = np.minimum(tokens - first, stop - 1 - tokens) + 0.01 * (stop - first)
+    return np.where((first <= tokens) & (tokens < stop), context, -np.inf)
+
+
 def answer_tokens(token_ranges: np.ndarray, start: int, stop: int) -> tuple[int, int]:
-    """The first and the last token that hold a character of [start, stop), the tokens' ranges [T, 2] in order."""
+    """The first and the last token that hold one of the characters [start, stop).
+
+    token_ranges: [T, 2], the characters [start, stop) of each token, in order.
+    """
     first = np.searchsorted(token_ranges[:, 1], start, side="right")
     last = np.searchsorted(token_ranges[:, 0], stop, side="left") - 1
     return int(first), int(last)
 
 
-def _contexts(tokens: np.ndarray, first: int, stop: int) -> np.ndarray:
-    context = np.minimum(tokens - first, stop - 1 - tokens) + 0.01 * (stop - first)
-    return np.where((first <= tokens) & (tokens < stop), context, -np.inf)
-
-
 @dataclass(frozen=True)
 class WindowScores:
-    """The highest logits of one window's row: positions and logits [NUM_BEST] of first and last tokens."""
+    """The likeliest first and last tokens in one window's row: their positions and logits, each [NUM_BEST]."""
 
     window: Window
     context_position: int
@@ -73,7 +74,7 @@ class WindowScores:
     last_positions: np.ndarray
     last_logits: np.ndarray
     null_logit: float
-    """Of <cls> as the first and the last token together: that the answer is not in this window."""
+    """The sum of both logits of <cls>, which stands for no answer in this window."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,14 @@ class Span:
     logit: float
     first: int
     last: int
-    """Tokens of the context, both within the answer."""
+    """The first and the last token of the answer."""
 
 
 def spans(windows: list[WindowScores]) -> Iterator[Span]:
-    """Every span that may be the answer, over all windows together, the likeliest first.
+    """Every span of all windows that may be the answer, the likeliest first.
 
-    Its tokens are of the context, at most MAX_ANSWER_TOKENS, and its first has its maximal context in that window.
+    A span has at most MAX_ANSWER_TOKENS tokens, all in its window's part of the context, and its first token has its
+    maximal context in that window.
     """
     found = [_spans_of_window(window) for window in windows]
     logits, firsts, lasts = (np.concatenate(column) for column in zip(*found, strict=True))
@@ -96,10 +98,10 @@ def spans(windows: list[WindowScores]) -> Iterator[Span]:
 
 
 def best_answer(windows: list[WindowScores], context: str, token_ranges: np.ndarray) -> tuple[str, float]:
-    """The text of the likeliest span that is not blank, cut from the context, and the odds of no answer against it.
+    """The text of the likeliest span that is not blank, and the odds of no answer against it.
 
-    The odds are the least of the windows' null logits less the span's logit. Where there is no span, the answer is ""
-    with even odds, since it says already that there is no answer.
+    The odds are the least null logit of all windows minus the span's logit. If there is no span, the answer is "" with
+    odds 0, since "" already says that there is no answer.
     """
     null_logit = min(window.null_logit for window in windows)
     for span in spans(windows):
@@ -110,7 +112,7 @@ def best_answer(windows: list[WindowScores], context: str, token_ranges: np.ndar
 
 
 def _spans_of_window(scores: WindowScores) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """logits, first tokens and last tokens of the window's spans, three arrays of one length."""
+    """Logits, first tokens and last tokens of the window's spans, three arrays of equal length."""
     window = scores.window
     firsts = scores.first_positions - scores.context_position + window.first
     lasts = scores.last_positions - scores.context_position + window.first

@@ -1,58 +1,15 @@
-"""A small tokenizer and small files of every task, in the forms that they are published in."""
+"""A tiny export, with the small tokenizer and files of tests/tasks."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.world import start_world
 from tests.finetune.small_recipes import write_tiny_export
+from tests.tasks import conftest as tasks
 
-TEXT = (
-    "a man plays the guitar on stage while people in the park watch children who run and laugh under old trees "
-    "good bad great awful film story charming dull journey wonderful terrible acting music boring moving bright dark "
-    "Norman Normans Normandy France century people gave their name to region tenth eleventh first half Denver Broncos "
-    "0123456789 , . ! ? ' \" ( ) - é ü “ ” abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-)
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    words = TEXT.split()
-    texts = [" ".join(words[start:] + words[:start]) for start in range(len(words))]
-    train_tokenizer(texts, 400, folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return Tokenizer(tokenizer_folder)
-
-
-@pytest.fixture
-def write_squad(tmp_path):
-    """write_squad(name, [(context, [(question, [(answer, start) ...]) ...]) ...]) -> path of SQuAD's JSON."""
-
-    def write(name: str, paragraphs: list, version: str = "v2.0") -> Path:
-        number = 0
-        written = []
-        for context, questions in paragraphs:
-            asked = []
-            for question, answers in questions:
-                texts = [{"text": text, "answer_start": start} for text, start in answers]
-                asked.append({"id": f"q{number}", "question": question, "answers": texts})
-                if version == "v2.0":
-                    asked[-1]["is_impossible"] = not answers
-                number += 1
-            written.append({"context": context, "qas": asked})
-        path = tmp_path / name
-        path.write_text(json.dumps({"version": version, "data": [{"title": "Title", "paragraphs": written}]}))
-        return path
-
-    return write
+tokenizer_folder, write_squad = tasks.tokenizer_folder, tasks.write_squad
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def test_glue_mnli_with_its_many_columns(tmp_path):
     )
     examples = read_examples(MNLI, source, "dev")
     assert [(example.number, example.texts, example.label) for example in examples] == [
-        ("7", ('A "quoted man', "He runs ."), 2),  # quotes mean nothing; the row without consensus is left out
+        ("7", ('A "quoted man', "He runs ."), 2),  # quotes mean nothing; the example without consensus is left out
         ("9", ('A "quoted man', "He runs ."), 1),
     ]
 
@@ -105,8 +105,8 @@ def test_every_wrong_label_is_named_with_its_line(tmp_path):
     [
         ("a.tsv", ["sentence\tclass", "x\t1"], "line 2: no column label; found sentence, class"),
         ("a.tsv", ["text\tlabel", "x\t1"], "line 2: no column sentence; found text, label"),
-        ("a.tsv", ["sentence\tlabel", "x\ty\t1"], "line 2: 3 columns; the header has 2"),
-        ("a.tsv", ["sentence\tlabel"], "holds no rows"),
+        ("a.tsv", ["sentence\tlabel", "x\ty\t1"], "line 2: found 3 columns; needed 2: sentence, label"),
+        ("a.tsv", ["sentence\tlabel"], "holds no examples"),
         ("a.jsonl", ["{"], "line 1: is not JSON"),
         ("a.jsonl", ["[1]"], "line 1: found list; a line holds an object"),
         ("a.jsonl", ['{"sentence": 3, "label": 1}'], "line 1: sentence is 3, which is no text"),

@@ -127,7 +127,7 @@ def test_rows_of_windows(write_squad, tokenizer):
     num_inside = 0
     for row, ids, (first, last) in zip(rows.rows, rows.token_ids_RN.tolist(), rows.answers_R2.tolist(), strict=True):
         window = row.window
-        if row.question == 0:
+        if row.question_index == 0:
             expected = [2, *question, 3, *context_ids[window.first : window.stop], 3]
             assert ids == expected + [0] * (128 - len(expected))
             if first:
@@ -137,7 +137,7 @@ def test_rows_of_windows(write_squad, tokenizer):
                 assert last == 0
         else:
             assert (first, last) == (0, 0)
-    assert 0 < num_inside < sum(row.question == 0 for row in rows.rows)
+    assert 0 < num_inside < sum(row.question_index == 0 for row in rows.rows)
     batch = rows.batch(np.array([3, 0]))
     assert batch.token_ids_BN[0].tolist() == rows.token_ids_RN[3].tolist()
     assert batch.first_positions_B.tolist() == rows.answers_R2[[3, 0], 0].tolist()
