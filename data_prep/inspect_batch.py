@@ -54,8 +54,8 @@ def print_batch(loader: Loader, tokenizer: Tokenizer, step: int, num_rows: int |
     for index in range(min(num_rows or len(positions), len(positions))):
         shard = loader.manifest.splits.train[addresses.shard[index]]
         print(
-            f"position {positions[index]}  epoch {addresses.epoch[index]}  {shard.name} row {addresses.row[index]}  "
-            f"global row {addresses.global_row[index]}"
+            f"position {positions[index]}  epoch {addresses.epoch[index]}  {shard.name} "
+            f"row {addresses.row_index[index]}  global row {addresses.global_row_index[index]}"
         )
         token_ids = batch.token_ids_BN[index].tolist()
         print(f"  text   {tokenizer.decode(token_ids)!r}")

@@ -1,4 +1,4 @@
-"""Whole files by path or URL: read, written so that they appear only when whole, tried again when a store falters."""
+"""Whole files by path or URL. A file appears only when it is whole; a store's temporary errors are tried again."""
 
 import logging
 import os
@@ -24,10 +24,10 @@ _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
-    """The file system that fsspec has for a path or URL, and the path there. OSError where it has none."""
+    """The file system that fsspec has for a path or URL, and the path in it. OSError if it has none."""
     try:
         return fsspec.url_to_fs(str(url))
-    except (ImportError, ValueError) as error:  # a package is not installed, or no protocol is called so
+    except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
         raise OSError(f"{url} cannot be opened: {error}") from error
 
 
@@ -37,10 +37,10 @@ def is_local(url: str | Path) -> bool:
 
 
 def with_retries(operation: Callable[[], T], what: str) -> T:
-    """The operation's result, tried again with growing waits, since a store has errors of its own for bad moments.
+    """The operation's result; a failure is tried again with growing waits, since a store may fail for a moment.
 
-    An error that waiting does not mend, as a missing object or a refused key, is raised at once; OSError naming `what`
-    after the last try.
+    An error that waiting does not mend, such as a missing object or a refused key, is raised at once. The last failure
+    raises OSError, which names `what`.
     """
     for wait_seconds in (*_WAIT_SECONDS, None):
         try:
@@ -58,7 +58,7 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
 
 
 def read_file(url: str | Path) -> bytes:
-    """The content of a file. FileNotFoundError where there is none."""
+    """The content of a file. FileNotFoundError if there is none."""
     filesystem, path = open_filesystem(url)
     if isinstance(filesystem, LocalFileSystem):
         return Path(path).read_bytes()
@@ -66,9 +66,9 @@ def read_file(url: str | Path) -> bytes:
 
 
 def create_file(url: str | Path, content: bytes) -> None:
-    """Write a file that is not there yet: of several processes at the same moment one succeeds.
+    """Write a file that does not exist yet. If several processes try at once, one succeeds.
 
-    FileExistsError for the others. Certain on local files, S3 and Google Cloud Storage; other stores may only look.
+    The others get FileExistsError. Local files, S3 and Google Cloud Storage guarantee this; other stores may not.
     """
     filesystem, path = open_filesystem(url)
     if isinstance(filesystem, LocalFileSystem):
@@ -81,7 +81,7 @@ def create_file(url: str | Path, content: bytes) -> None:
     try:
         with_retries(lambda: filesystem.pipe_file(path, content, mode="create"), f"creating {url}")
     except FileExistsError:
-        if read_file(url) != content:  # else a try of ours came through whose answer was lost
+        if read_file(url) != content:  # equal content: an earlier try of ours succeeded and its answer was lost
             raise
 
 
@@ -95,16 +95,22 @@ def write_file(url: str | Path, content: bytes) -> None:
         with_retries(lambda: filesystem.pipe_file(path, content), f"writing {url}")
         return
     temporary = _write_temporary(Path(path), content)
-    os.replace(temporary, path)
+    # Opened before the rename: whoever waits for this file may then move the folder on.
     directory = os.open(Path(path).parent, os.O_RDONLY)
     try:
+        os.replace(temporary, path)
         os.fsync(directory)
     finally:
         os.close(directory)
 
 
+def write_text(url: str | Path, text: str) -> None:
+    """`write_file` of a text, in UTF-8."""
+    write_file(url, text.encode())
+
+
 def _write_temporary(target: Path, content: bytes) -> Path:
-    """Write and fsync a file beside `target` under a name that no process of any machine shares."""
+    """Write and fsync a file beside `target`, under a name that no other process uses."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     with open(temporary, "wb") as file:

@@ -157,7 +157,7 @@ def gmlp_scale_unmasked(run: RunConfig, shards: Path, folder: Path) -> Iterator:
         skip_corrupt=None,
     )
     addresses = map(loader.addresses, cycle(range(NUM_ROWS // ROWS_PER_BATCH)))
-    return (opened.read(some.shard, some.row) for some in addresses)
+    return (opened.read(some.shard, some.row_index) for some in addresses)
 
 
 def webdataset(run: RunConfig, shards: Path, folder: Path) -> Iterator:

@@ -1,4 +1,4 @@
-"""What passes from the data to the models: special token ids and the masked batch.
+"""What the data gives to the models: the ids of special tokens and the masked batch.
 
 Shape legend: B batch, N positions, M masked positions.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # so that the workers that tokenize need not load torch
+if TYPE_CHECKING:  # the workers that tokenize do not load torch
     import torch
     from torch import Tensor
 
@@ -21,13 +21,13 @@ IGNORED = -100
 
 
 def num_masked_positions(sequence_length: int, masked_fraction: float = 0.15) -> int:
-    """Masked positions of every row, a fixed count: 77 of 512, 19 of 128 (BERT's 15 %, as in the paper's section 4)."""
+    """How many positions of every row are masked: 77 of 512, 19 of 128 (BERT's 15 %, as in the paper's section 4)."""
     return round(sequence_length * masked_fraction)
 
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """Rows with their masks applied and what stood under them."""
+    """Masked rows, and the tokens that the masks hide."""
 
     token_ids_BN: Tensor
     """int64 [B, N], masks applied."""
@@ -36,10 +36,10 @@ class MaskedBatch:
     labels_BM: Tensor
     """int64 [B, M], the original ids; IGNORED in slots that a row with too few ordinary tokens cannot fill."""
     padded: bool = True
-    """Whether attention is to be kept from <pad>; said here, since a model that looks would wait for its device."""
+    """Whether attention must ignore <pad>. A model that looked for <pad> itself would wait for its device."""
 
     def to(self, device: torch.device | str) -> MaskedBatch:
-        """The same batch on `device`; the copies do not block the host when the memory is pinned."""
+        """The same batch on `device`; copies from pinned memory do not block the host."""
         return replace(
             self,
             token_ids_BN=self.token_ids_BN.to(device, non_blocking=True),
@@ -48,7 +48,7 @@ class MaskedBatch:
         )
 
     def split(self, num_rows: int) -> list[MaskedBatch]:
-        """The batch in parts of `num_rows` rows, views of it."""
+        """Parts of `num_rows` rows each, which are views of the batch."""
         parts = (self.token_ids_BN, self.masked_positions_BM, self.labels_BM)
         cut = zip(*(part.split(num_rows) for part in parts), strict=True)
         return [MaskedBatch(*tensors, self.padded) for tensors in cut]

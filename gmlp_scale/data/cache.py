@@ -1,22 +1,22 @@
-"""From a shard's name to a file on this machine, by way of a cache that the ranks of a node share."""
+"""Finds a shard's file on this machine, through a cache that the ranks of a node share."""
 
-import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
 from gmlp_scale.files import is_local, open_filesystem, with_retries
 
 
 class ShardFiles:
-    """The shards of a folder as local files; with a `cache_dir` they are copied there when first wanted.
+    """The shards of a folder as local files; with a `cache_dir` each is copied there when it is first needed.
 
-    The copies are shared by all processes of the machine: each is fetched once, verified, and appears under its name
-    only when whole, so a killed process leaves nothing that is ever read. Beyond `max_bytes` the copies that were
-    used longest ago are removed; whoever has one open keeps it.
+    All processes of the machine share the copies. A shard is fetched once, verified, and appears under its name only
+    when whole, so what a killed process leaves is never read. Beyond `max_bytes` the copies that were used longest ago
+    are removed; a process that has one open keeps it.
 
     folder: a path or a URL that fsspec opens.
     """
@@ -32,11 +32,11 @@ class ShardFiles:
         self._max_bytes = max_bytes
 
     def local_path(self, shard: Shard) -> Path:
-        """Path of the shard's file. Raises CorruptShardError where what the folder holds is not what it should."""
+        """Path of the shard's file. CorruptShardError if the file to copy is missing or differs from the manifest."""
         if self._cache_dir is None:
             return Path(self._root) / shard.name
         path = self._cached_path(shard)
-        with self._locked(shard.sha256):
+        with self._lock(shard.sha256):
             if not path.exists():
                 self._copy(shard, path)
         with suppress(FileNotFoundError):
@@ -44,7 +44,7 @@ class ShardFiles:
         return path
 
     def discard(self, shard: Shard) -> bool:
-        """Remove a cached copy that went bad; False where there is no cache and so nothing to fetch again."""
+        """Remove a cached copy that went bad. False if there is no cache, so nothing can be fetched again."""
         if self._cache_dir is None:
             return False
         self._cached_path(shard).unlink(missing_ok=True)
@@ -59,17 +59,19 @@ class ShardFiles:
             content = with_retries(lambda: self._read_verified(shard), f"reading {url}")
         except FileNotFoundError as error:
             raise CorruptShardError(shard.name, f"{url} does not exist") from error
-        with self._locked("eviction"):
+        with self._lock("eviction"):
             self._make_room(shard.bytes)
-            temporary = self._cache_dir / f".{shard.sha256}.tmp"  # this process alone holds the shard's lock
+            temporary = (
+                self._cache_dir / f".{shard.sha256}.tmp"
+            )  # only this process writes it: it holds the shard's lock
             temporary.write_bytes(content)
             os.replace(temporary, path)
 
     def _read_verified(self, shard: Shard) -> bytes:
-        """The shard's bytes. CorruptShardError, which is final, where they are whole but wrong; OSError where cut."""
+        """The shard's bytes. CorruptShardError, which is final, if they are wrong; OSError if some are missing."""
         content = self._filesystem.cat_file(f"{self._root}/{shard.name}")
         if len(content) < shard.bytes and len(content) < self._filesystem.size(f"{self._root}/{shard.name}"):
-            raise OSError(f"{len(content)} of {shard.bytes} bytes came")
+            raise OSError(f"{len(content)} of {shard.bytes} bytes arrived")
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 != shard.sha256:
             raise CorruptShardError(shard.name, f"it has {len(content)} bytes and sha256 {sha256}")
@@ -90,11 +92,8 @@ class ShardFiles:
             Path(path).unlink(missing_ok=True)
             total -= size
 
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Hold a lock that all processes of the machine respect and that ends with its holder."""
+    def _lock(self, name: str) -> FileLock:
+        """A lock that all processes of the machine respect; the kernel drops it when its holder ends."""
         locks = self._cache_dir / "locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with open(locks / name, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return FileLock(locks / name)

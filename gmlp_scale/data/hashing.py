@@ -1,4 +1,4 @@
-"""The pseudo-random numbers of order and masks, defined here so that no release of NumPy can ever change a run."""
+"""The pseudo-random numbers behind the order and the masks. No release of NumPy can change them, or a run."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def hash64(*words: int | np.ndarray) -> np.ndarray:
-    """Hash a sequence of integers, each a number or an array, to uint64 of their broadcast shape (at least 1-d)."""
+    """A uint64 hash of integers, each a number or an array, in their broadcast shape (at least one dimension)."""
     state = np.zeros(1, np.uint64)
     for word in words:
         if isinstance(word, int):
@@ -27,5 +27,5 @@ def hash64(*words: int | np.ndarray) -> np.ndarray:
 
 
 def permutation(num_items: int, *key: int) -> np.ndarray:
-    """A permutation of range(num_items), int64, decided by the integers of `key`."""
+    """A permutation of range(num_items), int64, which the integers of `key` decide."""
     return np.argsort(hash64(*key, np.arange(num_items)), kind="stable")

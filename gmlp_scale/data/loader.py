@@ -1,4 +1,4 @@
-"""From a step to this rank's micro-batches: order, rows, masks, and a thread that stays some steps ahead."""
+"""The batches of pretraining: for each step the rank's rows, masked, made some steps ahead by a thread."""
 
 import time
 from collections import deque
@@ -27,14 +27,14 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     shards: str
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
     cache_dir: str | None = None
-    """Local folder that shards are copied to when first read; needed for a URL."""
+    """Local folder that shards are copied to when they are first read; a URL needs one."""
     cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
-    """Beyond this the copies in cache_dir that were used longest ago are removed; it holds for all ranks of a node."""
+    """Beyond this the copies that were used longest ago are removed; one limit for all ranks of a node."""
     packing: Literal["packed", "document"] = "packed"
-    """How documents were laid into rows; the shards must agree."""
+    """How documents were put into rows; the shards must have been written so."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
     shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
-    """Rows are shuffled among the shards of a group of about this size."""
+    """Rows are shuffled within groups of shards of about this size."""
     prefetch_steps: int = Field(default=4, ge=1)
     on_corrupt_shard: Literal["error", "skip"] = "error"
     max_corrupt_shards: int = Field(default=0, ge=0)
@@ -42,7 +42,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def padded(self) -> bool:
-        """Whether attention is to be masked: packed rows are full but for a task's last one, not worth it in all."""
+        """Whether attention must ignore <pad>. Packed rows have nearly none: a writer fills all but its last."""
         return self.packing == "document"
 
     @model_validator(mode="after")
@@ -63,11 +63,11 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 class Loader:
     """The batches of a run for one rank.
 
-    Step t, counted from 0, takes the positions [t*B, (t+1)*B) of the order, whatever the number of ranks; this rank
-    takes its consecutive slice of them. Every batch is a pure function of the step.
+    Step t, counted from 0, takes the rows at [t*B, (t+1)*B) of the order, whatever the number of ranks. This rank takes
+    its consecutive slice of them. Every batch is a pure function of the step.
 
-    run_dir: where corrupt shards that were skipped are recorded.
-    Raises ShardError where the shards and the recipe do not fit together, FileNotFoundError where there are none.
+    run_dir: where the corrupt shards that were skipped are recorded.
+    Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Loader:
         self.rows = self.manifest.num_rows("train")
         self.steps_per_epoch = self.rows / global_batch_size
         self.wait_seconds = 0.0
-        """Time that consumers of `steps` have waited for a batch so far."""
+        """How long the caller of `steps` has waited for batches so far."""
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._rank = rank
@@ -124,24 +124,24 @@ class Loader:
         return step * self._global_batch_size // self.rows
 
     def positions(self, step: int) -> range:
-        """Positions in the order of training that this rank takes at `step`."""
+        """Positions in the training order whose rows this rank takes at `step`."""
         num_own = self._global_batch_size // self._world_size
         first = step * self._global_batch_size + self._rank * num_own
         return range(first, first + num_own)
 
     def addresses(self, step: int) -> RowAddresses:
-        """Where the rows at `positions(step)` lie."""
+        """Where the rows of `positions(step)` are stored."""
         return self._order.locate(np.array(self.positions(step)))
 
     def micro_batches(self, step: int) -> list[MaskedBatch]:
-        """This rank's micro-batches of `step`, in order. Raises CorruptShardError as `data.on_corrupt_shard` says."""
+        """This rank's micro-batches of `step`, in order. CorruptShardError if a corrupt shard is not skipped."""
         addresses = self.addresses(step)
-        rows_BN = self._shards.read(addresses.shard, addresses.row)
-        batch = self._mask(rows_BN, addresses.epoch, addresses.global_row, seed=self._seed)
+        rows_BN = self._shards.read(addresses.shard, addresses.row_index)
+        batch = self._mask(rows_BN, addresses.epoch, addresses.global_row_index, seed=self._seed)
         return batch.split(self._micro_batch_size)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
-        """The micro-batches of each step of [start_step, stop_step), made by a thread `prefetch_steps` ahead."""
+        """The micro-batches of each step in [start_step, stop_step); a thread makes them `prefetch_steps` ahead."""
         coming = deque()
         next_step = start_step
         try:
@@ -162,10 +162,10 @@ class Loader:
         self._thread.shutdown(cancel_futures=True)
 
     def heldout_batches(self, num_rows: int) -> Iterator[MaskedBatch]:
-        """The first `num_rows` held-out rows (or as many as there are), this rank's share in micro-batches.
+        """This rank's share of the first `num_rows` held-out rows (or of all, if there are fewer), in micro-batches.
 
-        Rows and masks are the same at every evaluation, for every seed and world size, and every rank has the same
-        number of batches; rows that only fill the last ones up have all labels IGNORED.
+        Rows and masks are the same at every evaluation, for every seed and world size. Every rank has the same number
+        of batches; the rows that fill up the last ones have all their labels IGNORED.
         """
         shards = self.manifest.splits.heldout
         if not shards:
@@ -175,17 +175,17 @@ class Loader:
         open_shards = OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
         num_own = self._micro_batch_size
         for start in range(self._rank * num_own, num_rows + self._rank * num_own, num_own * self._world_size):
-            global_rows = np.arange(start, start + num_own)
-            is_filler = global_rows >= num_rows
-            global_rows[is_filler] = 0
-            shard = np.searchsorted(first_rows, global_rows, side="right") - 1
-            rows_BN = open_shards.read(shard, global_rows - first_rows[shard])
-            batch = self._mask(rows_BN, np.zeros_like(global_rows), global_rows, seed=_HELDOUT_SEED)
+            row_indices = np.arange(start, start + num_own)
+            is_filler = row_indices >= num_rows
+            row_indices[is_filler] = 0
+            shard = np.searchsorted(first_rows, row_indices, side="right") - 1
+            rows_BN = open_shards.read(shard, row_indices - first_rows[shard])
+            batch = self._mask(rows_BN, np.zeros_like(row_indices), row_indices, seed=_HELDOUT_SEED)
             batch.labels_BM.numpy()[is_filler] = IGNORED
             yield batch
 
     def token_counts(self, num_rows: int) -> np.ndarray:
-        """How often each id occurs in the first `num_rows` training rows (or as many as there are), int64 [V]."""
+        """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
         counts_V = np.zeros(self._vocab_size, np.int64)
         for index, shard in enumerate(self.manifest.splits.train):
             num_taken = min(num_rows, shard.rows)
@@ -197,7 +197,7 @@ class Loader:
         return counts_V
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What a resumed run must find again."""
+        """Facts of the data that a resumed run must find again."""
         manifest = self.manifest
         return {
             "manifest_sha256": manifest.sha256,
@@ -209,9 +209,9 @@ class Loader:
             "heldout_rows": manifest.num_rows("heldout"),
         }
 
-    def _mask(self, rows_BN: np.ndarray, epochs_B: np.ndarray, global_rows_B: np.ndarray, *, seed: int) -> MaskedBatch:
+    def _mask(self, rows_BN: np.ndarray, epochs_B: np.ndarray, row_indices_B: np.ndarray, *, seed: int) -> MaskedBatch:
         batch = mask_rows(
-            rows_BN, epochs_B, global_rows_B, seed=seed, num_masked=self._num_masked, vocab_size=self._vocab_size
+            rows_BN, epochs_B, row_indices_B, seed=seed, num_masked=self._num_masked, vocab_size=self._vocab_size
         )
         return replace(batch, padded=self._padded)
 
@@ -221,7 +221,7 @@ def _rows_per_shard(shards: tuple[Shard, ...]) -> np.ndarray:
 
 
 def check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-    """ShardError naming everything in which the shards and the recipe disagree."""
+    """Raises ShardError, which names everything in which the shards and the recipe disagree."""
     compared = [
         ("model.sequence_length", sequence_length, manifest.sequence_length),
         ("model.vocab_size", vocab_size, manifest.vocab_size),

@@ -1,4 +1,4 @@
-"""BERT's masks as a pure function of (seed, epoch, row, position).
+"""BERT's masks, a pure function of (seed, epoch, row index, position).
 
 Shape legend: B batch, N positions, M masked positions.
 """
@@ -9,28 +9,29 @@ import torch
 from gmlp_scale.data.batch import IGNORED, MASK_ID, NUM_SPECIAL_TOKENS, MaskedBatch
 from gmlp_scale.data.hashing import hash64, mix64
 
-_MASKS = 3  # first word of the keys of masks; 1 and 2 are the order's
+_MASKS = 3  # the first word of a mask's key; order.py begins its keys with 1 and 2
+# Of the 2**32 numbers that can be drawn, those below _MASK_BELOW mask, the next _RANDOM_DRAWS randomize.
 _MASK_BELOW, _RANDOM_DRAWS, _LAST_DRAW = (np.uint32(round(share * (2**32 - 1))) for share in (0.8, 0.1, 1))
 _TOP_BIT = np.uint32(1 << 31)
 _LOW_32_BITS = np.uint64(2**32 - 1)
-_ROWS_AT_A_TIME = 128  # keeps the temporary arrays in the cache
+_ROWS_AT_A_TIME = 128  # keeps the temporary arrays in the processor's cache
 
 
 def mask_rows(
-    rows_BN: np.ndarray, epochs_B: np.ndarray, global_rows_B: np.ndarray, *, seed: int, num_masked: int, vocab_size: int
+    rows_BN: np.ndarray, epochs_B: np.ndarray, row_indices_B: np.ndarray, *, seed: int, num_masked: int, vocab_size: int
 ) -> MaskedBatch:
     """Choose `num_masked` positions of each row and mask them.
 
-    Special tokens are never chosen. Of the chosen, 80 % become <mask>, 10 % a uniformly random ordinary token and 10 %
-    stay (Devlin et al. 2018, which the paper follows); the labels cover all of them. A row with fewer than `num_masked`
+    Special tokens are never chosen. Of the chosen tokens 80 % become <mask>, 10 % a uniformly random ordinary token,
+    and 10 % stay (Devlin et al. 2018, which the paper follows); all have labels. A row with fewer than `num_masked`
     ordinary tokens fills the other slots with positions of special tokens, unchanged and labelled IGNORED.
 
-    rows_BN: uint16 [B, N]. epochs_B, global_rows_B: integers [B].
+    rows_BN: uint16 [B, N]. epochs_B, row_indices_B (in the whole split): integers [B].
     """
     num_rows, num_positions = rows_BN.shape
     token_ids_BN = np.empty((num_rows, num_positions), np.int64)
     positions_BM, labels_BM = np.empty((2, num_rows, num_masked), np.int64)
-    row_keys_B = hash64(_MASKS, seed, epochs_B, global_rows_B)
+    row_keys_B = hash64(_MASKS, seed, epochs_B, row_indices_B)
     for start in range(0, num_rows, _ROWS_AT_A_TIME):
         some = slice(start, start + _ROWS_AT_A_TIME)
         token_ids_BN[some] = rows_BN[some]
@@ -42,8 +43,8 @@ def mask_rows(
 def _choose_positions(rows_BN: np.ndarray, row_keys_B: np.ndarray, num_masked: int) -> np.ndarray:
     """The `num_masked` positions of each row with the smallest hashes, ascending, uint32 [B, M]; special tokens last.
 
-    A key holds a flag for special tokens in its top bit, the position in its low bits, which makes keys distinct, and a
-    hash between; 32 bits, because this is most of the loader's cost.
+    A key has a flag for special tokens in its top bit, a hash below it, and the position in its lowest bits, which
+    makes keys distinct. Keys have only 32 bits because sorting them is most of the loader's work.
     """
     num_positions = rows_BN.shape[1]
     position_mask = np.uint32((1 << (num_positions - 1).bit_length()) - 1)
@@ -57,14 +58,15 @@ def _choose_positions(rows_BN: np.ndarray, row_keys_B: np.ndarray, num_masked: i
 
 
 def _replace(token_ids_BN: np.ndarray, positions_BM: np.ndarray, row_keys_B: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Put masks and random tokens at the chosen positions, uint32 [B, M], in place, and return the labels."""
+    """Put masks and random tokens into `token_ids_BN` at the chosen positions, uint32 [B, M]; return the labels."""
     flat_positions_BM = positions_BM + np.arange(len(token_ids_BN))[:, None] * token_ids_BN.shape[1]
     labels_BM = token_ids_BN.reshape(-1)[flat_positions_BM]
     draws_BM = _hash32(positions_BM, mix64(row_keys_B)[:, None])
     is_special_BM = labels_BM < NUM_SPECIAL_TOKENS
-    draws_BM[is_special_BM] = _LAST_DRAW  # stays
+    draws_BM[is_special_BM] = _LAST_DRAW  # a draw that changes nothing
     replaced_BM = np.where(draws_BM < _MASK_BELOW, MASK_ID, labels_BM)
-    is_random_BM = draws_BM - _MASK_BELOW < _RANDOM_DRAWS  # a smaller draw wraps around
+    # Of a draw below _MASK_BELOW the unsigned difference is huge, so one comparison tests both ends of the range.
+    is_random_BM = draws_BM - _MASK_BELOW < _RANDOM_DRAWS
     random_draws = (draws_BM[is_random_BM] - _MASK_BELOW).astype(np.int64)
     num_ordinary_ids = vocab_size - NUM_SPECIAL_TOKENS
     replaced_BM[is_random_BM] = NUM_SPECIAL_TOKENS + random_draws * num_ordinary_ids // int(_RANDOM_DRAWS)
@@ -74,8 +76,10 @@ def _replace(token_ids_BN: np.ndarray, positions_BM: np.ndarray, row_keys_B: np.
 
 
 def _hash32(words_N: np.ndarray, keys_B1: np.ndarray) -> np.ndarray:
-    """uint32 [B, N]: Wellons' lowbias32 of a word spread by the golden ratio, with half of a uint64 key before it and
-    half between its rounds."""
+    """uint32 [B, N]: Wellons' lowbias32 of each word times 2**32 over the golden ratio.
+
+    One half of the uint64 key is mixed in before its first round, the other half between its rounds.
+    """
     state = (words_N * np.uint32(0x9E3779B9)) ^ (keys_B1 & _LOW_32_BITS).astype(np.uint32)
     shifted = state >> np.uint32(16)
     state ^= shifted

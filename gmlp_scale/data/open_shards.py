@@ -1,4 +1,4 @@
-"""Rows by (shard, row) out of the shards of one split, and what happens when a shard is corrupt."""
+"""Reads rows from the shards of one split, and replaces or refuses corrupt shards."""
 
 import json
 import logging
@@ -17,18 +17,20 @@ from gmlp_scale.data.shards import ROW_DTYPE, CorruptShardError, Shard, ShardErr
 
 log = logging.getLogger(__name__)
 
-_SHARDS_AT_A_TIME = 8  # copied and hashed, which leaves Python to other threads; a first batch may open dozens
+_SHARDS_AT_A_TIME = (
+    8  # opened by threads; copying and hashing hold no lock of Python's, and a first batch may open dozens
+)
 
 
 @dataclass(frozen=True)
 class SkipCorruptShards:
-    """Up to `max_shards` corrupt shards are replaced; each is recorded in `record`, which all ranks of a run share."""
+    """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share."""
 
     record: Path
     max_shards: int
 
     def note(self, error: CorruptShardError) -> None:
-        """Record a corrupt shard. Raises the error where the run has met too many, on whatever rank."""
+        """Record a corrupt shard. Raises ShardError if all ranks together have now met too many."""
         names = self._recorded_names()
         if error.name not in names:
             log.warning("shard %s is corrupt and skipped: %s", error.name, error.found)
@@ -42,7 +44,7 @@ class SkipCorruptShards:
             ) from error
 
     def _append(self, entry: dict[str, str]) -> None:
-        """One line by one write, so that the ranks' lines do not mix."""
+        """Adds a line with a single write, so that the ranks' lines do not mix."""
         self.record.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -57,7 +59,7 @@ class SkipCorruptShards:
 
 
 class OpenShards:
-    """The shards of one split, opened and verified when first read; after a read the `num_open` used last stay open."""
+    """The shards of one split. Each is opened and verified when first read; the `num_open` used last stay open."""
 
     def __init__(
         self,
@@ -76,19 +78,19 @@ class OpenShards:
         self._open: OrderedDict[int, ShardRows] = OrderedDict()
         self._corrupt: set[int] = set()
 
-    def read(self, shards_B: np.ndarray, rows_B: np.ndarray) -> np.ndarray:
-        """The rows `rows_B` of the shards with the indices `shards_B`, uint16 [B, N].
+    def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> np.ndarray:
+        """The rows with these indices within the shards with these indices, uint16 [B, N].
 
-        Raises CorruptShardError, unless corrupt shards are skipped: then a corrupt shard's rows are those of the next
-        sound shard in the manifest's order, so that all ranks of any world size agree without a word.
+        If corrupt shards are skipped, the next sound shard in the manifest's order takes a corrupt one's place: ranks
+        need not talk to agree. Otherwise raises CorruptShardError.
         """
         wanted = np.unique(shards_B).tolist()
         self._open_together(index for index in wanted if index not in self._open and index not in self._corrupt)
-        rows_BN = np.empty((len(rows_B), self._sequence_length), ROW_DTYPE)
+        rows_BN = np.empty((len(row_indices_B), self._sequence_length), ROW_DTYPE)
         for index in wanted:
             places = np.flatnonzero(shards_B == index)
             shard, num_rows = self._sound_shard(index)
-            rows_BN[places] = shard.read(rows_B[places] % num_rows)
+            rows_BN[places] = shard.read(row_indices_B[places] % num_rows)
         while len(self._open) > self._num_open:
             self._open.popitem(last=False)
         return rows_BN
@@ -107,7 +109,7 @@ class OpenShards:
         raise ShardError("every shard of the split is corrupt: write or copy them again")
 
     def _open_together(self, indices: Iterable[int]) -> None:
-        """What fails is left to `_opened`, which meets it in the order of the indices, and tells."""
+        """Opens shards in parallel. One that fails is left to `_opened`, which reports failures in a fixed order."""
         if indices := list(indices):
             with ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open") as threads:
                 for index, shard in zip(indices, threads.map(self._try_verified, indices), strict=True):

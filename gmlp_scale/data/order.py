@@ -1,8 +1,9 @@
-"""The order of the training rows: a pure function from a position to a row.
+"""The order of the training rows: a pure function from a position in the order to a row.
 
-Positions count rows from the start of training and run on over the epochs. In each epoch the shards are permuted and
-cut into groups of `shards_per_group`, and the rows of each group are permuted among themselves: a shuffle buffer of one
-group, without a buffer. So the whole state of the data is one integer, and any step's rows are found at once.
+A position in the order counts rows from the start of training, through all epochs. In each epoch the shards are
+permuted and cut into groups of `shards_per_group`, and the rows of each group are permuted among themselves. This
+shuffles as well as a buffer of one group, but the state of the data is one integer, and the rows of any step are found
+at once.
 """
 
 from dataclasses import dataclass
@@ -12,26 +13,26 @@ import numpy as np
 
 from gmlp_scale.data.hashing import permutation
 
-_SHARDS, _ROWS = 1, 2  # first words of the two kinds of permutation's keys
+_SHARDS, _ROWS = 1, 2  # the first word of a permutation's key
 
 
 @dataclass(frozen=True)
 class RowAddresses:
-    """Where the rows of some positions lie; four int64 arrays [P]."""
+    """Where some rows are stored; four int64 arrays [P]."""
 
     epoch: np.ndarray
     shard: np.ndarray
     """Index of the shard in the manifest."""
-    row: np.ndarray
-    """Number of the row within its shard."""
-    global_row: np.ndarray
-    """Number of the row in the whole split, counted in the manifest's order; the same in every epoch."""
+    row_index: np.ndarray
+    """The row's number within its shard."""
+    global_row_index: np.ndarray
+    """The row's number in the whole split, in the manifest's order; the same in every epoch."""
 
 
 class RowOrder:
     """The order of a split whose shards hold `rows_per_shard` rows each.
 
-    Memory: some 24 bytes a shard, and 24 bytes a row of the few groups that were used last.
+    Memory: about 24 bytes per shard, and 24 bytes per row of the few groups that were used last.
     """
 
     def __init__(self, rows_per_shard: np.ndarray, *, shards_per_group: int, seed: int):
@@ -47,10 +48,10 @@ class RowOrder:
         self._shuffled_group = lru_cache(maxsize=4)(self._shuffle_group)
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
-        """Addresses of the rows at `positions` (non-negative integers [P], any order)."""
+        """Addresses of the rows at `positions` in the order (non-negative integers [P], in any sequence)."""
         positions = np.asarray(positions, np.int64)
         epoch, place = np.divmod(positions, self.num_rows)
-        global_row = np.empty_like(positions)
+        global_row_index = np.empty_like(positions)
         for one_epoch in np.unique(epoch):
             in_epoch = np.flatnonzero(epoch == one_epoch)
             _, first_places = self._shuffled_shards(int(one_epoch))
@@ -58,13 +59,13 @@ class RowOrder:
             for one_group in np.unique(group):
                 chosen = in_epoch[group == one_group]
                 rows = self._shuffled_group(int(one_epoch), int(one_group))
-                global_row[chosen] = rows[place[chosen] - first_places[one_group]]
-        shard = self.shard_of(global_row)
-        return RowAddresses(epoch, shard, global_row - self._first_rows[shard], global_row)
+                global_row_index[chosen] = rows[place[chosen] - first_places[one_group]]
+        shard = self.shard_of(global_row_index)
+        return RowAddresses(epoch, shard, global_row_index - self._first_rows[shard], global_row_index)
 
-    def shard_of(self, global_rows: np.ndarray) -> np.ndarray:
-        """Index of the shard that holds each of `global_rows`."""
-        return np.searchsorted(self._first_rows, global_rows, side="right") - 1
+    def shard_of(self, global_row_indices: np.ndarray) -> np.ndarray:
+        """Index of the shard that holds each row."""
+        return np.searchsorted(self._first_rows, global_row_indices, side="right") - 1
 
     def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of the shards, and the first place in the epoch of each group (ending with num_rows)."""
@@ -74,7 +75,7 @@ class RowOrder:
         return shards, np.concatenate([[0], ends[np.minimum(last_shards, len(shards)) - 1]])
 
     def _shuffle_group(self, epoch: int, group: int) -> np.ndarray:
-        """Global rows of one group, in the order in which the epoch visits them."""
+        """Global indices of the rows of one group, in the order in which the epoch visits them."""
         shards, _ = self._shuffled_shards(epoch)
         members = shards[group * self._shards_per_group : (group + 1) * self._shards_per_group]
         rows = np.concatenate([np.arange(self._first_rows[m], self._first_rows[m + 1]) for m in members])

@@ -4,9 +4,9 @@
     SHARDS_DIR/train/*.tar  SHARDS_DIR/heldout/*.tar
     SHARDS_DIR/tokenizer/                             a copy of the tokenizer's folder
 
-A shard is an uncompressed tar, readable by plain `webdataset`, whose members are blocks of rows as .npy files. The
-reader verifies the checksum of the whole file, takes the offsets of the rows from the tar's headers and from then on
-reads rows straight out of the memory-mapped file.
+A shard is an uncompressed tar, which plain `webdataset` reads too. Its members are blocks of rows as .npy files. The
+reader verifies the checksum of the whole file, takes the rows' offsets from the tar's headers, and then reads rows
+straight from the memory-mapped file.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ShardError(ValueError):
-    """Shards that cannot be used as they are."""
+    """The shards cannot be used as they are; the message says why."""
 
 
 class Shard(BaseModel, frozen=True, extra="forbid"):
@@ -54,10 +54,10 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     sequence_length: int = Field(ge=2)
     """Tokens in every row."""
     vocab_size: int = Field(gt=NUM_SPECIAL_TOKENS, le=65536)
-    """Ids are below this, which is at most what uint16 can hold."""
+    """Every id is below this; uint16 can hold no larger vocabulary."""
     dtype: Literal["uint16 little endian"] = "uint16 little endian"
     packing: Literal["packed", "document"]
-    """packed: rows are cut from one stream of documents; document: each row holds one document or a part, padded."""
+    """packed: rows are cut from one stream of documents. document: a row is a document or part of one, padded."""
     tokenizer_sha256: Sha256
     total_rows: dict[Split, int]
     splits: Splits
@@ -66,7 +66,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     def load(cls, folder: str | Path) -> "Manifest":
         """Read SHARDS_DIR/manifest.json; `folder` is a path or a URL that fsspec opens.
 
-        FileNotFoundError where there is none, ShardError where it is not a valid manifest.
+        FileNotFoundError if there is none, ShardError if it is not a valid manifest.
         """
         path = f"{str(folder).rstrip('/')}/{MANIFEST_NAME}"
         try:
@@ -99,7 +99,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def sha256(self) -> str:
-        """Checksum of the manifest, and through it of every shard."""
+        """Checksum of the manifest, which holds the checksum of every shard."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
@@ -120,7 +120,7 @@ class CorruptShardError(ShardError):
 
 
 def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:
-    """The bytes of a shard that holds `rows_RN` (uint16 [R, N]); a function of the rows and the name alone."""
+    """The bytes of a shard that holds `rows_RN` (uint16 [R, N]); only the rows and the name decide them."""
     assert rows_RN.dtype == ROW_DTYPE and rows_RN.ndim == 2
     stem = Path(name).stem
     buffer = io.BytesIO()
@@ -128,9 +128,8 @@ def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:
         for number, start in enumerate(range(0, len(rows_RN), ROWS_PER_BLOCK)):
             block = io.BytesIO()
             np.save(block, rows_RN[start : start + ROWS_PER_BLOCK], allow_pickle=False)
-            member = tarfile.TarInfo(
-                f"{stem}-{number:05d}.npy"
-            )  # its mtime, uid and gid are 0, its owner's names empty
+            # TarInfo sets mtime, uid and gid to 0 and leaves the owner's names empty, so the bytes are always the same.
+            member = tarfile.TarInfo(f"{stem}-{number:05d}.npy")
             member.size = block.tell()
             block.seek(0)
             tar.addfile(member, block)
@@ -138,7 +137,7 @@ def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:
 
 
 class ShardWriter:
-    """Collects rows and writes them as shards `<split>/<stem>-000000.tar`, `-000001` ... of `rows_per_shard` rows."""
+    """Writes rows as shards `<split>/<stem>-000000.tar`, `-000001` and so on, of `rows_per_shard` rows each."""
 
     def __init__(self, folder: str | Path, split: str, stem: str, *, sequence_length: int, rows_per_shard: int):
         self._folder = folder
@@ -157,7 +156,7 @@ class ShardWriter:
                 self._write()
 
     def close(self) -> list[Shard]:
-        """Write what is left and return the shards written, in order."""
+        """Write the remaining rows and return all shards that were written, in order."""
         if self._num_waiting:
             self._write()
         return self._shards
@@ -174,7 +173,7 @@ class ShardWriter:
 class ShardRows:
     """The rows of one local shard, verified and memory-mapped.
 
-    Raises CorruptShardError where the file is missing or its size, checksum, members or count are not as expected.
+    Raises CorruptShardError if the file is missing, or if its size, checksum, members or number of rows are wrong.
     """
 
     def __init__(self, path: Path, shard: Shard, sequence_length: int):
@@ -196,13 +195,13 @@ class ShardRows:
         tokens = np.frombuffer(content, ROW_DTYPE)
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length)
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """The rows of these numbers, uint16 [len(rows), N], copied out of the map."""
-        return self._windows[self._offsets[rows]]
+    def read(self, row_indices: np.ndarray) -> np.ndarray:
+        """The rows with these indices, uint16 [R, N], copied out of the file."""
+        return self._windows[self._offsets[row_indices]]
 
 
 def _row_offsets(content: mmap.mmap, name: str, sequence_length: int) -> np.ndarray:
-    """Byte offset of every row of a shard, int64 [R]. Refuses whatever is not a plain block of rows."""
+    """Byte offset of every row of a shard, int64 [R]. CorruptShardError if a member is not a plain block of rows."""
     blocks = [np.empty(0, np.int64)]
     try:
         with tarfile.open(fileobj=content, mode="r:") as tar:

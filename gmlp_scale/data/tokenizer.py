@@ -1,11 +1,11 @@
 """The tokenizer: a cased SentencePiece unigram model with byte fallback that loses nothing.
 
-No normalisation of any kind: decode(encode(text)) == text for every Unicode text, so that the tokens' pieces laid end
-to end are the text's own bytes, and character offsets follow from lengths alone. Special tokens are control symbols:
-no text, not even "<mask>", is ever encoded as one.
+Nothing is normalised: decode(encode(text)) == text for every Unicode text. So the tokens' pieces, one after another,
+are the text's own bytes, and character offsets follow from the pieces' lengths. Special tokens are control symbols: no
+text, not even "<mask>", is ever encoded as one.
 
-No piece holds a space but as its first character, so a text's tokens are those of its words laid end to end. A batch of
-texts is encoded by its distinct words.
+A piece has a space only as its first character, so a text's tokens are the tokens of its words, one word after another.
+That is why a batch of texts can be encoded by its distinct words.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from gmlp_scale.files import read_file, write_file
 
 MODEL_NAME = "tokenizer.model"
 NUM_BYTE_TOKENS = 256
-"""The ids right after the special tokens stand for single bytes, of characters that no piece covers."""
+"""The ids after the special tokens are single bytes; they encode characters that no piece holds."""
 
-_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's stand-in for the space, which a text may hold itself
-_WORDS_AT_A_TIME = 1024  # few enough for exact sums, see _with_rounded_scores
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes a space so; a text may hold this character too
+_WORDS_AT_A_TIME = 1024  # few enough for exact sums of scores, see _with_rounded_scores
 _MAX_SENTENCE_CHARACTERS = 1000  # 4000 bytes at most; the trainer drops sentences of more than 4192
 
 
 class Tokenizer:
-    """The tokenizer of a TOKENIZER_DIR, a path or a URL. FileNotFoundError or ValueError where none of ours is."""
+    """The tokenizer in a folder, a path or a URL. FileNotFoundError or ValueError if it holds none that we trained."""
 
     def __init__(self, folder: str | Path):
         path = f"{folder}/{MODEL_NAME}"
@@ -65,11 +65,11 @@ class Tokenizer:
             raise ValueError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text's tokens. ValueError where the text holds a lone surrogate, which is no character."""
+        """Ids of the text's tokens. ValueError if the text holds a lone surrogate, which is no character."""
         return self._encode_whole([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text's tokens, int32 arrays, as `encode` gives them; faster from some 100,000 characters on."""
+        """Ids of each text's tokens, int32 arrays, as `encode` gives them; faster for long batches."""
         import pyarrow
         import pyarrow.compute
 
@@ -97,9 +97,9 @@ class Tokenizer:
         return np.split(ids, ends_here[ends_of_texts[1:-1] - 1])
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of the text's tokens and for each the range [start, end) of the characters whose bytes it holds.
+        """Ids of the text's tokens, and for each token the range [start, end) of characters whose bytes it holds.
 
-        The ranges cover the text without a gap; they overlap only where a character's bytes are several tokens.
+        The ranges cover the text without a gap. They overlap only where a character's bytes are several tokens.
         """
         ids = self.encode(text)
         ends = np.cumsum(self._num_bytes_of_id[ids])
@@ -110,13 +110,13 @@ class Tokenizer:
         return ids, [tuple(pair) for pair in offsets.tolist()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the tokens; special tokens by their names, bytes that make no character as U+FFFD."""
+        """The tokens' text. Special tokens give their names, bytes that form no character give U+FFFD."""
         return b"".join(self._bytes_of_id[id] for id in ids).decode("utf-8", errors="replace")
 
     def scored_pieces(self) -> list[tuple[str, float]]:
-        """The text of every id, blanks as they are, with its score (for ordinary pieces their log-probability).
+        """For every id its text, with spaces as spaces, and its score (the log-probability of an ordinary piece).
 
-        Special and byte tokens, the first NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS ids, have their names for a text.
+        The text of special and byte tokens, the first NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS ids, is their name.
         """
         return [
             (self._model.id_to_piece(id).replace(_SPACE_MARK, " "), self._model.get_score(id))
@@ -137,7 +137,7 @@ class Tokenizer:
         return encoded
 
     def _encode_after_spaces(self, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of `" word"` for each word, end to end, and how many are each word's."""
+        """Ids of `" word"` for all words, one after another, and the number of ids of each word."""
         parts = (words[start : start + _WORDS_AT_A_TIME] for start in range(0, len(words), _WORDS_AT_A_TIME))
         ids = np.concatenate(self._encode_whole([" " + " ".join(part) for part in parts]))
         return ids, np.diff(np.flatnonzero(self._begins_word[ids]), append=len(ids))
@@ -149,9 +149,9 @@ class Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> None:
-    """Train on `texts`, whose pieces never cross a line's end, and write TOKENIZER_DIR/tokenizer.model.
+    """Train on `texts` and write TOKENIZER_DIR/tokenizer.model. No piece reaches across the end of a line.
 
-    The same texts give the same bytes. ValueError where the texts are too few for the vocabulary.
+    The same texts give the same bytes. ValueError if the texts are too few for the vocabulary.
     """
     model = io.BytesIO()
     try:
@@ -172,7 +172,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
             bos_id=-1,
             eos_id=-1,
             control_symbols=list(SPECIAL_TOKENS[UNK_ID + 1 :]),
-            num_threads=16,  # the sums of the training are cut among them, so another number gives another model
+            num_threads=16,  # each thread sums a part, so another number of threads gives another model
             minloglevel=1,
         )
     except RuntimeError as error:
@@ -181,10 +181,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
 
 
 def _with_rounded_scores(model: bytes) -> bytes:
-    """The model with its pieces' log-probabilities as multiples of 1/64.
+    """The model with its pieces' log-probabilities rounded to multiples of 1/64.
 
-    SentencePiece adds them up in float32 from the beginning of a text; of such numbers the sum is exact up to 2**18
-    (some 100,000 characters), so that how a word is cut does not depend on how far into a text it stands.
+    SentencePiece sums them in float32 from the start of a text. Sums of multiples of 1/64 are exact up to 2**18 (some
+    100,000 characters), so the way a word is cut does not depend on its distance from the start.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 

@@ -15,10 +15,10 @@ def test_every_row_of_an_epoch_is_seen_exactly_once(sizes, shards_per_group, see
     order = RowOrder(np.array(sizes), shards_per_group=shards_per_group, seed=seed)
     found = order.locate(np.arange(epoch * order.num_rows, (epoch + 1) * order.num_rows))
     assert set(found.epoch) == {epoch}
-    assert sorted(found.global_row) == list(range(sum(sizes)))
+    assert sorted(found.global_row_index) == list(range(sum(sizes)))
     first_rows = np.concatenate([[0], np.cumsum(sizes)])
-    assert (first_rows[found.shard] + found.row == found.global_row).all()
-    assert (found.row < np.array(sizes)[found.shard]).all()
+    assert (first_rows[found.shard] + found.row_index == found.global_row_index).all()
+    assert (found.row_index < np.array(sizes)[found.shard]).all()
 
 
 @given(shard_sizes, st.integers(1, 15), st.integers(1, 8), st.integers(0, 12), st.integers(1, 16))
@@ -31,7 +31,7 @@ def test_jumping_to_a_step_equals_walking_there_on_any_world_size(sizes, per_gro
     jumped = RowOrder(np.array(sizes), shards_per_group=per_group, seed=7)
     slices = np.split(np.arange(step * batch, (step + 1) * batch), world_size)
     parts = [jumped.locate(one_rank) for one_rank in reversed(slices)][::-1]
-    for field in ("epoch", "shard", "row", "global_row"):
+    for field in ("epoch", "shard", "row_index", "global_row_index"):
         assert (np.concatenate([getattr(part, field) for part in parts]) == getattr(whole, field)).all()
 
 
@@ -53,7 +53,7 @@ def test_rows_stay_within_their_group_of_shards():
 def test_epochs_and_seeds_differ():
     def rows(seed, epoch):
         order = RowOrder(np.full(8, 50), shards_per_group=4, seed=seed)
-        return order.locate(np.arange(epoch * 400, (epoch + 1) * 400)).global_row
+        return order.locate(np.arange(epoch * 400, (epoch + 1) * 400)).global_row_index
 
     assert (rows(0, 0) == rows(0, 0)).all()
     assert (rows(0, 0) != rows(0, 1)).mean() > 0.9
@@ -66,7 +66,7 @@ def test_the_order_is_pinned():
     first_of_splitmix64 = mix64(np.array([0x9E3779B97F4A7C15], np.uint64))  # from seed 0, as published
     assert first_of_splitmix64[0] == 0xE220A8397B1DCDAF
     order = RowOrder(np.array([4, 3, 5]), shards_per_group=2, seed=0)
-    assert order.locate(np.arange(24)).global_row.tolist() == [
+    assert order.locate(np.arange(24)).global_row_index.tolist() == [
         8,
         9,
         4,
