@@ -1,12 +1,10 @@
-"""README.md of an export: what the model is, where it came from, how to load it."""
+"""Writes the README.md of an export: what the model is, where it came from, how to load it."""
 
 from typing import Any
 
 import yaml
 
 from gmlp_scale.models import ModelConfig
-
-_NAMES = {"gmlp": "gMLP", "amlp": "aMLP", "transformer": "Transformer", "mixer": "MLP-Mixer"}
 
 _LOADING = {
     "masked_language_model": (
@@ -29,7 +27,7 @@ _LOADING = {
 def model_card(
     model: ModelConfig, num_parameters: int, head: str, row_length: int | None, details: dict[str, Any]
 ) -> str:
-    """Markdown; `details` is shown section by section, as it is."""
+    """The card in Markdown. Each section of `details` is shown unchanged, under a heading of its own."""
     task, loading = _LOADING[head]
     n = model.sequence_length
     length = f"At most {n} tokens a row; longer ones raise a ValueError. "
@@ -37,7 +35,7 @@ def model_card(
         length += f"Shorter ones use the part of the model's positions that they need; rows in training had {n}."
     else:
         length += f"Shorter ones are padded to {row_length} within the model, as they were in finetuning."
-    if model.kind == "transformer":
+    if model.masks_padding:
         padding = "No position attends to `<pad>`, which is known by its id: `attention_mask` is not used."
     else:
         padding = "Padding is not masked: `attention_mask` is not used, and a row padded otherwise has other logits."
@@ -46,7 +44,7 @@ library_name: transformers
 pipeline_tag: {task}
 tags: [gmlp_scale, {model.kind}]
 ---
-# {_NAMES[model.kind]}, {model.num_blocks} blocks of width {model.d_model}, {num_parameters:,} parameters
+# {model.display_name}, {model.num_blocks} blocks of width {model.d_model}, {num_parameters:,} parameters
 
 {_provenance(details)}An encoder of "Pay Attention to MLPs" (https://arxiv.org/abs/2105.08050), or one that it compares
 with, trained by gmlp_scale.

@@ -1,8 +1,8 @@
-"""The code of an export: the package's own sources, so that its mathematics is written once.
+"""Copies the package's own sources into an export, so that the models' mathematics is written once.
 
-Starting from the files in hugging_face/, every module of the package that is imported is copied to one flat folder,
-whole but for its import lines: `from gmlp_scale.models.gmlp import` becomes `from .gmlp import`, and pydantic becomes
-plain_config.
+It copies the files in hugging_face/ and every module of the package that they import to one flat folder. Only import
+lines change: `from gmlp_scale.models.gmlp import` becomes `from .gmlp import`, and pydantic becomes plain_config.
+Transformers refuses a file that imports a library which is not installed, inside a function too.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ _IMPORT = re.compile(r"^from (gmlp_scale[\w.]*) import", flags=re.MULTILINE)
 
 
 def copy_sources(folder: Path) -> None:
-    """Writes the files of hugging_face/ and every module that they need into `folder`."""
+    """Writes the files of hugging_face/, and every module that they import, into `folder`."""
     waiting, source_of = [CONFIGURATION, MODELING, QUESTION_ANSWERING], {}
     while waiting:
         module = waiting.pop()
@@ -28,7 +28,7 @@ def copy_sources(folder: Path) -> None:
             waiting += _IMPORT.findall(source_of[module])
     names = {_flat_name(module) for module in source_of}
     assert len(names) == len(source_of), f"two modules of one name: {sorted(source_of)}"
-    # From a local folder transformers 4 takes only the files that this one imports by itself.
+    # From a local folder transformers 4 takes only the files that the modeling file imports directly.
     others = sorted(names - {_flat_name(MODELING)})
     source_of[MODELING] += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in others)
     for module, source in source_of.items():

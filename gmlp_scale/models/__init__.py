@@ -1,4 +1,4 @@
-"""The encoders: one trunk (backbone), four kinds of block (gmlp holds two, transformer, mixer), heads on top.
+"""The encoders: one trunk (backbone.py), four kinds of block (two in gmlp.py, transformer.py, mixer.py), heads on top.
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND, or (x_BND, is_token_BN) -> x_BND in padded rows of a model
@@ -8,15 +8,22 @@ A model is an nn.Module with
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.
 
-Nothing here knows of processes, engines or devices. Parameters and products are in the dtype that the model was given;
-softmax, loss and the gradient of Toeplitz matrices accumulate in float32.
+The config of a block family says what the rest of the project needs to know about the family: its kind and sizes,
+    display_name             its name in a model card
+    masks_padding            whether its blocks take is_token_BN
+    has_absolute_positions   whether position embeddings are added to the tokens'
+    multiply_adds_per_block  of one forward pass of one sequence
+A new family is a file with its config and its block, its config in ModelConfig and a case in build_model.
+
+Nothing here knows of processes, engines or devices. Parameters and products are in the dtype that the model was given.
+Softmax, loss and the gradient of Toeplitz matrices accumulate in float32.
 
 Shape suffixes on tensors: B batch, N positions, M masked positions, D width, F expanded width, G gate width,
-V vocabulary, H heads, K head width. A figure stands for itself: q_B1NK has one head.
+V vocabulary, H heads, K head width. A digit is a size: q_B1NK has one head.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, assert_never
 
 from pydantic import Field
 from torch.overrides import TorchFunctionMode
@@ -32,44 +39,44 @@ AnyModel = TypeVar("AnyModel", bound=Backbone)
 
 
 def with_kernels(config: ModelConfig, kernels: Literal["auto", "torch", "triton"]) -> ModelConfig:
-    """The same model computed in another way, where there is a choice."""
+    """The config with `kernels` set, if it has this field."""
     return config.model_copy(update={"kernels": kernels}) if isinstance(config, GmlpConfig) else config
 
 
 def build_model(
     config: ModelConfig, *, head: Callable[..., AnyModel] = MaskedLanguageModel, dropout: float = 0.0
 ) -> AnyModel:
-    """The model on the current default device (under `torch.device("meta")` without memory), not yet initialised: its
-    parameters hold whatever the memory held until `init_weights` or a checkpoint fills them.
+    """Builds the model on the current default device; under `torch.device("meta")` it takes no memory.
+
+    Its parameters are not initialised: `init_weights` or a checkpoint fills them.
 
     head: a class of heads.py, with its own arguments bound by functools.partial.
     """
-    absolute_positions = masks_padding = False
     match config:
         case GmlpConfig():  # and AmlpConfig, which extends it
             block = GmlpBlock
         case TransformerConfig():
             block = TransformerBlock
-            absolute_positions = config.positions == "absolute"
-            masks_padding = True
         case MixerConfig():
             block = MixerBlock
+        case _:
+            assert_never(config)
     with _WithoutRandomNumbers():
         return head(
             vocab_size=config.vocab_size,
             d_model=config.d_model,
             sequence_length=config.sequence_length,
             blocks=[block(config, dropout) for _ in range(config.num_blocks)],
-            absolute_positions=absolute_positions,
-            masks_padding=masks_padding,
+            absolute_positions=config.has_absolute_positions,
+            masks_padding=config.masks_padding,
             dropout=dropout,
             multiply_adds_per_block=config.multiply_adds_per_block,
         )
 
 
 class _WithoutRandomNumbers(TorchFunctionMode):
-    """Leaves out the initialisation that torch's layers bring along: half of the time to build a model, and on the meta
-    device it imports a compiler."""
+    """Skips the initialisation in the constructors of torch's layers: it takes half of the time to build a model, and
+    on the meta device it imports a compiler."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}

@@ -3,32 +3,39 @@
     y = LayerNorm(x)
     z = gelu(y U)                                   # d_model -> d_ffn
     z1, z2 = split(z)                               # for the split gating, the paper's Spatial Gating Unit
-    gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions; the attention in aMLP only
+    gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions; only aMLP has the attention
     x + (z1 * gate) V
 
 Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F / 2 if split, else F), K head width.
 """
 
-import importlib
 import math
-from typing import Literal
+import operator
+from collections.abc import Callable
+from typing import ClassVar, Literal, assert_never
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.toeplitz import toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
+FUSED_GATING: Gating = "multiplicative_split"
+"""The only one that has fused kernels."""
 
 SPATIAL_INIT_SCALE = 0.002
 """std(W) * sqrt(n) at the start. The paper says "near-zero" and gives no number. The normalised operand has unit
-variance, so this is also the root mean square of W LayerNorm(Z); it stays small beside the hidden layer (about 0.1 to
-0.3 at the start) to which the additive gating adds it."""
+variance, so this is also the root mean square of W LayerNorm(Z). The additive gating adds that to the hidden layer,
+which is about 0.1 to 0.3 at the start, so it must be small."""
 
 
 class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
+    display_name: ClassVar[str] = "gMLP"
+    has_absolute_positions: ClassVar[bool] = False
+    masks_padding: ClassVar[bool] = False
     kind: Literal["gmlp"] = "gmlp"
     num_blocks: PositiveInt
     """gMLP blocks; each is one layer (36 at the size of BERT base)."""
@@ -44,20 +51,25 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
     """Positions n that the spatial projection is made for; shorter inputs take its central part."""
     vocab_size: PositiveInt
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which are for
-    gating multiplicative_split on CUDA devices. auto: the kernels there in bfloat16, plain PyTorch for all else."""
+    """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
+    gating multiplicative_split and a CUDA device. auto: the kernels in bfloat16 on a CUDA device, else PyTorch."""
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
-        if self.gating == "multiplicative_split" and self.d_ffn % 2:
-            raise ValueError(f"d_ffn is {self.d_ffn}: gating multiplicative_split halves it, so make it even")
-        if self.gating != "multiplicative_split" and self.kernels == "triton":
-            raise ValueError(f"kernels triton is for gating multiplicative_split, not {self.gating}: set it to auto")
+        if self.splits and self.d_ffn % 2:
+            raise ValueError(f"d_ffn is {self.d_ffn}: gating {self.gating} halves it, so make it even")
+        if self.gating != FUSED_GATING and self.kernels == "triton":
+            raise ValueError(f"kernels triton is for gating {FUSED_GATING}, not {self.gating}: set it to auto")
         return self
 
     @property
+    def splits(self) -> bool:
+        """Whether the gating halves z into u and v; else both are z."""
+        return self.gating.endswith("_split")
+
+    @property
     def d_gate(self) -> int:
-        return self.d_ffn // 2 if self.gating == "multiplicative_split" else self.d_ffn
+        return self.d_ffn // 2 if self.splits else self.d_ffn
 
     @property
     def multiply_adds_per_block(self) -> int:
@@ -67,6 +79,7 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class AmlpConfig(GmlpConfig, frozen=True, extra="forbid"):
+    display_name: ClassVar[str] = "aMLP"
     kind: Literal["amlp"] = "amlp"
     d_attn: PositiveInt
     """Width of the tiny attention's single head."""
@@ -83,24 +96,21 @@ class GmlpBlock(nn.Module):
 
     def __init__(self, config: GmlpConfig, dropout: float = 0.0):
         super().__init__()
+        self.kernels = config.kernels if config.gating == FUSED_GATING else "torch"
         self.norm = nn.LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.gating = SpatialGatingUnit(config)
-        self.attention = (
-            TinyAttention(config.d_model, config.d_attn, config.d_gate, dropout)
-            if isinstance(config, AmlpConfig)
-            else None
-        )
+        self.attention = TinyAttention(config, dropout) if isinstance(config, AmlpConfig) else None
         self.project = nn.Linear(config.d_gate, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         y_BND = self.norm(x_BND)
-        z_BNF = self.expand(y_BND)
-        if self.attention is None:
-            gated_BNG = self.gating(z_BNF)
-        else:
-            gated_BNG = self.gating(z_BNF, self.attention(y_BND), self.attention.out)
+        expanded_BNF = self.expand(y_BND)
+        gated_BNG = fused_gating(expanded_BNF, y_BND, self.gating, self.attention, self.kernels)
+        if gated_BNG is None:
+            attended_BNG = None if self.attention is None else self.attention(y_BND)
+            gated_BNG = self.gating(F.gelu(expanded_BNF), attended_BNG)
         return x_BND + self.dropout(self.project(gated_BNG))
 
 
@@ -113,114 +123,83 @@ class SpatialGatingUnit(nn.Module):
     def __init__(self, config: GmlpConfig):
         super().__init__()
         n = config.sequence_length
-        self.variant = config.gating
+        self.splits = config.splits
         self.spatial = config.spatial
-        self.kernels = config.kernels
         self.sequence_length = n
+        self.combine, self.initial_diagonal, self.initial_bias = combination(config.gating)
         self.norm = nn.LayerNorm(config.d_gate)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if config.spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
-        self.built: tuple[tuple[int, int, int], Tensor, Tensor] | None = None  # W for inference, after its origin
-        if config.kernels != "torch":
-            # By name, not by an import statement: exports hold this file without the kernels and never come here.
-            importlib.import_module("gmlp_scale.kernels.spatial_gating_unit")
 
-    @torch.no_grad()
-    def init_special_weights(self, generator: torch.Generator) -> None:
-        """Starts the block as a feed-forward layer: s(Z) = Z, or Z1 if split, but for SPATIAL_INIT_SCALE.
+    def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None) -> Tensor:
+        """z after GELU -> gated_BNG. The attended values of the tiny attention are added to the gate.
 
-        W is near zero. b is one where the gate multiplies, and zero where it is added to Z. The linear gating passes
-        nothing but f(Z), so its W starts near the identity with b zero: a feed-forward layer whose hidden layer is
-        normalised. (W near zero and b one would make each such block a constant.)
+        The product is a batched one whose left operand has batch stride 0: a Linear over positions, matmul or einsum
+        would copy v transposed, forward and backward.
         """
-        n = self.sequence_length
-        noise = torch.randn(self.weight.shape, generator=generator, device="cpu")
-        self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(n)))
-        if self.variant == "linear":
-            diagonal = self.weight[n - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
-            diagonal.add_(1.0)
-        self.bias.fill_(1.0 if self.variant.startswith("multiplicative") else 0.0)
+        u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.splits else (z_BNF, z_BNF)
+        weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
+        weight_BNN = weight_NN.expand(z_BNF.shape[0], *weight_NN.shape)
+        gate_BNG = torch.bmm(weight_BNN, self.norm(v_BNG)) + bias_N[:, None]
+        if attended_BNG is not None:
+            gate_BNG = gate_BNG + attended_BNG
+        return self.combine(u_BNG, gate_BNG)
+
+    def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """weight_NN and bias_N: W and b for the first m <= n positions."""
+        weight, bias_N = self.central_part(num_positions)
+        return toeplitz(weight) if self.spatial == "toeplitz" else weight, bias_N
 
     def central_part(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """`weight` and `bias` for the first m <= n positions: m offsets to each side, or the leading m x m part."""
         n, m = self.sequence_length, num_positions
         return self.weight[n - m : n + m - 1] if self.spatial == "toeplitz" else self.weight[:m, :m], self.bias[:m]
 
-    def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """weight_NN and bias_N: W and b for the first m <= n positions. Where only inference runs, W is built once."""
-        weight, bias_N = self.central_part(num_positions)
-        if self.spatial == "dense":
-            return weight, bias_N
-        has_no_origin = torch.compiler.is_compiling() or self.weight.is_inference()  # no address, or no version
-        if self.training or torch.is_grad_enabled() or has_no_origin:
-            return toeplitz(weight), bias_N
-        made_from = (weight.data_ptr(), num_positions, self.weight._version)
-        if self.built is None or self.built[0] != made_from:
-            # With the weight, so that no other can come to lie at its address meanwhile.
-            self.built = made_from, weight.detach(), toeplitz(weight)
-        return self.built[2], bias_N
+    @torch.no_grad()
+    def init_special_weights(self, generator: torch.Generator) -> None:
+        """Starts the block as a feed-forward layer: W near zero, and b such that s(Z) is Z, or Z1 if split.
 
-    def train(self, mode: bool = True) -> "SpatialGatingUnit":
-        """Forgets W too, since engines fill gathered weights without a trace."""
-        self.built = None
-        return super().train(mode)
-
-    def forward(self, z_BNF: Tensor, context_BNK: Tensor | None = None, out: nn.Linear | None = None) -> Tensor:
-        """z before GELU -> gated_BNG. The tiny attention's context, projected by `out`, is added to the gate."""
-        if self._is_fused(z_BNF):
-            weight, bias_N = self.central_part(z_BNF.shape[1])
-            gated_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit(
-                z_BNF, self.norm.weight, self.norm.bias, weight, bias_N,
-                context_BNK, None if out is None else out.weight, None if out is None else out.bias,
-                self.norm.eps, torch.is_grad_enabled(),
-            )  # fmt: skip
-            return gated_BNG
-        z_BNF = F.gelu(z_BNF)
-        u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.variant == "multiplicative_split" else (z_BNF, z_BNF)
-        weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
-        attended_BNG = None if out is None else out(context_BNK)
-        return spatial_gating(u_BNG, self.norm(v_BNG), weight_NN, bias_N, attended_BNG, self.variant)
-
-    def _is_fused(self, z_BNF: Tensor) -> bool:
-        if self.kernels == "auto":
-            return self.variant == "multiplicative_split" and z_BNF.dtype == torch.bfloat16 and z_BNF.is_cuda
-        return self.kernels == "triton"
+        The linear gating passes nothing but f(Z), so its W starts near the identity with b zero. The block is then a
+        feed-forward layer whose hidden layer is normalised. (W near zero and b one would make it a constant.)
+        """
+        n = self.sequence_length
+        noise = torch.randn(self.weight.shape, generator=generator, device="cpu")
+        self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(n)))
+        diagonal = self.weight[n - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
+        diagonal.add_(self.initial_diagonal)
+        self.bias.fill_(self.initial_bias)
 
 
-def spatial_gating(
-    u_BNG: Tensor, v_BNG: Tensor, weight_NN: Tensor, bias_N: Tensor, attended_BNG: Tensor | None, variant: Gating
-) -> Tensor:
-    """Combines u with the gate W v + b (+ attention), v already normalised.
-
-    The product is a batched one whose left operand has batch stride 0: a Linear over positions, matmul or einsum would
-    copy v transposed, forward and backward.
-    """
-    batch_size, num_positions, _ = v_BNG.shape
-    gate_BNG = torch.bmm(weight_NN.expand(batch_size, num_positions, num_positions), v_BNG) + bias_N[:, None]
-    if attended_BNG is not None:
-        gate_BNG = gate_BNG + attended_BNG
-    match variant:
+def combination(gating: Gating) -> tuple[Callable[[Tensor, Tensor], Tensor], float, float]:
+    """How a variant of Table 3 combines u with the gate, and the numbers at which W's diagonal and b start."""
+    match gating:
         case "linear":
-            return gate_BNG
+            return _gate_alone, 1.0, 0.0
         case "additive":
-            return u_BNG + gate_BNG
+            return operator.add, 0.0, 0.0
         case "multiplicative" | "multiplicative_split":
-            return u_BNG * gate_BNG
+            return operator.mul, 0.0, 1.0
+    assert_never(gating)
+
+
+def _gate_alone(u_BNG: Tensor, gate_BNG: Tensor) -> Tensor:
+    return gate_BNG
 
 
 class TinyAttention(nn.Module):
-    """One head over all positions, no mask and no positions (Figure 6): y_BND -> context_BNK.
+    """One head over all positions, no mask and no position embeddings (Figure 6): y_BND -> attended_BNG."""
 
-    The gate takes the context together with `out`, the projection to its channels, and adds both in one product.
-    """
-
-    def __init__(self, d_model: int, d_attn: int, d_out: int, dropout: float = 0.0):
+    def __init__(self, config: AmlpConfig, dropout: float = 0.0):
         super().__init__()
         self.dropout = dropout
-        self.qkv = nn.Linear(d_model, 3 * d_attn)
-        self.out = nn.Linear(d_attn, d_out)
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_attn)
+        self.out = nn.Linear(config.d_attn, config.d_gate)
 
     def forward(self, y_BND: Tensor) -> Tensor:
+        return self.out(self.context(y_BND))
+
+    def context(self, y_BND: Tensor) -> Tensor:
+        """context_BNK, before the projection to the gate's channels; the fused kernels project it themselves."""
         q_B1NK, k_B1NK, v_B1NK = self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout).squeeze(1)

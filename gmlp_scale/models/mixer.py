@@ -6,7 +6,7 @@
 Shape suffixes: B batch, N positions, D width.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 
 class MixerConfig(BaseModel, frozen=True, extra="forbid"):
+    display_name: ClassVar[str] = "MLP-Mixer"
+    has_absolute_positions: ClassVar[bool] = False
+    masks_padding: ClassVar[bool] = False
     kind: Literal["mixer"] = "mixer"
     num_blocks: PositiveInt
     """Mixer layers, each mixing positions and then channels."""
@@ -49,7 +52,7 @@ class MixerBlock(nn.Module):
     def forward(self, x_BND: Tensor) -> Tensor:
         num_positions = x_BND.shape[1]
         y_BDN = self.spatial_norm(x_BND).transpose(1, 2)
-        # For shorter rows zeros at the end leave out the unused columns of the first matrix.
+        # Shorter rows are padded with zeros, so that the unused columns of the first matrix have no effect.
         y_BDN = F.pad(y_BDN, (0, self.spatial_expand.in_features - num_positions))
         mixed_BDN = self.spatial_project(F.gelu(self.spatial_expand(y_BDN)))[..., :num_positions]
         x_BND = x_BND + self.dropout(mixed_BDN.transpose(1, 2))

@@ -11,7 +11,7 @@ Shape suffixes: B batch, N positions, D width, H heads, K head width.
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ MAX_DISTANCE = 128
 
 
 class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
+    display_name: ClassVar[str] = "Transformer"
+    masks_padding: ClassVar[bool] = True
     kind: Literal["transformer"] = "transformer"
     num_blocks: PositiveInt
     """Transformer layers, attention and feed-forward together: 12 for what the paper writes as 12+12."""
@@ -49,9 +51,13 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
     @property
+    def has_absolute_positions(self) -> bool:
+        return self.positions == "absolute"
+
+    @property
     def multiply_adds_per_block(self) -> int:
-        """Of one forward pass of one sequence: n (4 d^2 + 2 d f) + 2 n^2 d; without queries and keys half of the first
-        and of the last term's attention."""
+        """Of one forward pass of one sequence: n (4 d^2 + 2 d f) + 2 n^2 d. Without queries and keys the attention's
+        part, 4 n d^2 + 2 n^2 d, is half of that."""
         n, d = self.sequence_length, self.d_model
         attention = 2 * (n * d * d) + n * n * d
         if self.positions != "relative_only":

@@ -1,4 +1,4 @@
-"""Small models of every kind, and batches for them."""
+"""The one table of models for tests: a small model of every kind, and batches for them."""
 
 import torch
 from pydantic import TypeAdapter
@@ -7,7 +7,7 @@ from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
 from gmlp_scale.models import ModelConfig, build_model
 
 TINY = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 12, "vocab_size": 40}
-KINDS = {
+KINDS = {  # every block family, and every variant of a block
     "gmlp": {"kind": "gmlp"},
     "gmlp-dense": {"kind": "gmlp", "spatial": "dense"},
     "gmlp-linear": {"kind": "gmlp", "gating": "linear"},
@@ -21,9 +21,16 @@ KINDS = {
 }
 
 
+def tiny_config(kind: str, **changes) -> ModelConfig:
+    return TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind] | changes)
+
+
+TRANSFORMERS = [kind for kind, fields in KINDS.items() if fields["kind"] == "transformer"]
+MASKS_PADDING = [kind for kind in KINDS if tiny_config(kind).masks_padding]
+
+
 def tiny_model(kind: str, *, seed: int = 0, **changes):
-    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind] | changes)
-    model = build_model(config)
+    model = build_model(tiny_config(kind, **changes))
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
 

@@ -1,17 +1,22 @@
-"""What every model keeps to, whatever its blocks: the contract in gmlp_scale/models/__init__.py."""
+"""Every model keeps the contract in gmlp_scale/models/__init__.py, whatever its blocks are."""
 
 import copy
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from gmlp_scale.data.batch import IGNORED, PAD_ID, MaskedBatch
-from gmlp_scale.models import heads
-from tests.models.every_kind import KINDS, perturb, random_batch, tiny_model
+from gmlp_scale.models import ModelConfig, heads
+from tests.models.every_kind import KINDS, MASKS_PADDING, perturb, random_batch, tiny_config, tiny_model
 
 ALL = pytest.mark.parametrize("kind", KINDS)
+
+
+def test_the_table_of_these_tests_holds_every_block_family():
+    assert {type(tiny_config(kind)) for kind in KINDS} == set(get_args(get_args(ModelConfig)[0]))
 
 
 def gradients(model, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -22,7 +27,7 @@ def gradients(model, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 @ALL
-def test_loss_is_the_mean_of_the_rows_means(kind):
+def test_loss_is_the_mean_of_the_means_of_rows(kind):
     model, batch = tiny_model(kind).double(), random_batch()
     rows = []
     for logits_MV, labels_M in zip(model.predict(batch).tolist(), batch.labels_BM.tolist(), strict=True):
@@ -51,8 +56,8 @@ def test_logits_are_those_of_the_masked_positions(kind):
     model, batch = tiny_model(kind), random_batch()
     logits_BMV = model.predict(batch)
     states_BND = model.norm(model.encode(batch.token_ids_BN))
-    for row in range(4):
-        for slot, position in enumerate(batch.masked_positions_BM[row]):
+    for row, positions_M in enumerate(batch.masked_positions_BM):
+        for slot, position in enumerate(positions_M):
             expected_V = model.embedding.weight @ states_BND[row, position]
             torch.testing.assert_close(logits_BMV[row, slot], expected_V, rtol=1e-5, atol=1e-5)
 
@@ -113,9 +118,6 @@ def test_shorter_rows_are_those_of_a_model_made_for_them(kind):
     torch.testing.assert_close(long.encode(token_ids_BN), short.encode(token_ids_BN), rtol=1e-5, atol=1e-5)
 
 
-TRANSFORMERS = [kind for kind in KINDS if kind.startswith("bert")]
-
-
 def padded_rows(lengths: list[int]) -> torch.Tensor:
     token_ids_BN = random_batch(num_rows=len(lengths)).token_ids_BN
     for row, length in zip(token_ids_BN, lengths, strict=True):
@@ -123,8 +125,8 @@ def padded_rows(lengths: list[int]) -> torch.Tensor:
     return token_ids_BN
 
 
-@pytest.mark.parametrize("kind", TRANSFORMERS)
-def test_transformers_do_not_see_padding(kind):
+@pytest.mark.parametrize("kind", MASKS_PADDING)
+def test_models_that_mask_padding_do_not_see_it(kind):
     model = tiny_model(kind).double()
     perturb(model)
     token_ids_BN = padded_rows([8, 12, 3])
@@ -137,7 +139,7 @@ def test_transformers_do_not_see_padding(kind):
     torch.testing.assert_close(seen_BND[1], states_BND[1], rtol=1e-12, atol=1e-12)  # it has none
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in TRANSFORMERS])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MASKS_PADDING])
 def test_the_others_mask_nothing(kind):
     model = tiny_model(kind).double()
     perturb(model)
@@ -149,7 +151,7 @@ def test_the_others_mask_nothing(kind):
     assert (model.encode(token_ids_BN)[0, :8] - states_BND[0, :8]).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("kind", TRANSFORMERS)
+@pytest.mark.parametrize("kind", MASKS_PADDING)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_padding_is_masked_in_pretraining_where_the_batch_says_so(kind, recompute):
     model = tiny_model(kind).double()
@@ -197,7 +199,7 @@ def test_bfloat16_is_close_to_float32(kind):
     for name in expected:
         assert found[name].dtype == torch.bfloat16
         error = (found[name].float() - expected[name]).norm()
-        # LayerNorm and softmax are blind to a shift: the gradient of one is zero but for rounding.
+        # A shift of the input of LayerNorm or softmax changes nothing, so its gradient is zero except for rounding.
         assert error < 0.03 * expected[name].norm() or expected[name].norm() < 1e-5 * whole, name
 
 

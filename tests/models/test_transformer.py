@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from gmlp_scale.models.transformer import RelativeBias, relative_bucket
-from tests.models.every_kind import perturb, tiny_model
+from tests.models.every_kind import TRANSFORMERS, perturb, tiny_model
 from tests.models.float64_layers import attention, gelu, layer_norm, linear, numbers, softmax
 
 
@@ -48,7 +48,7 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, num_heads: int, has_
 
 
 @pytest.mark.parametrize("num_positions", [12, 5])
-@pytest.mark.parametrize("kind", ["bert-absolute", "bert-relative", "bert-relative-only"])
+@pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_layer_is_that_of_the_equations(kind, num_positions):
     block = tiny_model(kind).blocks[0].double()
     perturb(block)
@@ -57,7 +57,7 @@ def test_layer_is_that_of_the_equations(kind, num_positions):
     np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["bert-absolute", "bert-relative", "bert-relative-only"])
+@pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_gradients_are_right(kind):
     block = tiny_model(kind, d_model=4, d_ffn=4).blocks[0].double()
     perturb(block)

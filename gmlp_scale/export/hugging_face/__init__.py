@@ -1,2 +1,2 @@
-"""What every export carries along: code that needs torch and transformers, and of this package only the models, which
-are copied beside it (see gmlp_scale/export/sources.py)."""
+"""The code that every export carries along. It needs torch and transformers, and of this package only the modules that
+gmlp_scale/export/carried_code.py copies beside it."""

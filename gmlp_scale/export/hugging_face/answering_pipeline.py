@@ -1,6 +1,6 @@
-"""pipeline("question-answering") of an export: its windows and its choice of the answer are those of finetuning.
+"""pipeline("question-answering") of an export. It cuts windows and chooses the answer as finetuning does.
 
-transformers has no such pipeline of its own any more (since version 5).
+transformers itself has no such pipeline since version 5.
 """
 
 import math
@@ -15,9 +15,9 @@ from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS, NUM_BEST, Window, Wind
 class QuestionAnsweringPipeline(Pipeline):
     """answer(question=..., context=...) -> {"answer", "start", "end", "score"}, or a list of these for a list of dicts.
 
-    start, end: the answer's characters in the context. score: the span's probability against that of no answer.
-    document_stride: tokens from one window of a long context to the next; that of finetuning, if not given.
-    handle_impossible_answer: the answer may be "", where that is likelier than every span.
+    start, end: the answer's characters in the context. score: the span's probability, compared with no answer.
+    document_stride: tokens from one window of a long context to the next; by default as in finetuning.
+    handle_impossible_answer: the answer may be "", if that is likelier than every span.
     """
 
     def __call__(self, inputs=None, *, question: str | None = None, context: str | None = None, **parameters):
@@ -33,7 +33,7 @@ class QuestionAnsweringPipeline(Pipeline):
         question = self._tokens(inputs["question"].strip())["input_ids"][:MAX_QUESTION_TOKENS]
         context = self._tokens(inputs["context"])
         if not context["input_ids"]:
-            raise ValueError("the context is empty: there is nothing to take an answer from")
+            raise ValueError("the context is empty: give a text that may hold the answer")
         stride = document_stride or config.document_stride
         start = [config.cls_token_id, *question, config.sep_token_id]
         windows = cut_windows(len(context["input_ids"]), row_length - len(start) - 1, stride)

@@ -1,21 +1,20 @@
-"""config.json of a gMLP, aMLP, Transformer or MLP-Mixer encoder that gmlp_scale trained."""
+"""config.json of an encoder that gmlp_scale trained."""
 
 from transformers import PretrainedConfig
 
 
 class GmlpScaleConfig(PretrainedConfig):
-    """The `model` section of the training recipe, field by field, and
+    """The fields of the recipe's `model` section, and
 
-    dropout: probability while a classification or question answering model is trained: of the embedding, of every
-        residual branch and of attention weights. Masked language modelling is without.
-    row_length: rows shorter than this are padded to it within the model, as they were when the model was finetuned.
-        Only the Transformers mask padding: with the others the same text padded otherwise would give other logits.
-        None: rows stay.
+    dropout: the probability of dropout while a classification or question answering model is trained: of the
+        embedding, of every residual branch and of attention weights. Masked language modelling has no dropout.
+    row_length: the model pads shorter rows to this length, as finetuning did. Only the Transformers mask padding; the
+        others would give other logits for the same text with other padding. None: rows keep their length.
     document_stride: tokens from one window of a long context to the next, as in finetuning; for question answering.
     """
 
     model_type = "gmlp_scale"
-    kernels = "torch"  # the fused kernels stay in the package
+    kernels = "torch"  # an export does not hold the fused kernels
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",
         "intermediate_size": "d_ffn",

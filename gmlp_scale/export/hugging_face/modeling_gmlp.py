@@ -1,13 +1,14 @@
-"""gmlp_scale's encoders for transformers: each class holds one of the package's own models and gives its logits.
+"""gmlp_scale's encoders for transformers: each class holds one of the package's own models and returns its logits.
 
-The Transformers mask <pad> where `input_ids` holds it, the others mask nothing: `attention_mask` and `token_type_ids`
-are taken, since tokenizers give them, and not used.
+The Transformers mask <pad> where `input_ids` holds it; the others mask nothing. Every forward accepts `attention_mask`
+and `token_type_ids`, because tokenizers give them, and does not use them.
 
 Shape suffixes: B batch, N positions, D width, V vocabulary, C classes.
 """
 
 from functools import partial
 from inspect import signature
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,28 +23,27 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
-from gmlp_scale.models import AmlpConfig, GmlpConfig, MixerConfig, ModelConfig, TransformerConfig, build_model
+from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 
-KINDS = {"gmlp": GmlpConfig, "amlp": AmlpConfig, "transformer": TransformerConfig, "mixer": MixerConfig}
-
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
-    kind = KINDS[config.kind]
-    return kind(**{name: getattr(config, name) for name in signature(kind).parameters})
+    families = {signature(family).parameters["kind"].default: family for family in get_args(get_args(ModelConfig)[0])}
+    family = families[config.kind]
+    return family(**{name: getattr(config, name) for name in signature(family).parameters})
 
 
 class GmlpScalePreTrainedModel(PreTrainedModel):
-    """`self.model` is the package's model, so that every class has its parameter names under "model."."""
+    """`self.model` is the package's model, so every class has that model's parameter names after "model."."""
 
     config_class = GmlpScaleConfig
     base_model_prefix = "model"
-    _no_split_modules = ["GmlpBlock", "TransformerBlock", "MixerBlock"]  # noqa: RUF012
 
     def __init__(self, config: GmlpScaleConfig, head, dropout: float):
         super().__init__(config)
         self.model = build_model(model_config(config), head=head, dropout=dropout)
+        self._no_split_modules = list({type(block).__name__ for block in self.model.blocks})
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:

@@ -1,6 +1,6 @@
-"""The names of pydantic that the model sources use, as plain frozen dataclasses: an export does not need pydantic.
+"""Stands in for pydantic in an export: the names that the model sources import, with plain frozen dataclasses.
 
-Types and ranges were checked where the export was written; unknown and missing fields are still TypeErrors.
+Types and ranges were checked when the export was written. An unknown or a missing field is still a TypeError.
 """
 
 from dataclasses import MISSING, dataclass, field
