@@ -54,3 +54,6 @@ class EpochLoader:
             batches = [self.rows.batch(row_indices[start : start + self._micro_batch_size]) for start in starts]
             self.wait_seconds += time.perf_counter() - started
             yield batches
+
+    def close(self) -> None:
+        """The rows lie in memory, so there is nothing to close."""

@@ -3,23 +3,16 @@
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-import yaml
 from pydantic import BaseModel, Field, PositiveInt
 
-from gmlp_scale.config import num_micro_batches, schedule_mistakes, zero_3_mistakes
-from gmlp_scale.engine import EngineConfig
-from gmlp_scale.engine.optimizer import OptimizerConfig
+from gmlp_scale.config import ConfigError, Recipe, stop_mistakes
+from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models.backbone import Recompute
-from gmlp_scale.tasks.question_answering import QuestionTask
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
 from gmlp_scale.train.checkpointer import CheckpointConfig
-from gmlp_scale.train.loop import TrainConfig
-
-FREE_ON_RESUME = ("model", "data.", "grid.")
-"""Beside what pretraining leaves free: that the weights and the rows are the same, their fingerprints say."""
 
 
 class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -30,12 +23,12 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
     dev_mismatched: str | None = None
     """MNLI's second development set."""
     test: str | None = None
-    """Without labels; its predictions are written."""
+    """It has no labels; only its predictions are written."""
     test_mismatched: str | None = None
     sequence_length: PositiveInt
-    """Every row is padded to it, in training and in evaluation; at most the model's."""
+    """The length of every row, in training and in evaluation, at most the model's."""
     document_stride: PositiveInt | None = None
-    """SQuAD: tokens from the beginning of one window to that of the next."""
+    """SQuAD: tokens from the start of one window to the start of the next."""
 
     def source(self, part: str) -> str | None:
         return getattr(self, part)
@@ -43,11 +36,11 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
 
 class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     num_epochs: float | None = Field(None, gt=0)
-    """The length of the schedule in passes over the rows; the last step may take some rows of a further one."""
+    """The length of the schedule in passes over the rows. The last step may take some rows of another pass."""
     num_steps: PositiveInt | None = None
-    """The same in optimizer updates; give one of the two."""
+    """The same in optimizer updates. Give one of the two."""
     stop_after_step: PositiveInt | None = None
-    """Leave there with a checkpoint, as if stopped by a signal."""
+    """Leave after this step with a checkpoint, as if stopped by a signal."""
     global_batch_size: PositiveInt
     micro_batch_size: PositiveInt
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -62,7 +55,7 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class FinetuneOptimizerConfig(BaseModel, frozen=True, extra="forbid"):
-    """As OptimizerConfig, but for the warm-up."""
+    """As OptimizerConfig, except for the warm-up."""
 
     peak_learning_rate: float = Field(gt=0)
     warmup_fraction: float = Field(0.1, ge=0, lt=1)
@@ -74,26 +67,24 @@ class FinetuneOptimizerConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class GridConfig(BaseModel, frozen=True, extra="forbid"):
-    """What --grid tries: every pair."""
+    """--grid tries every pair of these."""
 
     global_batch_size: list[PositiveInt] = Field(min_length=1)
     peak_learning_rate: list[float] = Field(min_length=1)
 
 
-class FinetuneConfig(BaseModel, frozen=True, extra="forbid"):
+class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
     """One finetuning run."""
 
-    name: str = Field(pattern=r"^[\w.-]+$")
-    """The run folder is output_dir/name."""
-    output_dir: Path = Path("outputs")
-    seed: int = Field(ge=0)
-    """Of the head's weights, the order of the rows and dropout."""
+    # The fingerprints tell whether the weights and the rows are still the same.
+    free_on_resume: ClassVar[tuple[str, ...]] = (*Recipe.free_on_resume, "model", "data.", "grid.")
+
     task: str
-    """mnli, sst2, squad_v1 or squad_v2."""
+    """One of tasks.table.TASKS."""
     model: Path
     """A folder that launch/export.py wrote."""
     pretrained: bool = True
-    """false: take the export's model and tokenizer but random weights, a baseline that shows what pretraining gives."""
+    """false: take the export's model and tokenizer, but random weights, as a baseline without pretraining."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """After the embedding, on residual branches, on attention probabilities and before the classifier."""
     data: FinetuneDataConfig
@@ -104,32 +95,30 @@ class FinetuneConfig(BaseModel, frozen=True, extra="forbid"):
     grid: GridConfig
 
     @property
-    def run_dir(self) -> Path:
-        return self.output_dir / self.name
-
-    @property
     def task_row(self) -> FinetuneTask:
         return TASKS[self.task]
 
     @property
     def parts(self) -> list[str]:
-        """Of the data, besides train: those that were given."""
+        """The parts of the data that were given, besides train."""
         return [part for part in self.task_row.parts if self.data.source(part)]
 
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.data.sequence_length
 
-    def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError where the global batch cannot be cut evenly."""
-        return num_micro_batches(self.name, self.train.global_batch_size, self.train.micro_batch_size, world_size)
-
     def num_steps(self, num_rows: int) -> int:
-        """Of the schedule over so many training rows."""
+        """The length of the schedule for this number of training rows."""
         return self.train.num_steps or math.ceil(self.train.num_epochs * num_rows / self.train.global_batch_size)
 
     def train_config(self, num_rows: int) -> TrainConfig:
-        """What the loop needs, with the schedule over so many training rows."""
+        """The `train` section of a run over this number of training rows.
+
+        Raises:
+            ConfigError: train.stop_after_step is beyond the end of the schedule.
+        """
+        if mistakes := list(stop_mistakes(self.train.stop_after_step, self.num_steps(num_rows))):
+            raise ConfigError(self.name, mistakes)
         fields = self.train.model_dump(exclude={"num_epochs", "num_steps", "evaluate_every_steps"})
         steps_per_epoch = math.ceil(num_rows / self.train.global_batch_size)
         return TrainConfig(
@@ -139,21 +128,14 @@ class FinetuneConfig(BaseModel, frozen=True, extra="forbid"):
         )
 
     def optimizer_config(self, num_rows: int) -> OptimizerConfig:
-        """What the optimizer needs, with the warm-up of the schedule over so many training rows."""
+        """The `optimizer` section of a run over this number of training rows."""
         fields = self.optimizer.model_dump(exclude={"warmup_fraction"})
         warmup_steps = int(self.optimizer.warmup_fraction * self.num_steps(num_rows))
         return OptimizerConfig(**fields, warmup_steps=warmup_steps)
 
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
     def mistakes(self) -> Iterable[str]:
-        """What no section can see alone."""
         train, data = self.train, self.data
-        yield from schedule_mistakes(
-            train.global_batch_size, train.micro_batch_size, train.stop_after_step, train.num_steps
-        )
-        yield from zero_3_mistakes(self.engine, train.compile, train.recompute)
+        yield from super().mistakes()
         if (train.num_epochs is None) == (train.num_steps is None):
             found = f"found {train.num_epochs} with train.num_steps = {train.num_steps}"
             yield f"train.num_epochs: {found}; give one of the two and set the other to null"
@@ -167,7 +149,7 @@ class FinetuneConfig(BaseModel, frozen=True, extra="forbid"):
         for part in ("dev_mismatched", "test", "test_mismatched"):
             if data.source(part) and part not in self.task_row.parts:
                 yield f"data.{part}: found {data.source(part)}; {self.task} has no such part, so leave it null"
-        if not isinstance(self.task_row, QuestionTask):
+        if not self.task_row.has_windows:
             if data.document_stride:
                 yield f"data.document_stride: found {data.document_stride}; {self.task} has no windows: leave it null"
             return

@@ -1,6 +1,6 @@
-"""What the paper's models reached (arXiv 2105.08050, Tables 4 and 6), to stand beside a run of the same model and data.
+"""The paper's scores (arXiv 2105.08050, Tables 4 and 6), to show beside those of a run of the same model and data.
 
-In percent: accuracy, of MNLI matched and mismatched, and F1. The last row of Table 6 and "BERT (theirs)" included.
+They are in percent: accuracy for SST-2 and for both development sets of MNLI, F1 for SQuAD.
 """
 
 from gmlp_scale.finetune.config import FinetuneConfig
@@ -8,7 +8,7 @@ from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.models import ModelConfig
 
 # kind, num_blocks, d_model, d_ffn, sequence_length -> name, SST-2, MNLI matched and mismatched, SQuAD v1.1 and v2.0
-_ROWS = {
+_MODELS = {
     ("transformer", 12, 768, 3072, 512): ("BERT base", 93.8, 85.6, 85.7, 90.2, 78.6),
     ("gmlp", 48, 512, 3072, 512): ("gMLP base", 94.2, 83.7, 84.1, 86.7, 70.1),
     ("amlp", 36, 512, 3072, 512): ("aMLP base", 93.4, 85.9, 85.8, 90.7, 80.9),
@@ -25,7 +25,7 @@ _ROWS = {
     ("gmlp", 72, 512, 3072, 128): ("gMLP, 72 layers", 93.5, 82.8, None, None, None),
     ("gmlp", 144, 512, 3072, 128): ("gMLP, 144 layers", 95.1, 84.6, None, None, None),
 }
-# task, score -> column of the rows above
+# task, score -> its place in the tuples above
 _COLUMNS = {
     ("sst2", "accuracy"): 1,
     ("mnli", "accuracy"): 2,
@@ -36,20 +36,20 @@ _COLUMNS = {
 
 
 def published(run: FinetuneConfig, inputs: Inputs) -> tuple[str, dict[str, float]] | None:
-    """The paper's name of the model and its scores on the task; None unless both model and data are the paper's."""
-    row = _row(inputs.export.model)
+    """The paper's name of the model and its scores on the task. None unless model and data are those of the paper."""
+    model = _model(inputs.pretrained.config)
     sizes = run.task_row.official_sizes
     found = {part: rows.num_examples for part, rows in inputs.rows.items() if part in sizes}
     is_official = all(found[part] == sizes[part] for part in found)
-    if row is None or not is_official or not run.pretrained:
+    if model is None or not is_official or not run.pretrained:
         return None
-    scores = {score: row[column] for (task, score), column in _COLUMNS.items() if task == run.task}
-    return row[0], {score: value for score, value in scores.items() if value is not None}
+    scores = {score: model[column] for (task, score), column in _COLUMNS.items() if task == run.task}
+    return model[0], {score: value for score, value in scores.items() if value is not None}
 
 
-def _row(model: ModelConfig) -> tuple | None:
-    is_papers_gmlp = model.kind not in ("gmlp", "amlp") or (
-        model.spatial == "toeplitz" and model.gating == "multiplicative_split"
+def _model(config: ModelConfig) -> tuple | None:
+    is_papers_gmlp = config.kind not in ("gmlp", "amlp") or (
+        config.spatial == "toeplitz" and config.gating == "multiplicative_split"
     )
-    key = (model.kind, model.num_blocks, model.d_model, model.d_ffn, model.sequence_length)
-    return _ROWS.get(key) if is_papers_gmlp else None
+    key = (config.kind, config.num_blocks, config.d_model, config.d_ffn, config.sequence_length)
+    return _MODELS.get(key) if is_papers_gmlp else None

@@ -1,7 +1,7 @@
-"""Many finetuning runs of one recipe: its grid of batch and rate, and seeds; one table at the end.
+"""Many finetuning runs of one recipe: its grid of batches and rates, then its seeds, and one table at the end.
 
-Every run has a folder of its own under the recipe's, so the same command again skips what is done, resumes what is not,
-and writes table.md and table.json once all is there.
+Every run has its own folder inside the recipe's folder. So the same command given again skips the runs that are done
+and resumes the others. It writes table.md and table.json once all are done.
 """
 
 import json
@@ -9,18 +9,23 @@ import logging
 import statistics
 from pathlib import Path
 
+import torch
+
+from gmlp_scale.files import write_text
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import by_name, check_continues, finetune
+from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
-from gmlp_scale.train.run_folder import write_text
+from gmlp_scale.plan.describe import describe_resume, describe_states, short
+from gmlp_scale.run import check_continues
+from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 
 
 def members(run: FinetuneConfig, *, grid: bool) -> list[FinetuneConfig]:
-    """The runs of the grid with the recipe's seed; without `grid` the recipe's own point alone."""
+    """The runs of the grid with the recipe's seed, or without `grid` one run at the recipe's own point."""
     if not grid:
         return [member(run, run.train.global_batch_size, run.optimizer.peak_learning_rate, run.seed)]
     return [
@@ -31,7 +36,7 @@ def members(run: FinetuneConfig, *, grid: bool) -> list[FinetuneConfig]:
 
 
 def member(run: FinetuneConfig, global_batch_size: int, peak_learning_rate: float, seed: int) -> FinetuneConfig:
-    """The recipe at a point of the grid and with a seed, in a folder of its own."""
+    """The recipe's run at a point of the grid and with a seed, in its own folder."""
     return run.model_copy(
         update={
             "output_dir": run.run_dir,
@@ -46,11 +51,11 @@ def member(run: FinetuneConfig, global_batch_size: int, peak_learning_rate: floa
 def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, grid: bool) -> dict | None:
     """Runs the grid with the recipe's seed, picks the point with the best dev score, and runs the other seeds there.
 
-    The score is that of the last weights, not of the best evaluation. Returns the content of table.json, or None where
-    it was stopped.
+    A run counts by the dev score of its last weights, not of its best evaluation. Returns the content of table.json,
+    or None if a run was stopped.
 
     Raises:
-        One of finetune.run.USER_ERRORS, such as ConfigError where a finished run had another recipe or other data.
+        One of finetuning.USER_ERRORS, such as ConfigError if a finished run had another recipe or other data.
     """
     tried = []
     for candidate in members(run, grid=grid):
@@ -75,7 +80,7 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
 
 
 def build_table(run: FinetuneConfig, inputs: Inputs, tried: list[dict], seeds: list[dict]) -> dict:
-    """The content of table.json; scores as metrics.jsonl has them: accuracy from 0 to 1, SQuAD's in percent."""
+    """The content of table.json. The scores are those of metrics.jsonl: accuracy from 0 to 1, SQuAD's in percent."""
     of_seeds = [by_name(scores["scores"]) for scores in seeds]
     chosen = seeds[0]["config"]
     columns = {name: [scores[name] for scores in of_seeds] for name in of_seeds[0]}
@@ -109,8 +114,9 @@ def build_table(run: FinetuneConfig, inputs: Inputs, tried: list[dict], seeds: l
     }
 
 
-def to_markdown(table: dict, main_score: str) -> str:
-    """The table for a reader; accuracies in percent, as the paper prints them."""
+def to_markdown(table: dict) -> str:
+    """The table for a reader, with accuracy in percent, as in the paper."""
+    task = TASKS[table["task"]]
     examples = ", ".join(f"{part} {number:,}" for part, number in table["num_examples"].items())
     start = "pretrained" if table["pretrained"] else "not pretrained"
     lines = [
@@ -124,24 +130,57 @@ def to_markdown(table: dict, main_score: str) -> str:
     paper_column = f" paper, {table['paper']['model']} |" if paper else ""
     lines += [f"| score | median | minimum | maximum |{paper_column}", "| --- " * (4 + bool(paper)) + "|"]
     for name, values in table["scores"].items():
-        shown = [_shown(name, values[kind]) for kind in ("median", "minimum", "maximum")]
+        shown = [task.shown(name, values[kind]) for kind in ("median", "minimum", "maximum")]
         lines.append(f"| {' | '.join([name, *shown, *([str(paper.get(name, ''))] if paper else [])])} |")
     if len(table["grid"]) > 1:
-        lines += ["", "| batch | rate | dev " + main_score + " |", "| --- | --- | --- |"]
+        lines += ["", f"| batch | rate | dev {task.main_score} |", "| --- | --- | --- |"]
         for point in table["grid"]:
-            score = _shown(main_score, point["scores"][main_score])
+            score = task.shown(task.main_score, point["scores"][task.main_score])
             lines.append(f"| {point['global_batch_size']} | {point['peak_learning_rate']:g} | {score} |")
     return "\n".join(lines) + "\n"
 
 
-def _shown(name: str, value: float) -> str:
-    if name.startswith("accuracy"):
-        return f"{100 * value:.2f}"
-    return f"{value}" if isinstance(value, int) else f"{value:.4f}" if name.startswith("loss") else f"{value:.2f}"
+def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_size: int) -> str:
+    """The text of --dry-run: the first run's resolved config and what follows from it, then the other runs' folders.
+
+    Raises:
+        ConfigError: a run does not fit the ranks or the data.
+    """
+    for run in runs:
+        run.rows_per_rank(world_size)
+    tasks = [Finetuning(run, inputs) for run in runs]
+    run, task = runs[0], tasks[0]
+    with torch.device("meta"):
+        model = task.build_model()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_micro_batches, num_steps = task.train.num_micro_batches(world_size), task.train.num_steps
+    micro_batches = f"{num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each"
+    flops_per_token = task.flops_per_step / run.tokens_per_step
+    lines = [
+        run.to_yaml(),
+        f"model                   {inputs.pretrained.config}",
+        f"ranks                   {world_size}, {micro_batches}",
+        f"parameters              {num_parameters:,}",
+        f"FLOPs per step          {short(task.flops_per_step)} ({short(flops_per_token)} per token)",
+        f"tokens per step         {run.tokens_per_step:,}",
+        describe_states(model, run.train.precision, run.engine, world_size, accumulates=num_micro_batches > 1),
+        *(
+            f"{part:24}{rows.num_examples:,} examples, {rows.num_rows:,} rows of {run.data.sequence_length} tokens"
+            for part, rows in inputs.rows.items()
+        ),
+        f"steps                   {num_steps:,}, {task.optimizer.warmup_steps:,} of them warm-up; "
+        f"{num_steps * run.train.global_batch_size / task.num_rows:.2f} epochs",
+        describe_resume(run.run_dir),
+    ]
+    if len(runs) > 1 or num_seeds > 1:
+        num_runs = len(runs) + num_seeds - 1
+        lines.append(f"runs                    {num_runs}: the grid's, then the other seeds' at the best")
+        lines += [f"    {task.config.run_dir}: {task.train.num_steps:,} steps" for task in tasks]
+    return "\n".join(lines)
 
 
 def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
-    """scores.json of a run that is done. ConfigError if it was of another recipe, model or data."""
+    """The content of scores.json of a run that is done. ConfigError if it had another recipe, model or data."""
     path = run.run_dir / "scores.json"
     content = world.broadcast(json.loads(path.read_text(encoding="utf-8")) if world.is_main and path.exists() else None)
     if content is None:
@@ -152,6 +191,5 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
 
 
 def _write_table(folder: Path, table: dict) -> None:
-    main_score = "accuracy" if "accuracy" in table["scores"] else "f1"
     write_text(folder / "table.json", json.dumps(table, indent=2) + "\n")
-    write_text(folder / "table.md", to_markdown(table, main_score))
+    write_text(folder / "table.md", to_markdown(table))
