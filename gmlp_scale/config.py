@@ -10,18 +10,15 @@ section can check alone, and words the mistakes. All of them are reported at onc
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from gmlp_scale.data.loader import DataConfig
-from gmlp_scale.engine import EngineConfig
-from gmlp_scale.engine.optimizer import OptimizerConfig
+from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig
-from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.train.checkpointer import CheckpointConfig
-from gmlp_scale.train.loop import TrainConfig
 
 # What a resumed run may change without asking, since neither the rows nor the mathematics of a step depend on it.
 FREE_ON_RESUME = (
@@ -42,14 +39,60 @@ class ConfigError(ValueError):
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
 
 
-class RunConfig(BaseModel, frozen=True, extra="forbid"):
-    """One pretraining run."""
+class Recipe(BaseModel, frozen=True, extra="forbid"):
+    """What the recipes of pretraining and finetuning have in common.
+
+    Both also have the sections `train`, `optimizer`, `engine` and `checkpoint`.
+    """
+
+    free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
     output_dir: Path = Path("outputs")
     seed: int = Field(ge=0, lt=2**32)
-    """Of the initial weights, the order of the rows and the masks."""
+    """Of the initial weights, the order of the rows, the masks and dropout."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name
+
+    def rows_per_rank(self, world_size: int) -> int:
+        """Rows per rank and step. Raises ConfigError where the recipe does not fit so many ranks."""
+        batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
+        if world_size > 1 and not self.engine.needs_process_group:
+            found = f"found {self.engine.kind} with {world_size} ranks; use zero or fsdp2, or start one process"
+            raise ConfigError(self.name, [f"engine.kind: {found}"])
+        if micro_batch == "auto" and batch % world_size:
+            found = f"found {batch}; must be a multiple of the number of ranks, {world_size}"
+            raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
+        if micro_batch != "auto" and batch % (world_size * micro_batch):
+            needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch}"
+            raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}"])
+        return batch // world_size
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def mistakes(self) -> Iterable[str]:
+        """What no section can see alone."""
+        train = self.train
+        if train.micro_batch_size != "auto" and train.global_batch_size % train.micro_batch_size:
+            needed = f"must divide train.global_batch_size = {train.global_batch_size}"
+            yield f"train.micro_batch_size: found {train.micro_batch_size}; {needed}"
+        if train.num_steps is not None:
+            yield from stop_mistakes(train.stop_after_step, train.num_steps)
+        yield from self.engine.mistakes(train)
+
+
+def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
+    if stop_after_step is not None and stop_after_step > num_steps:
+        yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
+
+
+class RunConfig(Recipe, frozen=True, extra="forbid"):
+    """One pretraining run."""
+
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
@@ -58,28 +101,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     checkpoint: CheckpointConfig
 
     @property
-    def run_dir(self) -> Path:
-        return self.output_dir / self.name
-
-    @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.model.sequence_length
-
-    def rows_per_rank(self, world_size: int) -> int:
-        """Rows per rank and step. Raises ConfigError where the recipe does not fit as many ranks."""
-        batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
-        if self.engine.kind == "single" and world_size > 1:
-            raise ConfigError(self.name, [f"engine.kind: found single with {world_size} ranks; needed: zero or fsdp2"])
-        if micro_batch != "auto":
-            return num_micro_batches(self.name, batch, micro_batch, world_size) * micro_batch
-        if batch % world_size:
-            found = f"found {batch}; must be a multiple of the number of ranks, {world_size}"
-            raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
-        return batch // world_size
-
-    def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank and step, once their size is a number. Raises as `rows_per_rank` does."""
-        return self.rows_per_rank(world_size) // self.train.micro_batch_size
 
     def accumulates(self, world_size: int) -> bool:
         """Whether a step has several micro-batches; while their size is `auto`, that it may have."""
@@ -94,69 +117,24 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
             )
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
 
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
     def mistakes(self) -> Iterable[str]:
-        """What no section can see alone."""
         train, warmup_steps = self.train, self.optimizer.warmup_steps
-        yield from schedule_mistakes(
-            train.global_batch_size, train.micro_batch_size, train.stop_after_step, train.num_steps
-        )
+        yield from super().mistakes()
         if warmup_steps >= train.num_steps:
             yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {train.num_steps}"
-        yield from zero_3_mistakes(self.engine, train.compile, train.recompute)
+        if train.micro_batch_size == "auto" and train.device == "cpu":
+            yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
         if train.compile == "reduce-overhead" and (
-            train.device == "cpu" or train.precision == "float32" or self.engine.kind == "fsdp2"
+            train.device == "cpu" or train.precision == "float32" or not self.engine.supports_cuda_graphs
         ):
-            # A graph reads parameters where they were when it was recorded, but FSDP2 gathers them anew. And float32
-            # gradients, which no engine copies, would stay in memory that the next micro-batch's graphs write to.
+            # Float32 gradients, which no engine copies, would stay in memory that the next micro-batch's graphs write.
             yield (
                 "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
                 "engine.kind single or zero"
             )
 
 
-AnyConfig = TypeVar("AnyConfig", bound=BaseModel)
-"""RunConfig, or another class with a `train` section and `mistakes()`."""
-
-
-def num_micro_batches(name: str, batch: int, micro_batch: int, world_size: int) -> int:
-    """Micro-batches per rank and step. Raises ConfigError where the global batch cannot be cut evenly."""
-    result, rest = divmod(batch, world_size * micro_batch)
-    if rest:
-        raise ConfigError(
-            name,
-            [
-                f"train.micro_batch_size: found {micro_batch}; {world_size} ranks x micro_batch_size must divide "
-                f"train.global_batch_size = {batch}"
-            ],
-        )
-    return result
-
-
-def schedule_mistakes(
-    batch: int, micro_batch: int | Literal["auto"], stop_after_step: int | None, num_steps: int | None
-) -> Iterable[str]:
-    """num_steps: None where the data will decide it."""
-    if micro_batch != "auto" and batch % micro_batch:
-        yield f"train.micro_batch_size: found {micro_batch}; must divide train.global_batch_size = {batch}"
-    if stop_after_step is not None and num_steps is not None and stop_after_step > num_steps:
-        yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
-
-
-def zero_3_mistakes(engine: EngineConfig, compile: bool | str, recompute: Recompute) -> Iterable[str]:
-    if engine.kind != "zero" or engine.stage != 3:
-        return
-    if compile:
-        found = str(compile).lower()
-        yield f"train.compile: found {found}; needed: false with engine.stage=3, whose hooks break every compiled block"
-    if recompute == "selective":
-        # DeepSpeed's own F.linear: the kept product would have its bias twice, and the gradients be wrong.
-        yield (
-            "train.recompute: found selective; needed: none or full with engine.stage=3, whose linear layers add "
-            "their bias in place to the very result that selective keeps"
-        )
+AnyConfig = TypeVar("AnyConfig", bound=Recipe)
 
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -191,13 +169,12 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     return run
 
 
-def check_unchanged(before: Mapping, now: Mapping, allowed: Iterable[str]) -> list[str]:
+def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...]) -> list[str]:
     """Compares a checkpoint's resolved config with the run's.
 
-    Returns one line for every field that differs, is neither free on resume nor named in `allowed`.
+    Returns one line for every field that differs and is not among `free`; "engine." there means the whole section.
     """
     old, new = dict(_flatten(before)), dict(_flatten(now))
-    free = FREE_ON_RESUME + tuple(allowed)
     return [
         f"{field}: the checkpoint was trained with {old.get(field)!r}; the run says {new.get(field)!r}"
         for field in sorted(old.keys() | new.keys())

@@ -1,34 +1,27 @@
-"""Assembles a pretraining run from its config, resumes it where it was left, and trains.
+"""Assembles one run of any task, resumes it where it was left, and trains.
 
 This is the one place where the eight nouns meet: RunConfig, World, Loader (of Batches), Model, Engine, Checkpointer,
-and the loop. load_pretrained() gives the trained model of a run folder to evaluation and export.
+Task, and the loop.
 """
 
 import logging
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
-
-import torch
-from torch import nn
+from typing import Any, Protocol
 
 from gmlp_scale import IMPORTED_AT_SECONDS
-from gmlp_scale.config import ConfigError, RunConfig, check_unchanged, load_run_config
-from gmlp_scale.data.loader import Loader
+from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged
 from gmlp_scale.data.shards import ShardError
-from gmlp_scale.engine import Engine, EngineConfigError, build_engine
-from gmlp_scale.engine.optimizer import build_adamw, decayed_names
+from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
+from gmlp_scale.files import write_text
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
-from gmlp_scale.models import build_model, with_kernels
-from gmlp_scale.plan.describe import count_parameters, flops_per_step
-from gmlp_scale.plan.micro_batch import largest_micro_batch_size
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name, newest_checkpoint
+from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.tasks.records import DataError
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
-from gmlp_scale.train.evaluate import evaluate
-from gmlp_scale.train.loop import NotFiniteError, Progress, train
-from gmlp_scale.train.metrics import Metrics, peak_tflops
-from gmlp_scale.train.run_folder import RunFolderError, claimed, describe_data_change, write_text
-from gmlp_scale.train.start_up import StartUp
+from gmlp_scale.train.loop import BatchLoader, NotFiniteError, Progress, train
+from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
+from gmlp_scale.train.run_folder import RunFolderError, claimed, describe_data_change
 from gmlp_scale.world import DeviceError, OtherRankError, World, set_up_logging, start_world
 
 log = logging.getLogger(__name__)
@@ -37,6 +30,7 @@ USER_ERRORS = (
     ConfigError,
     EngineConfigError,
     ShardError,
+    DataError,
     OSError,
     RunFolderError,
     CheckpointError,
@@ -48,162 +42,154 @@ USER_ERRORS = (
 """What a user can put right: each is one message that says what was found, what is needed and what to change."""
 
 
-def pretrain(run: RunConfig) -> Progress:
+class Task(Protocol):
+    """What differs between pretraining and finetuning. All ranks call every method together."""
+
+    config: Recipe
+    train: TrainConfig
+    """The config's `train` section, with everything decided that the data or the memory decide."""
+    optimizer: OptimizerConfig
+    num_rows: int
+    """Training rows, which make an epoch."""
+    tokens_per_step: int
+    flops_per_step: int
+    """Training FLOPs of one global batch: 3 x the forward pass."""
+    fingerprint: dict[str, Any]
+    """Of the data; a resumed run must find it again. JSON-able."""
+
+    def open_loader(self, world: World) -> BatchLoader:
+        """Comes first, once the run folder is claimed; what stands above may be known only after it."""
+
+    def build_model(self) -> Backbone:
+        """The model with its head, float32 and not initialised."""
+
+    def initialise(self, model: Backbone) -> None:
+        """Fills a new run's weights in place: the same on every rank."""
+
+    def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
+        """What to log after `step`, by tag."""
+
+    def finish(self, engine: Engine, world: World, step: int) -> None:
+        """Writes what is to be there after the last step of the schedule."""
+
+
+def pretrain(config: RunConfig) -> Progress:
+    """Joins the processes that the launcher started and runs a pretraining recipe there. Raises as `run_task` does."""
+    start_up = StartUp(since=IMPORTED_AT_SECONDS)
+    start_up.finish("imports")
+    engine = config.engine
+    with start_world(engine.timeout_seconds, config.train.device, init_group=engine.needs_process_group) as world:
+        set_up_logging(world)
+        start_up.finish("process group")
+        return run_task(Pretraining(config), world, start_up)
+
+
+def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     """Trains to the end of the schedule, `train.stop_after_step` or a stop signal, from the newest good checkpoint.
 
     Raises:
-        One of USER_ERRORS: the recipe does not fit the ranks, the shards or the checkpoint; another job holds the run
+        One of USER_ERRORS: the recipe does not fit the ranks, the data or the checkpoint; another job holds the run
         folder; a shard is corrupt; no checkpoint can be written or read; a loss or norm is not finite.
     """
-    start_up = StartUp(since=IMPORTED_AT_SECONDS)
-    start_up.finish("imports")
+    config = task.config
+    config.rows_per_rank(world.size)
     with ExitStack() as stack:
-        needs_group = run.engine.kind != "single"
-        world = stack.enter_context(start_world(run.engine.timeout_seconds, run.train.device, init_group=needs_group))
-        set_up_logging(world)
-        start_up.finish("process group")
-        run.rows_per_rank(world.size)
-        world.on_main(lambda: stack.enter_context(claimed(run.run_dir)))
-        recipe = run.to_yaml()
-        if run.train.micro_batch_size == "auto":
-            run = run.with_micro_batch_size(largest_micro_batch_size(run, world))
-            start_up.finish("micro-batch")
-        loader = build_loader(run, rank=world.rank, world_size=world.size)
+        world.on_main(lambda: stack.enter_context(claimed(config.run_dir)))
+        recipe = config.to_yaml()
+        loader = task.open_loader(world)
         stack.callback(loader.close)
-        if not loader.manifest.num_rows("heldout"):
-            raise ShardError(f"{run.data.shards} has no held-out rows to evaluate on: write it with --heldout-fraction")
         start_up.finish("data")
         checkpointer = Checkpointer(
-            run.run_dir / "checkpoints",
-            run.checkpoint,
+            config.run_dir / "checkpoints",
+            config.checkpoint,
+            details={"config": task.config.model_dump(mode="json"), "data": task.fingerprint},
             rank=world.rank,
             world_size=world.size,
             broadcast=world.broadcast,
-            timeout_seconds=run.engine.timeout_seconds / 2,
+            timeout_seconds=config.engine.timeout_seconds / 2,
         )
         stack.callback(checkpointer.close)
-        details = {"config": run.model_dump(mode="json"), "data": loader.fingerprint()}
         checkpoint = checkpointer.newest()
         if checkpoint:
-            _check_continues(run, checkpoint, details)
+            check_continues(config, str(checkpoint.path), checkpoint.details, checkpointer.details)
         start_up.finish("checkpoint")
-        world.on_main(lambda: write_text(run.run_dir / "config.yaml", recipe))
+        world.on_main(lambda: write_text(config.run_dir / "config.yaml", recipe))
 
-        num_parameters, engine_name = count_parameters(run), run.engine.kind
-        log.info("%s: %s parameters, engine %s, ranks: %d", run.name, f"{num_parameters:,}", engine_name, world.size)
-        engine = build_engine_of(run, world, is_new=checkpoint is None)
+        engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)
         start_up.finish("model and engine")
-        if checkpoint:
-            checkpoint.load_into(engine)
-            start_up.finish("checkpoint")
-            log.info("resuming from %s", checkpoint.path)
-        start_step = checkpoint.step if checkpoint else 0
-        metrics = _build_metrics(run, world, loader, start_step)
+        start_step = _resume(checkpoint, engine)
+        start_up.finish("checkpoint")
+        metrics = _build_metrics(task, world, start_step, start_up)
         stack.callback(metrics.close)
         start_up.finish("metrics")
-
-        def evaluate_heldout(step: int) -> dict[str, float]:
-            batches = loader.heldout_batches(run.train.num_evaluation_rows)
-            return evaluate(engine.predict, batches, world).by_tag()
-
         progress = train(
-            run.train,
-            run.optimizer,
+            task.train,
+            task.optimizer,
             world=world,
             engine=engine,
             loader=loader,
             checkpointer=checkpointer,
-            save_every_steps=run.checkpoint.save_every_steps,
-            details=details,
             metrics=metrics,
-            evaluate=evaluate_heldout,
+            evaluate=lambda step: task.evaluate(engine, world, step),
             start_step=start_step,
-            seed=run.seed,
-            start_up=start_up,
+            seed=config.seed,
         )
         if progress.finished:
-            log.info("finished at step %d: %s", progress.step, run.run_dir)
+            task.finish(engine, world, progress.step)
+            log.info("finished at step %d: %s", progress.step, config.run_dir)
         else:
-            log.info("stopped after step %d of %d; the same command resumes", progress.step, run.train.num_steps)
+            log.info("stopped after step %d of %d; the same command resumes", progress.step, task.train.num_steps)
         return progress
 
 
-def load_pretrained(run_dir: Path, step: int | None = None) -> tuple[RunConfig, Checkpoint, nn.Module]:
-    """The model of a run folder's newest good checkpoint, or of that after `step`: float32, on the CPU."""
-    run = load_run_config(run_dir / "config.yaml")
-    if step is None:
-        checkpoint, _ = newest_checkpoint(run_dir / "checkpoints")
-    else:
-        checkpoint = Checkpoint.open(run_dir / "checkpoints" / folder_name(step))
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
-    if run.train.micro_batch_size == "auto":
-        run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
-    model = build_model(with_kernels(run.model, "auto"))  # where it was trained, there may have been a GPU
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(checkpoint.read(f"model.{name}"))
-    return run, checkpoint, model.eval()
-
-
-def build_loader(run: RunConfig, *, rank: int, world_size: int) -> Loader:
-    """The run's loader for one rank of `world_size`."""
-    return Loader(
-        run.data,
-        sequence_length=run.model.sequence_length,
-        vocab_size=run.model.vocab_size,
-        seed=run.seed,
-        global_batch_size=run.train.global_batch_size,
-        micro_batch_size=run.train.micro_batch_size,
-        rank=rank,
-        world_size=world_size,
-        run_dir=run.run_dir,
+def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
+    """The engine of a task's model. A checkpoint is to fill the weights, unless the run is new."""
+    model, config = task.build_model(), task.config
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    log.info(
+        "%s: %s parameters, engine %s, ranks: %d", config.name, f"{num_parameters:,}", config.engine.kind, world.size
     )
+    if is_new:
+        task.initialise(model)
+    return build_engine(model, world, engine=config.engine, train=task.train, optimizer=task.optimizer)
 
 
-def _check_continues(run: RunConfig, checkpoint: Checkpoint, details: dict) -> None:
-    """Raises ConfigError with every difference that would make this another run than the checkpoint's."""
-    before, allowed = checkpoint.details, run.train.allow_changed_on_resume
-    differences = check_unchanged(before["config"], details["config"], allowed)
-    differences += describe_data_change(before["data"], details["data"])
+def check_continues(config: Recipe, place: str, before: dict, now: dict) -> None:
+    """Raises ConfigError with every difference that would make this another run than the one at `place`."""
+    allowed = tuple(config.train.allow_changed_on_resume)
+    differences = check_unchanged(before["config"], now["config"], config.free_on_resume + allowed)
+    differences += describe_data_change(before["data"], now["data"])
     if differences:
         differences.append(
-            "give the run another name=..., or the old values; train.allow_changed_on_resume lists what may differ"
+            "give the run another name=..., or the old values and data; train.allow_changed_on_resume lists what may "
+            "differ"
         )
-        raise ConfigError(f"{checkpoint.path} belongs to another run", differences)
+        raise ConfigError(f"{place} belongs to another run", differences)
     for field in allowed:
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
 
 
-def build_engine_of(run: RunConfig, world: World, *, is_new: bool) -> Engine:
-    """The engine of a run; its weights are left to the checkpoint unless `is_new`."""
-    model = build_model(run.model)
-    if is_new:
-        model.init_weights(torch.Generator().manual_seed(run.seed))
-    return build_engine(
-        model,
-        run.engine,
-        world,
-        build_optimizer=partial(build_adamw, config=run.optimizer, decayed=decayed_names(model)),
-        precision=run.train.precision,
-        num_micro_batches=run.num_micro_batches(world.size),
-        micro_batch_size=run.train.micro_batch_size,
-        gradient_clipping=run.optimizer.gradient_clipping,
-        compile=run.train.compile,
-        recompute=run.train.recompute,
-    )
+def _resume(checkpoint: Checkpoint | None, engine: Engine) -> int:
+    """The number of finished steps."""
+    if checkpoint is None:
+        return 0
+    checkpoint.load_into(engine)
+    log.info("resuming from %s", checkpoint.path)
+    return checkpoint.step
 
 
-def _build_metrics(run: RunConfig, world: World, loader: Loader, start_step: int) -> Metrics:
+def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp) -> Metrics:
+    config = task.train
     return Metrics(
-        run.run_dir,
+        task.config.run_dir,
         world,
         start_step=start_step,
-        num_steps=run.train.num_steps,
-        tokens_per_step=run.tokens_per_step,
-        rows_per_step=run.train.global_batch_size,
-        rows_per_epoch=loader.rows,
-        flops_per_step=flops_per_step(run),
-        peak_tflops_per_device=run.train.peak_tflops_per_device or peak_tflops(world.device, run.train.precision),
+        num_steps=config.num_steps,
+        tokens_per_step=task.tokens_per_step,
+        rows_per_step=config.global_batch_size,
+        rows_per_epoch=task.num_rows,
+        flops_per_step=task.flops_per_step,
+        peak_tflops_per_device=config.peak_tflops_per_device or peak_tflops(world.device, config.precision),
+        start_up=start_up,
     )

@@ -1,59 +1,131 @@
-"""A trained model, be it a run's checkpoint or an export."""
+"""A trained model, read from a run's checkpoint or from an export: to evaluate, draw, export or finetune it.
 
+gmlp_scale/export/folder.py has what an export's folder holds. Only safetensors and JSON are read: nothing in a folder
+that came from elsewhere is run or unpickled.
+"""
+
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
-from gmlp_scale.config import RunConfig
-from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.export.folder import Export, head_class, read_export
-from gmlp_scale.models import build_model
+from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.run import load_pretrained
-from gmlp_scale.train.checkpoint import CheckpointError, step_folders
+from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name, newest_checkpoint, step_folders
 
 log = logging.getLogger(__name__)
 
+Head = Literal["masked_language_model", "sequence_classification", "question_answering"]
 
-class AnalysisError(ValueError):
-    """A model or run that cannot give what was asked for; the message says why."""
+MODEL_TYPE = "gmlp_scale"
+PREFIX = "model."
+"""Before the parameter names, in checkpoints and in exports."""
+WEIGHTS_NAME = "model.safetensors"
+CLASS_OF_HEAD: dict[Head, str] = {
+    "masked_language_model": "GmlpScaleForMaskedLM",
+    "sequence_classification": "GmlpScaleForSequenceClassification",
+    "question_answering": "GmlpScaleForQuestionAnswering",
+}
+
+
+class TrainedModelError(ValueError):
+    """A trained model that cannot give what was asked for; the message says why."""
+
+
+class ExportError(ValueError):
+    """A folder that is no export, or that none can be written to."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     place: Path
     """The checkpoint's or the export's folder."""
-    step: int | None
-    """Of pretraining; None where an export does not say."""
-    model: Backbone
-    """Float32, on the CPU, in evaluation mode."""
-    recipe: RunConfig | None
-    """Of the pretraining run; None for an export that holds none, such as a finetuned one."""
+    config: ModelConfig
+    head: Head
+    labels: tuple[str, ...]
+    """Names of the classes of a sequence classification head, in the order of its logits; else empty."""
+    weights: dict[str, Tensor]
+    """Float32 on the CPU, by the parameter names of `build()`."""
     tokenizer_folder: str
     tokenizer_sha256: str
     row_length: int | None
-    """What rows are padded to, as they were in finetuning; None for a pretrained model."""
+    """Finetuning padded rows to this length; None for a pretrained model."""
+    details: dict[str, Any]
+    """Where the weights came from. Of a pretraining run: config, data and step."""
+
+    @property
+    def step(self) -> int | None:
+        """Of pretraining; None where an export does not say."""
+        return self.details.get("step")
+
+    @property
+    def recipe(self) -> RunConfig | None:
+        """Of the pretraining run; None for an export that holds none, such as a finetuned one."""
+        try:
+            return RunConfig.model_validate(self.details.get("config"))
+        except ValidationError:
+            return None
+
+    def build(self) -> Backbone:
+        """The model with its head, float32, on the CPU, in evaluation mode."""
+        model = build_model(self.config, head=head_class(self.head, len(self.labels)))
+        fill(model, self.weights)
+        return model.eval()
 
     def tokenizer(self) -> Tokenizer:
-        """Raises AnalysisError where another one lies in its place."""
+        """Raises TrainedModelError where another tokenizer lies in its place."""
         tokenizer = Tokenizer(self.tokenizer_folder)
         if tokenizer.sha256 != self.tokenizer_sha256:
-            raise AnalysisError(
-                f"{self.tokenizer_folder} is not the tokenizer that {self.place} was trained with: put it back"
+            raise TrainedModelError(
+                f"{self.tokenizer_folder} is not the tokenizer that {self.place} was trained with: put that one back"
             )
         return tokenizer
 
 
+@torch.no_grad()
+def fill(model: Backbone, weights: Mapping[str, Tensor]) -> None:
+    """Copies each of the weights into the model's parameter of that name."""
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)
+
+
 def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
-    """A run's newest good checkpoint, or the one after `step`. Raises one of pretrain.USER_ERRORS."""
-    recipe, checkpoint, model = load_pretrained(run_dir, step)
-    tokenizer_sha256 = checkpoint.details["data"]["tokenizer_sha256"]
-    tokenizer_folder = f"{recipe.data.shards}/tokenizer"
-    return TrainedModel(checkpoint.path, checkpoint.step, model, recipe, tokenizer_folder, tokenizer_sha256, None)
+    """A run's newest good checkpoint, or the one after `step`.
+
+    Raises:
+        ConfigError, CheckpointError: the recipe or the checkpoint cannot be read.
+    """
+    run = load_run_config(run_dir / "config.yaml")
+    if step is None:
+        checkpoint, _ = newest_checkpoint(run_dir / "checkpoints")
+    else:
+        checkpoint = Checkpoint.open(run_dir / "checkpoints" / folder_name(step))
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
+    return TrainedModel(
+        place=checkpoint.path,
+        config=with_kernels(run.model, "auto"),  # the run may have had a GPU, and this machine none
+        head="masked_language_model",
+        labels=(),
+        weights={key.removeprefix(PREFIX): checkpoint.read(key) for key in checkpoint.keys if key.startswith(PREFIX)},
+        tokenizer_folder=f"{run.data.shards}/tokenizer",
+        tokenizer_sha256=checkpoint.details["data"]["tokenizer_sha256"],
+        row_length=None,
+        details={"step": checkpoint.step, **checkpoint.details},
+    )
 
 
 def read_all_steps(run_dir: Path) -> Iterator[TrainedModel]:
@@ -75,26 +147,114 @@ def read_all_steps(run_dir: Path) -> Iterator[TrainedModel]:
         raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
 
 
-def read_model(export_dir: Path) -> TrainedModel:
-    """An export, with whatever head. FileNotFoundError or ExportError where it cannot be read."""
-    export = read_export(export_dir)
-    model = build_model(export.model, head=head_class(export.head, len(export.labels)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(export.weights[name])
-    return TrainedModel(
-        export_dir,
-        export.details.get("step"),
-        model.eval(),
-        _recipe(export),
-        str(export_dir),
-        export.tokenizer.sha256,
-        export.row_length,
-    )
+def read_export(folder: str | Path) -> TrainedModel:
+    """What write_export wrote, or transformers' save_pretrained with the tokenizer.model copied beside it.
+
+    Raises:
+        FileNotFoundError, ExportError: naming the file and what is wrong with it.
+    """
+    folder = Path(folder)
+    config = _read_config(folder / "config.json")
+    model = _model_config(config, folder)
+    head = _head(config, folder)
+    labels = tuple(config["id2label"].values()) if head == "sequence_classification" else ()
+    tokenizer = Tokenizer(folder)
+    if tokenizer.vocab_size != model.vocab_size:
+        raise ExportError(
+            f"{folder}: {MODEL_NAME} has {tokenizer.vocab_size} pieces but config.json says vocab_size "
+            f"{model.vocab_size}: they are not of one export"
+        )
+    weights = _read_weights(folder)
+    expected = expected_shapes(model, head, len(labels))
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if found != expected:
+        raise ExportError(f"{folder}: the weights are not of config.json's model: {difference(found, expected)}")
+    row_length, details = config.get("row_length"), config.get("details", {})
+    return TrainedModel(folder, model, head, labels, weights, str(folder), tokenizer.sha256, row_length, details)
 
 
-def _recipe(export: Export) -> RunConfig | None:
+def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
+    """What build_model takes as its head; num_classes is for sequence classification."""
+    match head:
+        case "masked_language_model":
+            return MaskedLanguageModel
+        case "sequence_classification":
+            return partial(SequenceClassifier, num_classes=num_classes)
+        case "question_answering":
+            return SpanPredictor
+
+
+def expected_shapes(model: ModelConfig, head: Head, num_classes: int) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of a model and its head, by their names."""
+    with torch.device("meta"):
+        parameters = build_model(model, head=head_class(head, num_classes)).named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def difference(found: dict[str, tuple], expected: dict[str, tuple]) -> str:
+    """The first few parameters that are missing, unknown or of another shape."""
+    lines = [
+        f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return RunConfig.model_validate(export.details.get("config"))
-    except ValidationError:
-        return None
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"no export at {path.parent}: {path} does not exist; launch/export.py writes it"
+        ) from None
+    except ValueError as error:
+        raise ExportError(f"{path} is not JSON ({error}): export the model again") from error
+    found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+    if found != MODEL_TYPE:
+        raise ExportError(f"{path} is of model_type {found!r}, not {MODEL_TYPE!r}: give a folder of launch/export.py")
+    return config
+
+
+def _model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
+    names = {name for kind in get_args(get_args(ModelConfig)[0]) for name in kind.model_fields}
+    try:
+        return TypeAdapter(ModelConfig).validate_python({name: config[name] for name in names if name in config})
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in error.errors())
+        raise ExportError(f"{folder / 'config.json'} describes no model of ours: {problems}") from error
+
+
+def _head(config: dict[str, Any], folder: Path) -> Head:
+    names = config.get("architectures")
+    for head, name in CLASS_OF_HEAD.items():
+        if names == [name]:
+            return head
+    known = ", ".join(CLASS_OF_HEAD.values())
+    raise ExportError(f"{folder / 'config.json'} has architectures {names!r}; needed is one of {known}")
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    tensors = {}
+    for path in _weight_files(folder):
+        try:
+            tensors |= load_file(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no weights at {folder}: {path} does not exist") from None
+        except SafetensorError as error:
+            raise ExportError(f"{path} cannot be read ({error}): export or copy it again") from error
+    return {name.removeprefix(PREFIX): tensor.float() for name, tensor in tensors.items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files that the index of a save_pretrained in several files names."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / WEIGHTS_NAME).exists() or not index.exists():
+        return [folder / WEIGHTS_NAME]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExportError(f"{index} is not an index of weights ({error!r}): save or copy the model again") from error
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ExportError(f"{index} names files of another folder: {', '.join(outside)}")
+    return [folder / name for name in names]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from gmlp_scale.export.pretrained import export_pretrained
-from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.finetune.finetuning import USER_ERRORS
 
 
 def main() -> int:

@@ -12,8 +12,7 @@ from gmlp_scale.config import load_config
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import USER_ERRORS, finetune
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.finetune.plan import describe
-from gmlp_scale.finetune.sweep import members, sweep
+from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.world import launched_world_size, set_up_logging, start_world
 
 
@@ -35,7 +34,7 @@ def main() -> int:
         run = load_config(FinetuneConfig, options.config, options.overrides)
         runs = members(run, grid=options.grid) if is_sweep else [run]
         for one in runs:
-            one.num_micro_batches(launched_world_size())
+            one.rows_per_rank(launched_world_size())
         if options.dry_run:
             print(describe(runs, options.seeds, read_inputs(run), launched_world_size()))
             return 0
@@ -43,8 +42,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        needs_group = run.engine.kind != "single"
-        with start_world(run.engine.timeout_seconds, run.train.device, init_group=needs_group) as world:
+        engine = run.engine
+        with start_world(engine.timeout_seconds, run.train.device, init_group=engine.needs_process_group) as world:
             set_up_logging(world)
             inputs = read_inputs(run)
             if is_sweep:

@@ -2,10 +2,17 @@
 
 `single` is the reference; `zero` (DeepSpeed, stages 1 to 3) and `fsdp2` give its losses and gradient norms.
 An engine knows of a model only `.blocks`, `.encode`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
+
+An engine's config says, beside its fields,
+    needs_process_group    also in one process
+    supports_cuda_graphs   whether train.compile may be reduce-overhead
+    mistakes(train)        what of a `train` section it cannot do, in the words of gmlp_scale/config.py
+    state_bytes(model, weight_bytes, world_size, accumulates=...)   bytes of parameters (of `weight_bytes` each),
+                           gradients, float32 masters and moments on the rank that holds the most, without activations
 """
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol, assert_never
 
 import torch
 from pydantic import Field
@@ -13,8 +20,10 @@ from torch import Tensor, nn
 
 from gmlp_scale.engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from gmlp_scale.engine.masters import Piece, ReadRows
+from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.engine.single import SingleConfig, SingleEngine
-from gmlp_scale.engine.zero import EngineConfigError, ZeroConfig, ZeroEngine
+from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
+from gmlp_scale.engine.zero import ZeroConfig, ZeroEngine
 from gmlp_scale.world import World
 
 __all__ = [
@@ -22,9 +31,11 @@ __all__ = [
     "EngineConfig",
     "EngineConfigError",
     "Fsdp2Config",
+    "OptimizerConfig",
     "Piece",
     "ReadRows",
     "SingleConfig",
+    "TrainConfig",
     "ZeroConfig",
     "build_engine",
 ]
@@ -75,34 +86,22 @@ class Engine(Protocol):
 
 
 def build_engine(
-    model: nn.Module,
-    config: SingleConfig | ZeroConfig | Fsdp2Config,
-    world: World,
-    *,
-    build_optimizer: Callable[[Iterator[tuple[str, nn.Parameter]]], torch.optim.AdamW],
-    precision: Literal["float32", "bf16"],
-    num_micro_batches: int,
-    micro_batch_size: int,
-    gradient_clipping: float | None,
-    compile: Literal[True, False, "reduce-overhead"],
-    recompute: Literal["none", "selective", "full"],
+    model: nn.Module, world: World, *, engine: EngineConfig, train: TrainConfig, optimizer: OptimizerConfig
 ) -> Engine:
     """Applies every technique in the one order that works, and gives the engine.
 
     Args:
         model: float32, on the CPU, with the same weights on every rank.
-        build_optimizer: named parameters -> AdamW; an engine may hand it shards or masters under the names.
-        num_micro_batches: per rank and step; what `backward` divides by.
-        micro_batch_size: rows per forward pass on one rank.
+        train: with a number as its micro_batch_size.
 
     Raises:
-        ValueError: the config does not fit the world, or a DeepSpeed file contradicts the recipe.
-        EngineConfigError: `compile` is reduce-overhead, but the world's device is a CPU.
+        EngineConfigError: a DeepSpeed file contradicts the recipe, or `train.compile` is reduce-overhead on a CPU.
     """
+    compile = train.compile
     if compile == "reduce-overhead" and world.device.type == "cpu":
         raise EngineConfigError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
     # 1. Recompute, inside the blocks, so that what is compiled knows what to keep.
-    model.set_recompute(recompute)
+    model.set_recompute(train.recompute)
     # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
     if compile:
         for block in model.blocks:
@@ -114,19 +113,14 @@ def build_engine(
         # Each block is a graph of its own; their results live on until the next pass through the model begins.
         model.encode = _marking_the_begin(model.encode)
     # 3. Shard, which replaces the parameters; 4. build the optimizer over what each rank has to update.
-    common = {
-        "build_optimizer": build_optimizer,
-        "precision": precision,
-        "num_micro_batches": num_micro_batches,
-        "gradient_clipping": gradient_clipping,
-    }
-    match config:
+    match engine:
         case SingleConfig():
-            return SingleEngine(model, world, **common)
+            return SingleEngine(model, world, train=train, optimizer=optimizer)
         case ZeroConfig():
-            return ZeroEngine(model, config, world, micro_batch_size=micro_batch_size, **common)
+            return ZeroEngine(model, engine, world, train=train, optimizer=optimizer)
         case Fsdp2Config():
-            return Fsdp2Engine(model, config, world, **common)
+            return Fsdp2Engine(model, engine, world, train=train, optimizer=optimizer)
+    assert_never(engine)
 
 
 def _marking_the_begin(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:

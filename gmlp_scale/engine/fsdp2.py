@@ -3,8 +3,8 @@
 torch.distributed.fsdp takes a second to import, so that is done when an engine is built.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import get_total_norm
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadRows
+from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
+from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.world import World
 
 
@@ -27,6 +29,32 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     """Free a group's gathered parameters after its forward pass and gather them again for the backward pass (ZeRO-3);
     otherwise only gradients, masters and moments are sharded between steps (ZeRO-2)."""
 
+    needs_process_group: ClassVar[bool] = True
+    supports_cuda_graphs: ClassVar[bool] = False
+    """A graph reads parameters where they were when it was recorded, and FSDP2 gathers them to another place."""
+
+    def mistakes(self, train: TrainConfig) -> Iterator[str]:
+        """Nothing in a `train` section is beyond this engine but CUDA graphs."""
+        yield from ()
+
+    def state_bytes(
+        self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
+    ) -> dict[str, float]:
+        """Everything is sharded but the parameters gathered to compute with: all of them, or, with
+        `reshard_after_forward`, those outside of blocks, of one group of blocks and of the next. Gradients are whole
+        while micro-batches accumulate."""
+        num_parameters, num_in_blocks = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks))
+        num_gathered = num_parameters
+        if self.reshard_after_forward:
+            share_of_blocks = min(1, 2 * self.blocks_per_group / len(model.blocks))
+            num_gathered -= (1 - share_of_blocks) * num_in_blocks
+        return {
+            "parameters": num_gathered * weight_bytes,
+            "gradients": num_parameters * 4 / (1 if accumulates else world_size),
+            "float32 master": num_parameters * 4 / world_size,
+            "moments": num_parameters * 8 / world_size,
+        }
+
 
 class Fsdp2Engine:
     """Works with one process too. In bf16, gathers are in bfloat16 and gradients are reduced in float32."""
@@ -37,21 +65,20 @@ class Fsdp2Engine:
         config: Fsdp2Config,
         world: World,
         *,
-        build_optimizer: Callable,
-        precision: Literal["float32", "bf16"],
-        num_micro_batches: int,
-        gradient_clipping: float | None,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
     ):
         self.config = config
         self.world = world
-        self.num_micro_batches = num_micro_batches
-        self.module = _shard(model.to(world.device), config, world, precision)
+        self.num_micro_batches = train.num_micro_batches(world.size)
+        decayed = decayed_names(model)
+        self.module = _shard(model.to(world.device), config, world, train.precision)
         masters = {}
         for name, parameter in self.module.named_parameters():
             rows = parameter.detach().to_local()  # the same memory, without DTensor's cost per operation
             if len(rows):
                 masters[name] = Master(nn.Parameter(rows), tuple(parameter.shape), _first_row(parameter, world))
-        self.masters = Masters(masters, build_optimizer, gradient_clipping)
+        self.masters = Masters(masters, optimizer, decayed)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.module.set_requires_gradient_sync(is_last)

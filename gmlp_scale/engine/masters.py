@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gmlp_scale.engine.optimizer import create_moments, update
+from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, update
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,15 +53,10 @@ class Master:
 class Masters:
     """Every master of this rank by parameter name, with the optimizer over them."""
 
-    def __init__(
-        self,
-        masters: dict[str, Master],
-        build_optimizer: Callable[[Iterator[tuple[str, nn.Parameter]]], torch.optim.AdamW],
-        gradient_clipping: float | None,
-    ):
+    def __init__(self, masters: dict[str, Master], config: OptimizerConfig, decayed: set[str]):
         self.masters = masters
-        self.optimizer = build_optimizer((name, master.rows) for name, master in masters.items())
-        self.gradient_clipping = gradient_clipping
+        self.optimizer = build_adamw(((name, master.rows) for name, master in masters.items()), config, decayed)
+        self.gradient_clipping = config.gradient_clipping
         create_moments(self.optimizer, (master.rows for master in masters.values()))
 
     def step(self, learning_rate: float, norm: Tensor) -> None:

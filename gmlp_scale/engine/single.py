@@ -1,7 +1,7 @@
 """One process on one device: the reference that the other engines are held to."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadRows
+from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
+from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.world import World
 
 
@@ -19,38 +21,44 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
     timeout_seconds: float = 600
     """Has no effect in one process; every engine has it, so that an override of engine.kind alone is a valid run."""
 
+    needs_process_group: ClassVar[bool] = False
+    supports_cuda_graphs: ClassVar[bool] = True
+
+    def mistakes(self, train: TrainConfig) -> Iterator[str]:
+        """Nothing in a `train` section is beyond this engine."""
+        yield from ()
+
+    def state_bytes(
+        self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
+    ) -> dict[str, float]:
+        """As Engine's configs all have it: see gmlp_scale/engine."""
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        return {
+            "parameters": num_parameters * weight_bytes,
+            "gradients": num_parameters * 4,
+            "float32 master": num_parameters * (4 if weight_bytes == 2 else 0),
+            "moments": num_parameters * 8,
+        }
+
 
 class SingleEngine:
     """In bf16 the module holds bfloat16 copies of the float32 masters, and gradients are summed in float32."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        *,
-        build_optimizer: Callable,
-        precision: Literal["float32", "bf16"],
-        num_micro_batches: int,
-        gradient_clipping: float | None,
-    ):
-        if world.size > 1:
-            raise ValueError(
-                f"engine.kind=single runs in one process, but {world.size} were started: "
-                "start it without torchrun or deepspeed, or set engine.kind to zero or fsdp2"
-            )
+    def __init__(self, model: nn.Module, world: World, *, train: TrainConfig, optimizer: OptimizerConfig):
+        assert world.size == 1
         self.module = model.to(world.device)
-        self.num_micro_batches = num_micro_batches
+        self.num_micro_batches = train.num_micro_batches(world.size)
         self.copies: dict[str, nn.Parameter] = {}  # the module's bfloat16 parameters
         masters = {}
         for name, parameter in model.named_parameters():
             rows = parameter
-            if precision == "bf16":
+            if train.precision == "bf16":
                 rows = nn.Parameter(parameter.detach().clone())
                 parameter.data = parameter.data.bfloat16()
                 parameter.register_post_accumulate_grad_hook(_adds_gradient_to(rows))
                 self.copies[name] = parameter
             masters[name] = Master(rows, tuple(parameter.shape), 0)
-        self.masters = Masters(masters, build_optimizer, gradient_clipping)
+        self.masters = Masters(masters, optimizer, decayed_names(model))
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         (loss / self.num_micro_batches).backward()

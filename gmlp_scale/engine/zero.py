@@ -9,23 +9,20 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import MOMENTS, Piece, ReadRows, model_key, moment_key
-from gmlp_scale.engine.optimizer import create_moments
+from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, decayed_names
+from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
-
-
-class EngineConfigError(ValueError):
-    """What engine.deepspeed_config says and what the recipe says cannot both be."""
 
 
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
@@ -37,6 +34,38 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). What the recipe
     decides may stand in it only with the recipe's value."""
 
+    needs_process_group: ClassVar[bool] = True
+    supports_cuda_graphs: ClassVar[bool] = True
+
+    def mistakes(self, train: TrainConfig) -> Iterator[str]:
+        """What of a `train` section stage 3 cannot do."""
+        if self.stage < 3:
+            return
+        if train.compile:
+            yield (
+                f"train.compile: found {str(train.compile).lower()}; needed: false with engine.stage=3, whose hooks "
+                "break every compiled block"
+            )
+        if train.recompute == "selective":
+            # DeepSpeed's own F.linear: the kept product would have its bias twice, and the gradients be wrong.
+            yield (
+                "train.recompute: found selective; needed: none or full with engine.stage=3, whose linear layers add "
+                "their bias in place to the very result that selective keeps"
+            )
+
+    def state_bytes(
+        self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
+    ) -> dict[str, float]:
+        """Stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 everything (Rajbhandari et al.
+        2020, figure 1)."""
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        return {
+            "parameters": num_parameters * weight_bytes / (world_size if self.stage >= 3 else 1),
+            "gradients": num_parameters * 4 / (world_size if self.stage >= 2 else 1),
+            "float32 master": num_parameters * (4 if weight_bytes == 2 else 0) / world_size,
+            "moments": num_parameters * 8 / world_size,
+        }
+
 
 class ZeroEngine:
     """Works with one process too. In bf16 the masters are float32, and gradients are summed and reduced in float32."""
@@ -47,11 +76,8 @@ class ZeroEngine:
         config: ZeroConfig,
         world: World,
         *,
-        build_optimizer: Callable,
-        precision: Literal["float32", "bf16"],
-        num_micro_batches: int,
-        micro_batch_size: int,
-        gradient_clipping: float | None,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
     ):
         self.stage = config.stage
         self.world = world
@@ -59,13 +85,11 @@ class ZeroEngine:
         initial = {model_key(name): parameter.data for name, parameter in model.named_parameters()}
         self.module = _initialize(
             model,
-            build_optimizer(model.named_parameters()),
+            build_adamw(model.named_parameters(), optimizer, decayed_names(model)),
             _deepspeed_settings(
                 config,
                 num_parameters=sum(parameter.numel() for parameter in initial.values()),
-                required=_required_settings(
-                    config.stage, world, precision, num_micro_batches, micro_batch_size, gradient_clipping
-                ),
+                required=_required_settings(config.stage, world.size, train, optimizer.gradient_clipping),
             ),
         )
         # DeepSpeed makes a process group of its own, with torch's default timeout.
@@ -74,7 +98,7 @@ class ZeroEngine:
         self.adamw: torch.optim.AdamW = self.zero.optimizer
         self.parameters = dict(self.module.module.named_parameters())
         self._create_moments()
-        if precision == "bf16":
+        if train.precision == "bf16":
             # DeepSpeed took the masters from weights that it had rounded to bfloat16 already.
             for name in self.parameters:
                 self._write(name, None, lambda key, first, stop: initial[key][first:stop])
@@ -212,21 +236,14 @@ def _read_elements(read: ReadRows, key: str, shape: tuple[int, ...], start: int,
     return rows[start - first_row * row_size : stop - first_row * row_size]
 
 
-def _required_settings(
-    stage: int,
-    world: World,
-    precision: str,
-    num_micro_batches: int,
-    micro_batch_size: int,
-    gradient_clipping: float | None,
-) -> dict:
+def _required_settings(stage: int, world_size: int, train: TrainConfig, gradient_clipping: float | None) -> dict:
     """What the recipe decides, in DeepSpeed's words."""
     return {
-        "train_batch_size": micro_batch_size * num_micro_batches * world.size,
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": num_micro_batches,
+        "train_batch_size": train.global_batch_size,
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": train.num_micro_batches(world_size),
         "gradient_clipping": gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
-        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "bf16": {"enabled": train.precision == "bf16", "check_grad_overflow": True},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": stage},

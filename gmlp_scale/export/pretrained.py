@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.export.folder import ExportError, check_is_free, write_export
-from gmlp_scale.run import load_pretrained
+from gmlp_scale.export.folder import check_is_free, write_export
 from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.trained import read_run
 
 
 def export_pretrained(run_dir: Path, step: int | None, folder: Path) -> Path:
@@ -14,25 +13,20 @@ def export_pretrained(run_dir: Path, step: int | None, folder: Path) -> Path:
     Its details are the step, the last held-out evaluation until then, the data's fingerprint and the resolved config.
 
     Raises:
-        One of pretrain.USER_ERRORS: the run or the checkpoint cannot be read.
-        ExportError: the folder is taken, or the tokenizer beside the shards is not the one of the run.
+        ConfigError, CheckpointError: the run or the checkpoint cannot be read.
+        ExportError, TrainedModelError: the folder is taken, or the run's tokenizer is no longer beside its shards.
     """
     check_is_free(folder)
-    run, checkpoint, model = load_pretrained(run_dir, step)
-    tokenizer_folder = f"{run.data.shards}/tokenizer"
-    if Tokenizer(tokenizer_folder).sha256 != checkpoint.details["data"]["tokenizer_sha256"]:
-        raise ExportError(
-            f"{tokenizer_folder} is not the tokenizer of the rows that {run_dir} was trained on: "
-            f"put the shards of the run back, or their place into data.shards of {run_dir / 'config.yaml'}"
-        )
+    trained = read_run(run_dir, step)
+    trained.tokenizer()  # raises where it is another one
     write_export(
         folder,
-        run.model,
-        {name: parameter.detach() for name, parameter in model.named_parameters()},
-        tokenizer_folder=tokenizer_folder,
-        details={"step": checkpoint.step, "heldout": _heldout_result(run_dir, checkpoint.step), **checkpoint.details},
+        trained.config,
+        trained.weights,
+        tokenizer_folder=trained.tokenizer_folder,
+        details={"step": trained.step, "heldout": _heldout_result(run_dir, trained.step), **trained.details},
     )
-    return checkpoint.path
+    return trained.place
 
 
 def _heldout_result(run_dir: Path, step: int) -> dict[str, float] | None:

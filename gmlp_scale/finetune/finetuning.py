@@ -1,125 +1,196 @@
-"""What a finetuning run leaves behind: dev scores at each evaluation, the best and the last weights, predictions."""
+"""Finetuning as a task of gmlp_scale/run.py. A run folder holds, beside what every run's does,
+
+    best/, last/          exports with the head: of the evaluation with the best dev score, and of the end
+    predictions/PART/     in the official form, of the last weights
+    scores.json           written last: the run is done
+"""
 
 import functools
 import json
 import shutil
+import time
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from gmlp_scale.data.epoch_loader import summarize_all
-from gmlp_scale.engine import Engine
+from gmlp_scale.config import ConfigError, stop_mistakes
+from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.export.folder import write_export
+from gmlp_scale.files import write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import Inputs
-from gmlp_scale.tasks.classification import ClassificationTask
-from gmlp_scale.train.run_folder import write_text
+from gmlp_scale.models import build_model
+from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.run import USER_ERRORS as RUN_USER_ERRORS
+from gmlp_scale.run import run_task
+from gmlp_scale.tasks.predictions import summarize_all
+from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.trained import ExportError, fill
 from gmlp_scale.world import World
 
+USER_ERRORS = (*RUN_USER_ERRORS, ExportError)
 
-class Results:
-    """Scores the dev parts, keeps the best weights, and writes what a finished run leaves behind."""
 
-    def __init__(self, run: FinetuneConfig, inputs: Inputs, engine: Engine, world: World, start_step: int):
-        self.run, self.inputs, self.engine, self.world = run, inputs, engine, world
-        self.best = world.broadcast(self._read_best(start_step) if world.is_main else None)
+def finetune(config: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
+    """Finetunes from the newest good checkpoint on, as gmlp_scale.run.run_task does, and raises as it does.
+
+    Returns the content of scores.json, or None where it stopped before the end.
+    """
+    task = Finetuning(config, inputs)
+    run_task(task, world, StartUp(since=time.perf_counter()))
+    return task.content
+
+
+class Finetuning:
+    """The Task of a finetuning recipe: it scores the dev parts, keeps the best weights, and writes the predictions.
+
+    Raises:
+        ConfigError: train.stop_after_step is after the last step that the data give.
+    """
+
+    def __init__(self, config: FinetuneConfig, inputs: Inputs):
+        self.config, self.inputs = config, inputs
+        self.num_rows = inputs.rows["train"].num_rows
+        self.train: TrainConfig = config.train_config(self.num_rows)
+        self.optimizer: OptimizerConfig = config.optimizer_config(self.num_rows)
+        if mistakes := [*stop_mistakes(self.train.stop_after_step, self.train.num_steps)]:
+            raise ConfigError(config.name, mistakes)
+        self.tokens_per_step: int = config.tokens_per_step
+        self.fingerprint = inputs.fingerprint
+        self.content: dict | None = None
+        """Of scores.json, once it is written."""
         self._evaluated_step: int | None = None
         self._summaries: dict[str, np.ndarray] = {}
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    @cached_property
+    def flops_per_step(self) -> int:
+        """At the length of the rows, which may be less than the model's."""
+        with torch.device("meta"):
+            shortened = self.inputs.pretrained.config.model_copy(
+                update={"sequence_length": self.config.data.sequence_length}
+            )
+            model = build_model(shortened, head=self.config.task_row.head)
+        return 3 * model.flops_per_sample() * self.train.global_batch_size
+
+    def open_loader(self, world: World) -> EpochLoader:
+        return EpochLoader(
+            self.inputs.rows["train"],
+            seed=self.config.seed,
+            global_batch_size=self.train.global_batch_size,
+            micro_batch_size=self.train.micro_batch_size,
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def build_model(self) -> Backbone:
+        return build_model(self.inputs.pretrained.config, head=self.config.task_row.head, dropout=self.config.dropout)
+
+    def initialise(self, model: Backbone) -> None:
+        """Random weights by the seed; then, if `pretrained`, the trunk's from the export, whatever head that has."""
+        model.init_weights(torch.Generator().manual_seed(self.config.seed))
+        if self.config.pretrained:
+            with torch.device("meta"):
+                trunk = build_model(self.inputs.pretrained.config, head=Backbone)
+            fill(model, {name: self.inputs.pretrained.weights[name] for name, _ in trunk.named_parameters()})
+
+    def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Scores by tag; writes best/ where the dev score is the best so far."""
+        if self._evaluated_step is None:
+            self.best = world.broadcast(self._read_best(step) if world.is_main else None)
         self._evaluated_step, self._summaries = step, {}
-        scores = {part: self._scores(part) for part in self.run.parts if part.startswith("dev")}
-        score = scores["dev"][self.run.task_row.main_score]
+        scores = self._dev_scores(engine, world)
+        score = scores["dev"][self.config.task_row.main_score]
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
-            self._write_weights("best", step, scores)
+            self._write_weights("best", engine, world, step, scores)
         return by_name(scores, "eval/")
 
-    def write(self, step: int) -> dict:
+    def finish(self, engine: Engine, world: World, step: int) -> None:
         """last/, predictions/ and scores.json of the weights after the last step."""
         if self._evaluated_step != step:
-            self.evaluate(step)
-        scores = {part: self._scores(part) for part in self.run.parts if part.startswith("dev")}
-        self._write_weights("last", step, scores)
-        for part in self.run.parts:
-            summaries = self._summary(part)
-            self.world.on_main(functools.partial(self._write_predictions, part, summaries))
-        content = {
-            "task": self.run.task,
-            "seed": self.run.seed,
+            self.evaluate(engine, world, step)
+        scores = self._dev_scores(engine, world)
+        self._write_weights("last", engine, world, step, scores)
+        for part in self.config.parts:
+            summaries = self._summary(part, engine, world)
+            world.on_main(functools.partial(self._write_predictions, part, summaries))
+        self.content = {
+            "task": self.config.task,
+            "seed": self.config.seed,
             "step": step,
             "scores": scores,
             "best": self.best,
             "num_examples": {part: rows.num_examples for part, rows in self.inputs.rows.items()},
-            "config": self.run.model_dump(mode="json"),
+            "config": self.config.model_dump(mode="json"),
             "data": self.inputs.fingerprint,
         }
-        path = self.run.run_dir / "scores.json"
-        self.world.on_main(lambda: write_text(path, json.dumps(content, indent=2) + "\n"))
-        return content
+        text = json.dumps(self.content, indent=2) + "\n"
+        world.on_main(lambda: write_text(self.config.run_dir / "scores.json", text))
 
-    def _summary(self, part: str) -> np.ndarray:
+    def _summary(self, part: str, engine: Engine, world: World) -> np.ndarray:
         """Of the weights that were evaluated last, once."""
         if part not in self._summaries:
-            rows, batch_size = self.inputs.rows[part], self.run.train.micro_batch_size
-            self._summaries[part] = summarize_all(rows, self.engine.predict, self.world, batch_size)
+            rows, batch_size = self.inputs.rows[part], self.train.micro_batch_size
+            self._summaries[part] = summarize_all(rows, engine.predict, world, batch_size)
         return self._summaries[part]
 
-    def _scores(self, part: str) -> dict[str, float]:
-        return self.inputs.rows[part].scores(self._summary(part))
+    def _dev_scores(self, engine: Engine, world: World) -> dict[str, dict[str, float]]:
+        parts = [part for part in self.config.parts if part.startswith("dev")]
+        return {part: self.inputs.rows[part].scores(self._summary(part, engine, world)) for part in parts}
 
     def _write_predictions(self, part: str, summaries: np.ndarray) -> None:
-        folder = self.run.run_dir / "predictions" / part
+        folder = self.config.run_dir / "predictions" / part
         folder.mkdir(parents=True, exist_ok=True)
         self.inputs.rows[part].write_predictions(summaries, folder)
 
-    def _write_weights(self, name: str, step: int, scores: dict[str, dict[str, float]]) -> None:
-        weights = dict(self.engine.full_weights())  # all ranks take part; rank 0 has them
-        config = self.run.model_dump(mode="json")
+    def _write_weights(self, name: str, engine: Engine, world: World, step: int, scores: dict) -> None:
+        weights = dict(engine.full_weights())  # all ranks take part; rank 0 has them
+        config = self.config.model_dump(mode="json")
         details = {
-            "finetuned": {"task": self.run.task, "step": step, "scores": scores, "config": config},
-            "pretrained": self.inputs.export.details if self.run.pretrained else None,
+            "finetuned": {"task": self.config.task, "step": step, "scores": scores, "config": config},
+            "pretrained": self.inputs.pretrained.details if self.config.pretrained else None,
         }
-        self.world.on_main(lambda: self._replace_export(self.run.run_dir / name, weights, details))
+        world.on_main(lambda: self._replace_export(self.config.run_dir / name, weights, details))
 
-    def _replace_export(self, folder: Path, weights: dict[str, torch.Tensor], details: dict) -> None:
+    def _replace_export(self, folder: Path, weights: dict[str, Tensor], details: dict) -> None:
         """The new one takes the old one's name when it is whole."""
         unfinished, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
         for leftover in (unfinished, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        task = self.run.task_row
-        is_classification = isinstance(task, ClassificationTask)
+        task = self.config.task_row
         write_export(
             unfinished,
-            self.inputs.export.model,
+            self.inputs.pretrained.config,
             weights,
-            tokenizer_folder=self.run.model,
+            tokenizer_folder=self.config.model,
             details=details,
-            head="sequence_classification" if is_classification else "question_answering",
-            labels=task.class_names if is_classification else (),
-            row_length=self.run.data.sequence_length,
-            document_stride=self.run.data.document_stride,
+            head=task.head_name,
+            labels=task.class_names,
+            row_length=self.config.data.sequence_length,
+            document_stride=self.config.data.document_stride,
         )
         if folder.exists():
             folder.rename(old)
         unfinished.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _read_best(self, start_step: int) -> dict | None:
-        """The step and score of best/ as the steps up to `start_step` left it.
+    def _read_best(self, step: int) -> dict | None:
+        """The step and score of best/ as the evaluations before `step` left it.
 
-        None if it is of a later step: that step had the best score so far and will come again.
+        None if best/ is of `step` or a later one: a killed run wrote it, and this run comes there again.
         """
         try:
-            details = json.loads((self.run.run_dir / "best" / "config.json").read_text(encoding="utf-8"))["details"]
+            details = json.loads((self.config.run_dir / "best" / "config.json").read_text(encoding="utf-8"))["details"]
         except FileNotFoundError:
             return None
         found = details["finetuned"]
-        if found["step"] > start_step:
+        if found["step"] >= step:
             return None
-        return {"step": found["step"], "score": found["scores"]["dev"][self.run.task_row.main_score]}
+        return {"step": found["step"], "score": found["scores"]["dev"][self.config.task_row.main_score]}
 
 
 def by_name(scores: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:

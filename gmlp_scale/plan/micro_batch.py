@@ -1,37 +1,43 @@
-"""`train.micro_batch_size: auto`: the largest micro-batch that fits into the memory of every rank."""
+"""`train.micro_batch_size: auto`: the largest micro-batch that fits into the memory of every rank's GPU."""
 
 import gc
 import logging
-from functools import partial
+import time
 
 import torch
 
-from gmlp_scale.config import RunConfig
+from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
 from gmlp_scale.models import build_model
-from gmlp_scale.plan.describe import MEMORY_MARGIN, divisors, largest_that_fits, micro_batch_size_on_cpu, state_bytes
+from gmlp_scale.plan.describe import state_bytes_per_rank
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 
+MEMORY_MARGIN = 0.05
+"""The share of a GPU's memory that stays free for the buffers of collectives and libraries, and for fragmentation."""
+
 
 def largest_micro_batch_size(run: RunConfig, world: World) -> int:
-    """Rows, a divisor of a rank's rows per step: tried out on a GPU, computed on the CPU. 0 if not even one row fits.
+    """Rows, a divisor of a rank's rows per step, found by trying; 0 if not even one row fits.
 
-    To be called by all ranks, before the engine takes its memory.
+    All ranks call it together, before the engine takes its memory.
+
+    Raises:
+        ConfigError: there is no GPU.
     """
+    if world.device.type != "cuda":
+        raise ConfigError(run.name, ["train.micro_batch_size: found auto on a CPU; give a number: auto needs a GPU"])
+    started = time.perf_counter()
     rows_per_rank = run.rows_per_rank(world.size)
-    if world.device.type == "cuda":
-        num_rows = largest_that_fits(divisors(rows_per_rank), partial(_fits_on_gpu, run, world))
-    else:
-        ranks_per_node = max(world.gather(world.local_rank)) + 1
-        num_rows = micro_batch_size_on_cpu(run, world.size, ranks_per_node)
-    num_rows = min(world.gather(num_rows))
-    log.info("train.micro_batch_size: auto is %d of the %d rows of a rank", num_rows, rows_per_rank)
+    divisors = [number for number in range(rows_per_rank, 0, -1) if rows_per_rank % number == 0]
+    num_rows = min(world.gather(next((number for number in divisors if _fits(run, world, number)), 0)))
+    seconds = time.perf_counter() - started
+    log.info("train.micro_batch_size: auto is %d of a rank's %d rows (%.1f s)", num_rows, rows_per_rank, seconds)
     return num_rows
 
 
-def _fits_on_gpu(run: RunConfig, world: World, num_rows: int) -> bool:
+def _fits(run: RunConfig, world: World, num_rows: int) -> bool:
     try:
         _run_micro_batches(run.with_micro_batch_size(num_rows), world)
         fits = True
@@ -40,19 +46,20 @@ def _fits_on_gpu(run: RunConfig, world: World, num_rows: int) -> bool:
     # Out here, where the error's traceback no longer holds what the attempt had allocated.
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()  # the run's own is to be logged
+    torch.cuda.reset_peak_memory_stats()  # memory/peak_gib is to be the run's own
     return fits
 
 
 def _run_micro_batches(run: RunConfig, world: World) -> None:
     """Training and evaluation of a plain model beside the room for the engine's states and the margin."""
-    device, num_rows = world.device, run.train.micro_batch_size
+    device, num_rows, precision = world.device, run.train.micro_batch_size, run.train.precision
     with torch.device(device):
         model = build_model(run.model)
-    model.to(torch.bfloat16 if run.train.precision == "bf16" else torch.float32).set_recompute(run.train.recompute)
+    states = state_bytes_per_rank(model, precision, run.engine, world.size, accumulates=run.accumulates(world.size))
+    model.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(run.train.recompute)
     own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # with the gradients
     margin = MEMORY_MARGIN * torch.cuda.get_device_properties(device).total_memory
-    room = max(0, state_bytes(run, world.size) - own_states) + margin
+    room = max(0, sum(states.values()) - own_states) + margin
     reserved = torch.empty(int(room), dtype=torch.uint8, device=device)
 
     num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)

@@ -84,19 +84,6 @@ def check_seal(text: str) -> None:
         raise ValueError("its own checksum does not hold")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Durably, and whole as soon as it has its name."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="ascii")
-    fsync(partial)
-    folder = os.open(path.parent, os.O_RDONLY)  # before the rename: whoever waits for this file may move the folder on
-    try:
-        partial.rename(path)
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 
+from gmlp_scale.files import write_text
 from gmlp_scale.train.checkpoint import (
     FORMAT_VERSION,
     STEP_FOLDER,
@@ -26,7 +27,7 @@ from gmlp_scale.train.checkpoint import (
     newest_checkpoint,
     step_folders,
 )
-from gmlp_scale.train.checkpoint_files import fsync, sealed, write_safetensors, write_text
+from gmlp_scale.train.checkpoint_files import fsync, sealed, write_safetensors
 
 if TYPE_CHECKING:
     from gmlp_scale.engine import Engine
@@ -58,6 +59,7 @@ class Checkpointer:
     """Saves and finds the checkpoints of one run. Every rank has one and calls the same methods in the same order.
 
     directory: the run's `checkpoints` folder, on a filesystem that all ranks share; no other run may write there.
+    details: JSON-able; every checkpoint holds them. A resumed run compares them with its own.
     broadcast: collective; returns rank 0's small JSON-able value on every rank.
     timeout_seconds: a save that lacks a rank's part so long after its start is given up. `wait` has the other ranks
         wait for rank 0, so choose it below the process group's own timeout.
@@ -71,11 +73,13 @@ class Checkpointer:
         directory: Path,
         config: CheckpointConfig,
         *,
+        details: dict[str, Any],
         rank: int,
         world_size: int,
         broadcast: Callable[[Any], Any],
-        timeout_seconds: float = 300.0,
+        timeout_seconds: float,
     ):
+        self.details = json.loads(json.dumps(details, allow_nan=False))  # what is not JSON fails here
         self.directory, self.config, self.rank, self.world_size = directory, config, rank, world_size
         self.last_error: str | None = None
         self._broadcast, self._timeout_seconds, self._deadline = broadcast, timeout_seconds, 0.0
@@ -111,21 +115,20 @@ class Checkpointer:
         self._newest_step = checkpoint.step
         return checkpoint
 
-    def save(self, engine: "Engine", step: int, details: dict[str, Any]) -> float:
+    def save(self, engine: "Engine", step: int) -> float:
         """Begin a checkpoint of `engine` after `step` updates; return the seconds that training stood still for it.
 
         At most one save is in flight: this one first waits for the one before. A step already saved or resumed from is
-        not saved again. details: JSON-able.
+        not saved again.
         """
         started = time.monotonic()
         if step == self._newest_step:
             return 0.0
         assert self._newest_step is None or step > self._newest_step, f"step {step} after step {self._newest_step}"
-        details = json.loads(json.dumps(details, allow_nan=False))  # a copy; and what is no JSON fails here already
         self._join()
         pieces = self._stage(engine)
         self._newest_step, self._deadline = step, time.monotonic() + self._timeout_seconds
-        self._thread = threading.Thread(target=self._write, args=(step, details, pieces), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, pieces), name="checkpoint")
         self._thread.start()
         if not self.config.asynchronous:
             self.wait()
@@ -166,7 +169,7 @@ class Checkpointer:
             torch.cuda.current_stream(accelerator).synchronize()
         return pieces
 
-    def _write(self, step: int, details: dict[str, Any], pieces: list[_StagedPiece]) -> None:
+    def _write(self, step: int, pieces: list[_StagedPiece]) -> None:
         """The background thread: events 2 and 3, and on rank 0 those after them."""
         final = self.directory / folder_name(step)
         folder = final.with_name(f"{final.name}.tmp-{self._token}")
@@ -180,7 +183,7 @@ class Checkpointer:
                     path.unlink()
             write_text(folder / f"rank_{self.rank:05d}.json", json.dumps(receipt))
             if self.rank == 0:
-                self._publish(folder, final, step, details)
+                self._publish(folder, final, step)
             self.last_error = receipt.get("error")
         except Exception as error:
             self.last_error = f"{final.name} could not be saved: {error}"
@@ -189,14 +192,14 @@ class Checkpointer:
         if self.last_error:
             logger.error("%s. Earlier checkpoints are untouched", self.last_error)
 
-    def _publish(self, folder: Path, final: Path, step: int, details: dict[str, Any]) -> None:
+    def _publish(self, folder: Path, final: Path, step: int) -> None:
         """Turn all ranks' receipts into DONE and the folder into a checkpoint, then delete the oldest ones."""
         receipts = self._collect_receipts(folder)
         if errors := [receipt["error"] for receipt in receipts if "error" in receipt]:
             raise CheckpointError("; ".join(errors))
         for path in folder.glob("rank_*.json"):
             path.unlink()
-        done = {"format_version": FORMAT_VERSION, "step": step, "details": details, **_merged(receipts)}
+        done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, **_merged(receipts)}
         write_text(folder / "DONE", sealed(json.dumps(done)))
         folder.rename(final)
         fsync(self.directory)

@@ -1,66 +1,36 @@
 """The training loop: forward and backward for each micro-batch, one update, and what is due after it.
 
-The learning rate, the rows and the masks are pure functions of the step, so the loop keeps no state but the step
-itself and runs from any step to any other. Finetuning runs the same function.
+The learning rate, the rows and the masks are pure functions of the step, so the step is the loop's whole state, and it
+runs from any step to any other. Pretraining and finetuning run this same function.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, BeforeValidator, Field
 
-from gmlp_scale.data.loader import Loader
-from gmlp_scale.engine import Engine
-from gmlp_scale.engine.optimizer import OptimizerConfig, learning_rate
+from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
+from gmlp_scale.engine.optimizer import learning_rate
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
-from gmlp_scale.train.start_up import StartUp
 from gmlp_scale.world import World
-
-log = logging.getLogger(__name__)
-
-
-def _is_positive_or_auto(value: Any) -> Any:
-    if value == "auto" or (type(value) is int and value > 0):
-        return value
-    raise ValueError("a positive integer or auto")
-
-
-class TrainConfig(BaseModel, frozen=True, extra="forbid"):
-    num_steps: int = Field(gt=0)
-    """The length of the schedule in optimizer updates."""
-    stop_after_step: int | None = Field(None, gt=0)
-    """Leave there with a checkpoint, as if stopped by a signal; the same command without it goes on."""
-    global_batch_size: int = Field(gt=0)
-    """Rows per step over all ranks."""
-    micro_batch_size: Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]
-    """Rows per forward pass on one rank; what is missing to the global batch is accumulated. auto: the most that fit
-    into memory, found out when the run starts; another number changes losses by rounding only."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU for each rank where there are any, else the CPU."""
-    precision: Literal["float32", "bf16"] = "bf16"
-    """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32."""
-    compile: Literal[True, False, "reduce-overhead"] = True
-    """torch.compile for each block. reduce-overhead: replayed as CUDA graphs too, which pays where a rank has so few
-    tokens that a GPU waits for the host to start its kernels."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory: selective, all but the results of matrix products; full,
-    the whole block from its input."""
-    log_every_steps: int = Field(50, gt=0)
-    evaluate_every_steps: int = Field(10_000, gt=0)
-    num_evaluation_rows: int = Field(10_000, gt=0)
-    """Held-out rows per evaluation: the first ones, or as many as there are."""
-    peak_tflops_per_device: float | None = Field(None, gt=0)
-    """Data-sheet peak that perf/mfu divides by; null looks the device up and leaves MFU out where it is not known."""
-    allow_changed_on_resume: list[str] = []
-    """Fields that may differ from the checkpoint's although they change the run (optimizer.peak_learning_rate)."""
 
 
 class NotFiniteError(RuntimeError):
     """A loss or gradient norm that is not finite. The parameters are those of the step before it."""
+
+
+class BatchLoader(Protocol):
+    """Gives one rank its training batches."""
+
+    wait_seconds: float
+    """Time that the loop has waited for batches so far."""
+
+    def steps(self, start_step: int, stop_step: int) -> Iterator[list[Any]]:
+        """The micro-batches of each update after `start_step` finished ones, until `stop_step` are finished."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,26 +51,20 @@ def train(
     *,
     world: World,
     engine: Engine,
-    loader: Loader,
+    loader: BatchLoader,
     checkpointer: Checkpointer,
-    save_every_steps: int,
-    details: dict,
     metrics: Metrics,
     evaluate: Callable[[int], dict[str, float]],
     start_step: int,
     seed: int,
-    start_up: StartUp,
 ) -> Progress:
     """Trains from `start_step` finished steps to the end of the schedule, `stop_after_step` or a stop signal.
 
     Each of the three ends with a complete checkpoint of the last finished step.
 
     Args:
-        loader: or anything with its `steps` and `wait_seconds`, such as a finetuning task's.
-        details: JSON-able; stored in every checkpoint.
-        evaluate: called with the step on every rank; returns what to log, by tag.
+        evaluate: called on every rank with the number of finished steps; returns what to log, by tag.
         seed: what dropout draws from, together with the step and the rank, so that a resumed run draws the same.
-        start_up: what came before; the first step, with its compilation, is the last part, and then it is logged.
 
     Raises:
         NotFiniteError: on every rank, naming the step, the ranks and the positions; nothing non-finite was saved.
@@ -108,39 +72,38 @@ def train(
     step, last_step = start_step, config.stop_after_step or config.num_steps
     watch = _FiniteWatch(world, config.global_batch_size)
     loss_sum = torch.zeros((), device=world.device)  # over the steps since the last log
-    metrics.start_clock(step, loader.wait_seconds)
-    for micro_batches in staged(loader.steps(start_step, last_step), world.device):
+    metrics.start_clock(start_step, loader.wait_seconds)
+    # `step` counts from 1. The rate, the rows and the seed of a step go by the number of steps finished before it.
+    for step, micro_batches in enumerate(staged(loader.steps(start_step, last_step), world.device), start_step + 1):
         rate = learning_rate(
-            step, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
+            step - 1, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
         )
-        torch.manual_seed(((seed * config.num_steps + step) * world.size + world.rank) % 2**63)
+        torch.manual_seed(((seed * config.num_steps + step - 1) * world.size + world.rank) % 2**63)
         step_loss = torch.zeros((), device=world.device)
         for index, micro_batch in enumerate(micro_batches, start=1):
             loss = engine.module(micro_batch)
             engine.backward(loss, is_last=index == len(micro_batches))
             step_loss += loss.detach() / len(micro_batches)
         norm = engine.step(rate)
-        step += 1
         watch.see(step, step_loss, norm)
         if step == start_step + 1:
             world.wait_for_device()
-            start_up.finish("first step")
-            log.info("start-up %s", start_up)
+            metrics.log_start_up()
         loss_sum += step_loss
 
-        stopping = world.stop_requested()
-        leaving = stopping or step == last_step
-        logging, saving = due(step, config.log_every_steps) or leaving, due(step, save_every_steps) or leaving
-        if logging or saving:
+        leaving = world.stop_requested() or step == last_step
+        is_log_due = due(step, config.log_every_steps) or leaving
+        is_save_due = due(step, checkpointer.config.save_every_steps) or leaving
+        if is_log_due or is_save_due:
             watch.check()
-        if logging:
+        if is_log_due:
             num_logged = metrics.steps_since_log(step)
             (mean_loss,) = (x / world.size for x in world.sum([loss_sum.item() / num_logged]))
             metrics.log_training(step, mean_loss, norm.item(), rate, loader.wait_seconds)
             loss_sum.zero_()
-        if saving:  # before the evaluation: if that fails, or takes longer than a stopped job has, nothing is lost
+        if is_save_due:  # before the evaluation: if that fails, or takes longer than a stopped job has, nothing is lost
             with metrics.clock_stopped():
-                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, details)
+                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step)
         if due(step, config.evaluate_every_steps) or step == config.num_steps:
             with metrics.clock_stopped():
                 metrics.log_evaluation(step, evaluate(step))

@@ -32,6 +32,28 @@ DATA_SHEET_TFLOPS = {
 }
 
 
+class StartUp:
+    """Where the time from the start of a process to the end of its first step goes.
+
+    since: when the first part began, in seconds of time.perf_counter().
+    """
+
+    def __init__(self, since: float):
+        self._part_began = since
+        self.seconds: dict[str, float] = {}
+        """By part, in the order in which they first ended."""
+
+    def finish(self, part: str) -> None:
+        """Adds the time since the last call to `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._part_began
+        self._part_began = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s: {parts}"
+
+
 def peak_tflops(device: torch.device, precision: str) -> float | None:
     """The device's data-sheet peak in TFLOP/s, or None where this table does not have it (every CPU)."""
     if device.type != "cuda":
@@ -47,6 +69,7 @@ class Metrics:
     Args:
         flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
         peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
+        start_up: what came before the first step, which is its last part.
     """
 
     def __init__(
@@ -61,12 +84,14 @@ class Metrics:
         rows_per_epoch: int,
         flops_per_step: int,
         peak_tflops_per_device: float | None,
+        start_up: StartUp,
     ):
         self.world, self.num_steps = world, num_steps
         self.tokens_per_step, self.flops_per_step = tokens_per_step, flops_per_step
         self.rows_per_step, self.rows_per_epoch = rows_per_step, rows_per_epoch
         self.peak_tflops_per_device = peak_tflops_per_device
         self.checkpoint_stall_seconds = 0.0
+        self.start_up = start_up
         self._file = self._tensorboard = None
         if world.is_main:
             from torch.utils.tensorboard import SummaryWriter
@@ -84,6 +109,11 @@ class Metrics:
         before = time.perf_counter()
         yield
         self._clock += time.perf_counter() - before
+
+    def log_start_up(self) -> None:
+        """To be called once, when the device has finished the first step."""
+        self.start_up.finish("first step")
+        log.info("start-up %s", self.start_up)
 
     def steps_since_log(self, step: int) -> int:
         return step - self._clock_step

@@ -1,6 +1,5 @@
 """train.micro_batch_size=auto: the largest micro-batch that fits, and a run that is the same but for it."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,83 +7,24 @@ import pytest
 import torch
 import yaml
 
-from gmlp_scale import micro_batch, plan
 from gmlp_scale.config import ConfigError, load_run_config
-from gmlp_scale.plan.describe import (
-    describe,
-    divisors,
-    largest_that_fits,
-    micro_batch_size_on_cpu,
-    row_bytes,
-    state_bytes,
-)
+from gmlp_scale.plan import micro_batch
+from gmlp_scale.plan.describe import count_parameters, describe
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
-from gmlp_scale.run import load_pretrained, pretrain
+from gmlp_scale.run import pretrain
+from gmlp_scale.tasks import pretraining
 from gmlp_scale.train.metrics import read_metrics
-from gmlp_scale.world import start_world
+from gmlp_scale.trained import read_run
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
-SMOKE = Path(__file__).parent.parent / "configs" / "pretrain" / "smoke.yaml"
+SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
 SIZES = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}"]
-AUTO = "train.micro_batch_size=auto"
+AUTO = ["train.micro_batch_size=auto", "train.device=auto"]
 
 
 def smoke(*overrides: str):
     return load_run_config(SMOKE, [*SIZES, *overrides])
-
-
-def bytes_for(run, num_rows: int, world_size: int = 1) -> float:
-    """The memory of a machine on which micro-batches of `num_rows` just fit."""
-    states = state_bytes(run.with_micro_batch_size(num_rows), world_size)
-    copy = 12 * plan.count_parameters(run) / world_size
-    return (states + copy + num_rows * row_bytes(run)) / (1 - plan.MEMORY_MARGIN)
-
-
-def test_the_largest_that_fits_is_found_from_above():
-    tried = []
-
-    def fits(candidate: int) -> bool:
-        tried.append(candidate)
-        return candidate <= 7
-
-    assert largest_that_fits(divisors(24), fits) == 6
-    assert tried == [24, 12, 8, 6]
-    assert largest_that_fits([8, 9], fits) == 0
-    assert divisors(1) == [1] and divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
-def test_on_the_cpu_the_count_decides(num_rows, monkeypatch):
-    run = smoke(AUTO)
-    monkeypatch.setattr(plan, "available_memory_bytes", lambda: bytes_for(run, num_rows) + 1)
-    assert micro_batch_size_on_cpu(run, world_size=1, ranks_per_node=1) == num_rows
-    assert micro_batch_size_on_cpu(run, world_size=1, ranks_per_node=10) == 0
-    monkeypatch.setattr(plan, "available_memory_bytes", lambda: bytes_for(run, num_rows) - 1)
-    assert micro_batch_size_on_cpu(run, world_size=1, ranks_per_node=1) == num_rows // 2
-
-
-def test_recomputation_makes_room_for_more_rows():
-    sizes = [row_bytes(smoke(f"train.recompute={recompute}", "model.num_blocks=12")) for recompute in ("full", "none")]
-    assert sizes[0] < 0.8 * sizes[1]
-
-
-def test_free_memory_is_between_nothing_and_all():
-    assert 0 < plan.available_memory_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _found_by_each(overrides: list[str], available: list[int]) -> int:
-    with start_world(60, "cpu", init_group=True) as world:
-        plan.available_memory_bytes = lambda: available[world.rank]
-        return largest_micro_batch_size(smoke(*overrides), world)
-
-
-def test_ranks_of_one_node_share_its_memory_and_agree_on_the_smallest():
-    run = smoke(AUTO, "engine.kind=fsdp2")
-    enough_for_4, enough_for_2 = (2 * int(bytes_for(run, num_rows, 2) + 1) for num_rows in (4, 2))
-    overrides = [AUTO, "engine.kind=fsdp2"]
-    assert run_ranks(_found_by_each, 2, overrides, [enough_for_4, enough_for_4]) == [4, 4]
-    assert run_ranks(_found_by_each, 2, overrides, [enough_for_4, enough_for_2]) == [2, 2]
 
 
 def test_on_a_gpu_the_attempts_decide(monkeypatch):
@@ -100,7 +40,7 @@ def test_on_a_gpu_the_attempts_decide(monkeypatch):
     monkeypatch.setattr(micro_batch, "_run_micro_batches", run_micro_batches)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: forgotten_peaks.append(attempts[-1]))
     world = SimpleNamespace(device=torch.device("cuda"), size=1, gather=lambda value: [value])
-    assert largest_micro_batch_size(smoke(AUTO), world) == 2
+    assert largest_micro_batch_size(smoke(*AUTO), world) == 2
     assert attempts == forgotten_peaks == [8, 4, 2]
 
 
@@ -119,17 +59,24 @@ def test_an_attempt_trains_and_evaluates_beside_the_room_for_states(precision, m
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     micro_batch._run_micro_batches(run, SimpleNamespace(device=torch.device("cpu"), size=1))
     low = 2 if precision == "bf16" else 4
-    assert room == [int(state_bytes(run, 1) - 2 * low * plan.count_parameters(run) + 50)]
+    states = {"float32": 4 + 4 + 8, "bf16": 2 + 4 + 4 + 8}[precision]
+    assert room == [(states - 2 * low) * count_parameters(run) + 50]
 
 
-def test_nothing_fits_is_one_clear_message(monkeypatch):
-    monkeypatch.setattr(plan, "available_memory_bytes", lambda: 1000)
+def test_nothing_fits_is_one_clear_message():
     with pytest.raises(ConfigError, match=r"train.micro_batch_size: found auto, but not one row fits; needed: "):
-        describe(smoke(AUTO), world_size=1)
+        smoke(*AUTO).with_micro_batch_size(0)
+
+
+def test_a_cpu_needs_a_number():
+    with pytest.raises(ConfigError, match=r"train.micro_batch_size: found auto with train.device = cpu; give a number"):
+        smoke(*AUTO, "train.device=cpu")
+    with pytest.raises(ConfigError, match=r"train.micro_batch_size: found auto on a CPU; give a number"):
+        largest_micro_batch_size(smoke(*AUTO), SimpleNamespace(device=torch.device("cpu")))
 
 
 def test_ranks_must_divide_the_global_batch():
-    run = smoke(AUTO, "engine.kind=fsdp2")
+    run = smoke(*AUTO, "engine.kind=fsdp2")
     assert run.rows_per_rank(4) == 2
     with pytest.raises(ConfigError, match=r"train.global_batch_size: found 8; must be a multiple .* ranks, 3"):
         run.rows_per_rank(3)
@@ -141,41 +88,27 @@ def test_what_is_neither_a_number_of_rows_nor_auto_is_refused(value):
         smoke(f"train.micro_batch_size={value}")
 
 
-def test_dry_run_says_what_it_can(monkeypatch):
-    on_cpu = smoke(AUTO)
-    monkeypatch.setattr(plan, "available_memory_bytes", lambda: bytes_for(on_cpu, 4) + 1)
-    text = describe(on_cpu, world_size=1)
+def test_dry_run_says_what_it_can():
+    text = describe(smoke(*AUTO), world_size=1)
     assert "micro_batch_size: auto" in text
-    assert "2 micro-batches of 4 rows each (train.micro_batch_size=auto, by the memory that is free here now)" in text
-    text = describe(smoke(AUTO, "train.device=auto"), world_size=1)
     assert "8 rows each, in micro-batches that are decided when the run starts" in text
 
 
-def test_fsdp2_holds_whole_gradients_while_it_accumulates():
-    run = smoke("engine.kind=fsdp2", "train.micro_batch_size=4")
-    assert not run.accumulates(2) and run.accumulates(1)
-    accumulating = run.with_micro_batch_size(2)
-    gradients = 4 * plan.count_parameters(run)
-    assert state_bytes(accumulating, 2) - state_bytes(run, 2) == gradients / 2
-
-
-def _train(overrides: list[str], available: int) -> None:
-    plan.available_memory_bytes = lambda: available
+def _train(overrides: list[str]) -> None:
+    pretraining.largest_micro_batch_size = lambda run, world: 4  # there is no GPU to try it on
     pretrain(smoke(*overrides))
 
 
-def test_a_run_is_the_same_but_for_rounding(tmp_path, capfd):
+def test_a_run_is_the_same_but_for_rounding(tmp_path):
     world_size = 2
     write_tiny_shards(tmp_path / "shards", [17, 23], [12], sequence_length=32)
     recipe = [
         "train.num_steps=6", "optimizer.warmup_steps=2", "train.evaluate_every_steps=3", "engine.kind=fsdp2",
         f"data.shards={tmp_path / 'shards'}", f"output_dir={tmp_path}", "optimizer.gradient_clipping=0.5",
     ]  # fmt: skip
-    available = world_size * int(bytes_for(smoke(AUTO, *recipe), 4, world_size) + 1)
-    run_ranks(_train, world_size, [*recipe, "train.micro_batch_size=1", "name=number"], available)
-    run_ranks(_train, world_size, [*recipe, AUTO, "name=auto", "train.stop_after_step=3"], available)
-    run_ranks(_train, world_size, [*recipe, AUTO, "name=auto"], available)
-    assert f"train.micro_batch_size: auto is 4 of the {8 // world_size} rows of a rank" in capfd.readouterr().err
+    run_ranks(_train, world_size, [*recipe, "train.micro_batch_size=1", "name=number"])
+    run_ranks(_train, world_size, [*recipe, *AUTO, "name=auto", "train.stop_after_step=3"])
+    run_ranks(_train, world_size, [*recipe, *AUTO, "name=auto"])
 
     number, auto = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("number", "auto"))
     assert [row["step"] for row in auto] == [row["step"] for row in number] and len(auto) == 8
@@ -185,5 +118,4 @@ def test_a_run_is_the_same_but_for_rounding(tmp_path, capfd):
 
     written = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
     assert written["train"]["micro_batch_size"] == "auto"
-    run, checkpoint, _ = load_pretrained(tmp_path / "auto")
-    assert run.train.micro_batch_size == checkpoint.details["config"]["train"]["micro_batch_size"] == 4
+    assert read_run(tmp_path / "auto").recipe.train.micro_batch_size == 4

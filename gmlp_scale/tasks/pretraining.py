@@ -1,0 +1,87 @@
+"""Masked language modelling on rows of text (section 4 of the paper)."""
+
+from functools import cached_property
+
+import torch
+
+from gmlp_scale.config import RunConfig
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.data.shards import ShardError
+from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
+from gmlp_scale.models import build_model
+from gmlp_scale.models.heads import MaskedLanguageModel
+from gmlp_scale.plan.describe import flops_per_step
+from gmlp_scale.plan.micro_batch import largest_micro_batch_size
+from gmlp_scale.train.evaluate import evaluate
+from gmlp_scale.world import World
+
+
+class Pretraining:
+    """The Task of a pretraining recipe."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.config.train
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return self.config.optimizer
+
+    @property
+    def num_rows(self) -> int:
+        return self.loader.rows
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.tokens_per_step
+
+    @cached_property
+    def flops_per_step(self) -> int:
+        return flops_per_step(self.config)
+
+    @property
+    def fingerprint(self) -> dict[str, str | int]:
+        return self.loader.fingerprint()
+
+    def open_loader(self, world: World) -> Loader:
+        """Also decides a micro_batch_size of auto. ShardError where nothing is held out."""
+        if self.config.train.micro_batch_size == "auto":
+            self.config = self.config.with_micro_batch_size(largest_micro_batch_size(self.config, world))
+        self.loader = build_loader(self.config, rank=world.rank, world_size=world.size)
+        if not self.loader.manifest.num_rows("heldout"):
+            self.loader.close()
+            found = f"{self.config.data.shards} has no held-out rows to evaluate on"
+            raise ShardError(f"{found}: write it with --heldout-fraction")
+        return self.loader
+
+    def build_model(self) -> MaskedLanguageModel:
+        return build_model(self.config.model)
+
+    def initialise(self, model: MaskedLanguageModel) -> None:
+        model.init_weights(torch.Generator().manual_seed(self.config.seed))
+
+    def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
+        """Held-out loss, perplexity and accuracy."""
+        batches = self.loader.heldout_batches(self.train.num_evaluation_rows)
+        return evaluate(engine.predict, batches, world).by_tag()
+
+    def finish(self, engine: Engine, world: World, step: int) -> None:
+        """The last checkpoint is all that a pretraining run leaves."""
+
+
+def build_loader(run: RunConfig, *, rank: int, world_size: int) -> Loader:
+    """The run's loader for one rank of `world_size`."""
+    return Loader(
+        run.data,
+        sequence_length=run.model.sequence_length,
+        vocab_size=run.model.vocab_size,
+        seed=run.seed,
+        global_batch_size=run.train.global_batch_size,
+        micro_batch_size=run.train.micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+        run_dir=run.run_dir,
+    )
