@@ -1,10 +1,10 @@
-"""Times the tokenizing pipeline beside the tokenizer alone, and the opening of a data set of C4's size, in one run.
+"""Times the tokenizing pipeline beside the tokenizer alone, and the opening of a data set of C4's size.
 
 python data_prep/benchmark_tokenizing.py --input FILE FILE --tokenizer TOKENIZER_DIR
 
-Each contender takes the files in turn, one process for each file, all at the same time. `pipeline` reads, tokenizes,
-packs and writes shards; `sentencepiece` and `tokenizers` only encode texts that are in memory, the second by the same
-tokenizer as launch/export.py writes it. CPU seconds tell more than wall seconds on a machine that others use.
+Each contender runs in one process per file, all at the same time; the contenders take turns. `pipeline` reads,
+tokenizes, packs and writes shards. `sentencepiece` and `tokenizers` only encode texts that are in memory; `tokenizers`
+uses the tokenizer that launch/export.py writes. On a machine that others use, CPU seconds tell more than wall seconds.
 """
 
 import argparse
@@ -12,22 +12,23 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from data_prep.input_files import FileReader, InputFile, Record, find_inputs
+from data_prep.input_files import Record
 from data_prep.job_folder import JobFolder
+from data_prep.job_options import JobOptions
 from data_prep.read_documents import ReadDocuments
 from data_prep.write_shards import WriteShards
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 
-_READING = {"text_field": "text", "max_record_bytes": 4_000_000}
 _TEXTS_AT_A_TIME = 100
-_SLOW_TEXTS = 300
-_C4_SHARDS, _C4_ROWS_PER_SHARD, _C4_STEP = 40_000, 7_625, 1_000_000
+_SLOW_TEXTS = 300  # of each file for `tokenizers`, which is slow
+_C4_SHARDS, _C4_ROWS_PER_SHARD, _C4_STEP = 40_000, 7_625, 1_000_000  # 305 M rows
 
 
 def main() -> int:
@@ -35,35 +36,36 @@ def main() -> int:
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE")
     parser.add_argument("--tokenizer", required=True, metavar="TOKENIZER_DIR")
     parser.add_argument("--rounds", type=int, default=2, help="the best of so many counts (default: %(default)s)")
-    options = parser.parse_args()
-    try:
-        files = find_inputs(options.input)
-        Tokenizer(options.tokenizer)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    arguments = parser.parse_args()
     report = {}
     with tempfile.TemporaryDirectory() as folder:
-        for contender in (pipeline, sentencepiece, tokenizers, *(pipeline, sentencepiece) * (options.rounds - 1)):
-            print(contender.__name__, file=sys.stderr, flush=True)
-            found = summed(in_processes(contender, files, options.tokenizer, folder))
-            report[contender.__name__] = min(
-                found, report.get(contender.__name__, found), key=lambda found: found["wall_seconds"]
-            )
-        for name in ("wall", "cpu"):
-            of_sentencepiece = (
-                report["pipeline"][f"mb_per_{name}_second"] / report["sentencepiece"][f"mb_per_{name}_second"]
-            )
-            report[f"pipeline_over_sentencepiece_by_{name}"] = round(of_sentencepiece, 3)
-        (report["c4_sized_data_set"],) = in_processes(open_c4_sized_data_set, files[:1], options.tokenizer, folder)
+        options = JobOptions(
+            input=arguments.input, tokenizer=arguments.tokenizer, sequence_length=512, output=f"{folder}/out",
+            max_bad_fraction=1.0,
+        )  # fmt: skip
+        try:
+            num_files = len(options.files)
+            Tokenizer(options.tokenizer)
+        except (ValueError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        for contender in (pipeline, sentencepiece, tokenizers, *(pipeline, sentencepiece) * (arguments.rounds - 1)):
+            name = contender.__name__
+            print(name, file=sys.stderr, flush=True)
+            found = summed(in_processes(contender, options, num_files))
+            report[name] = min(found, report.get(name, found), key=lambda found: found["wall_seconds"])
+        for kind in ("wall", "cpu"):
+            ours, other = (report[name][f"mb_per_{kind}_second"] for name in ("pipeline", "sentencepiece"))
+            report[f"pipeline_over_sentencepiece_by_{kind}"] = round(ours / other, 3)
+        (report["c4_sized_data_set"],) = in_processes(open_c4_sized_data_set, options, 1)
     print(json.dumps(report, indent=1))
     return 0
 
 
-def in_processes(contender, files: list[InputFile], tokenizer: str, folder: str) -> list[dict]:
-    """What the contender found in a fresh process for each file."""
-    with ProcessPoolExecutor(len(files), get_context("spawn")) as processes:
-        tasks = [processes.submit(contender, files, tokenizer, folder, rank) for rank in range(len(files))]
+def in_processes(contender: Callable[[JobOptions, int], dict], options: JobOptions, num_processes: int) -> list[dict]:
+    """What the contender found in each of so many fresh processes, which have the ranks 0, 1, ..."""
+    with ProcessPoolExecutor(num_processes, get_context("spawn")) as processes:
+        tasks = [processes.submit(contender, options, rank) for rank in range(num_processes)]
         return [task.result() for task in tasks]
 
 
@@ -80,82 +82,77 @@ def summed(parts: list[dict]) -> dict:
     }
 
 
-def pipeline(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
-    job = JobFolder(f"{folder}/out")
-    reader = ReadDocuments(files, job, max_bad_fraction=1.0, **_READING)
-    writer = WriteShards(
-        tokenizer, job, sequence_length=512, packing="packed", heldout_fraction=0.005, shard_bytes=8 << 20
-    )
+def pipeline(options: JobOptions, rank: int) -> dict:
+    job = JobFolder(options.output)
+    reader, writer = ReadDocuments(options, job, "progress"), WriteShards(options, job)
     with _Stopwatch() as watch:
-        writer.run(reader.run(None, rank, len(files)), rank, len(files))
+        writer.run(reader.run(None, rank, options.num_tasks), rank, options.num_tasks)
     return watch.found(bytes=job.read(f"counts/write-{rank:05d}.json")["bytes"])
 
 
-def sentencepiece(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
+def sentencepiece(options: JobOptions, rank: int) -> dict:
     import sentencepiece
 
-    model = sentencepiece.SentencePieceProcessor(model_file=f"{tokenizer}/{MODEL_NAME}")
-    texts = _texts(files[rank])
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{options.tokenizer}/{MODEL_NAME}")
+    texts = _texts(options, rank)
     with _Stopwatch() as watch:
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             model.encode(texts[start : start + _TEXTS_AT_A_TIME], num_threads=1)
     return watch.found(bytes=_num_bytes(texts))
 
 
-def tokenizers(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
-    """On the beginning of each file alone, since it is slow."""
+def tokenizers(options: JobOptions, rank: int) -> dict:
     import tokenizers
 
     from gmlp_scale.export.tokenizer import write_tokenizer
 
-    ours = Tokenizer(tokenizer)
-    exported = Path(folder) / f"exported-{rank}"
+    ours = Tokenizer(options.tokenizer)
+    exported = Path(options.output) / f"exported-{rank}"
     exported.mkdir()
     write_tokenizer(exported, ours, 512)
     model = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     model.encode_special_tokens = True
-    texts = _texts(files[rank])[:_SLOW_TEXTS]
+    texts = _texts(options, rank)[:_SLOW_TEXTS]
     with _Stopwatch() as watch:
         encoded = [model.encode(text, add_special_tokens=False).ids for text in texts]
     num_different = sum(ours.encode(text) != ids for text, ids in zip(texts, encoded, strict=True))
     return watch.found(bytes=_num_bytes(texts), texts_with_other_ids=num_different)
 
 
-def _texts(file: InputFile) -> list[str]:
-    return [record.text for record in FileReader(file, **_READING) if isinstance(record, Record)]
+def _texts(options: JobOptions, rank: int) -> list[str]:
+    return [record.text for record in options.reader(options.files[rank]) if isinstance(record, Record)]
 
 
 def _num_bytes(texts: list[str]) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def open_c4_sized_data_set(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
-    """Seconds and memory for opening 40,000 shards of 305 M rows and for the batch of a late step; no shard is read."""
+def open_c4_sized_data_set(options: JobOptions, rank: int) -> dict:
+    """Seconds and memory for opening shards as many as C4's and finding the rows of a late step; no shard is read."""
     shards = tuple(
         Shard(name=f"train/train-{number:06d}.tar", rows=_C4_ROWS_PER_SHARD, bytes=7_900_000, sha256=f"{number:064x}")
         for number in range(_C4_SHARDS)
     )
     rows = {"train": _C4_SHARDS * _C4_ROWS_PER_SHARD, "heldout": 0}
-    splits = Splits(train=shards, heldout=())
     manifest = Manifest(
         sequence_length=512,
         vocab_size=32_000,
         packing="packed",
         tokenizer_sha256="0" * 64,
         total_rows=rows,
-        splits=splits,
+        splits=Splits(train=shards, heldout=()),
     )
-    (Path(folder) / MANIFEST_NAME).write_text(manifest.to_json())
-    (found,) = in_processes(_open_and_address, files[:1], tokenizer, folder)
+    (Path(options.output) / MANIFEST_NAME).write_text(manifest.to_json())
+    (found,) = in_processes(_open_and_address, options, 1)
     return found | {"shards": _C4_SHARDS, "rows": rows["train"], "step": _C4_STEP}
 
 
-def _open_and_address(files: list[InputFile], tokenizer: str, folder: str, rank: int) -> dict:
+def _open_and_address(options: JobOptions, rank: int) -> dict:
     before = _peak_bytes()
     with _Stopwatch() as watch:
         loader = Loader(
-            DataConfig(shards=folder), sequence_length=512, vocab_size=32_000, seed=0, global_batch_size=256,
-            micro_batch_size=32, rank=0, world_size=1, run_dir=Path(folder),
+            DataConfig(shards=options.output), sequence_length=512, vocab_size=32_000, seed=0, global_batch_size=256,
+            micro_batch_size=32, rank=0, world_size=1, run_dir=Path(options.output),
         )  # fmt: skip
         opened = time.perf_counter()
         loader.addresses(_C4_STEP)
@@ -182,7 +179,7 @@ class _Stopwatch:
 
 
 def _peak_bytes() -> int:
-    """Peak memory of this process; getrusage would give the parent's where that is larger."""
+    """Peak memory of this process; getrusage gives the parent's where that is larger."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 

@@ -1,19 +1,21 @@
-"""One job at a time in an output folder, however the one before it ended.
+"""One job at a time works in an output folder, however the job before it ended.
 
-A job holds the folder by the file of the highest number in OUTPUT/job/claims, which it created when there was none of
-that number and writes anew every few seconds. Who finds it ended, its process gone or the file standing still, takes
-the next number. Files are never removed, so each number is taken once.
+The file with the highest number in OUTPUT/job/claims tells which job holds the folder. A job creates it, which fails
+if the number is taken, and rewrites it every few seconds. Another job may take the next number once the file says that
+its job ended, the job's process is gone, or the file no longer changes. Files are never removed, so each number is
+taken once.
 """
 
 import json
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
+from data_prep.progress import repeating
 from gmlp_scale.files import create_file, open_filesystem, read_file, with_retries, write_file
 
 _BEAT_SECONDS = 5.0
@@ -26,19 +28,18 @@ class ClaimedError(ValueError):
 
 
 @contextmanager
-def claimed(url: str, output: str) -> Iterator[None]:
-    """Hold the folder of claims `url` while the body runs. Raises ClaimedError naming the job that holds it."""
+def hold_folder(output: str, claims: str) -> Iterator[None]:
+    """Hold the folder `output`, whose claims are in the folder `claims`, while the body runs.
+
+    Raises ClaimedError naming the other job that holds it.
+    """
     mine = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex, "beats": 0, "ended": False}
-    number = _take(url, output, mine)
-    ended = threading.Event()
-    thread = threading.Thread(target=_beat, args=(_name(url, number), mine, ended), name="claim", daemon=True)
-    thread.start()
+    number = _take(claims, output, mine)
     try:
-        yield
+        with repeating(partial(_beat, _name(claims, number), mine), _BEAT_SECONDS):
+            yield
     finally:
-        ended.set()
-        thread.join()
-        write_file(_name(url, number), _encoded(mine | {"ended": True}))
+        write_file(_name(claims, number), _encoded(mine | {"ended": True}))
 
 
 def _take(url: str, output: str, mine: dict) -> int:
@@ -54,8 +55,10 @@ def _take(url: str, output: str, mine: dict) -> int:
 
 
 def _see_that_it_is_gone(name: str, output: str) -> None:
-    """Return when the claim's job is gone: at once where it says so or was a process of this machine, else when its
-    claim has stood still for long. Raises ClaimedError once it moves."""
+    """Return when the claim's job is gone. Raises ClaimedError as soon as the claim changes.
+
+    Returns at once where the claim says that its job ended, or the job was a process of this machine that is no more.
+    """
     deadline = time.monotonic() + _GONE_AFTER_SECONDS
     first = None
     while time.monotonic() < deadline:
@@ -75,7 +78,7 @@ def _is_other_process(process: int) -> bool:
         return False
     except PermissionError:
         pass
-    return process != os.getpid()  # a container that was started again may have its old numbers
+    return process != os.getpid()  # after a restart of its container, a job may have the number of the one before
 
 
 def _refusal(holder: dict, output: str) -> ClaimedError:
@@ -84,11 +87,10 @@ def _refusal(holder: dict, output: str) -> ClaimedError:
     )
 
 
-def _beat(name: str, mine: dict, ended: threading.Event) -> None:
-    while not ended.wait(_BEAT_SECONDS):
-        mine["beats"] += 1
-        with suppress(OSError):  # a store out of reach: the job's own writes will tell
-            write_file(name, _encoded(mine))
+def _beat(name: str, mine: dict) -> None:
+    mine["beats"] += 1
+    with suppress(OSError):  # where the store cannot be reached, the job's own writes fail too
+        write_file(name, _encoded(mine))
 
 
 def _numbers(url: str) -> list[int]:

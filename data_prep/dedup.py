@@ -1,7 +1,7 @@
-"""Dropping documents before they are tokenized: duplicates, near duplicates, and what would spoil an evaluation.
+"""Dropping documents before they are tokenized: duplicates, near duplicates, and texts that an evaluation uses.
 
 Deduplication is datatrove's, in passes over the whole input: the tasks write signatures, a few tasks find the
-duplicates among all of them, and the filter drops those in the pass that comes after.
+duplicates among all signatures, and a filter drops these documents in the next pass.
 """
 
 import re
@@ -27,8 +27,9 @@ from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from data_prep.input_files import FileReader, InputFile, Record
+from data_prep.input_files import Record, find_inputs
 from data_prep.job_folder import JobError, JobFolder
+from data_prep.job_options import JobOptions
 from gmlp_scale.data.hashing import hash64
 
 NGRAM_WORDS = 13
@@ -36,7 +37,7 @@ NGRAM_WORDS = 13
 
 @dataclass(frozen=True)
 class Pass:
-    """One run of tasks over the whole input, or, without `reads_documents`, over what the pass before left."""
+    """A run of tasks over the whole input or, without `reads_documents`, over what the pass before wrote."""
 
     name: str
     steps: list[PipelineStep]
@@ -58,7 +59,7 @@ def exact_passes(job: JobFolder, num_tasks: int) -> tuple[list[Pass], PipelineSt
 def minhash_passes(job: JobFolder, num_tasks: int) -> tuple[list[Pass], PipelineStep]:
     """The passes that find near duplicates by MinHash (14 buckets of 8 hashes of 5-grams of words), and the filter."""
     folder = f"{job.url}/dedup/minhash"
-    config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))  # datatrove 0.10 and xxhash 4 do not fit together
+    config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))  # datatrove 0.10's xxhash fails with xxhash 4
     signature = MinhashDedupSignature(f"{folder}/signatures", config, language=BlankWordTokenizer())
     passes = [
         Pass("minhash-signatures", [signature], num_tasks, True),
@@ -82,7 +83,7 @@ def normalized_text(document: Document) -> bytes:
 
 
 class BlankWordTokenizer(WordTokenizer):
-    """Words are what stands between blanks; datatrove's own for English would need spaCy."""
+    """Words are what stands between blanks. datatrove's own tokenizer for English needs spaCy."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return text.split()
@@ -95,22 +96,20 @@ class BlankWordTokenizer(WordTokenizer):
 
 
 class DropContaminated(PipelineStep):
-    """Drops documents that share 13 words in a row with a text of `files`, as held-out or finetuning dev sets."""
+    """Drops documents that share 13 words in a row with a text of --decontaminate, as the dev set of a task."""
 
     type = "Filter"
     name = "Decontamination"
 
-    def __init__(self, files: list[InputFile], *, text_field: str, max_record_bytes: int):
+    def __init__(self, options: JobOptions):
         super().__init__()
-        self._files = files
-        self._text_field = text_field
-        self._max_record_bytes = max_record_bytes
+        self._options = options
+        self._files = find_inputs(options.decontaminate, "--decontaminate")
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         hashes = [np.empty(0, np.uint64)]
         for file in self._files:
-            reader = FileReader(file, text_field=self._text_field, max_record_bytes=self._max_record_bytes)
-            for record in reader:
+            for record in self._options.reader(file):
                 if not isinstance(record, Record):
                     raise JobError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
                 lines = record.text.splitlines() if file.kind == "text" else [record.text]

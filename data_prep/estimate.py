@@ -1,8 +1,9 @@
-"""What a tokenizing job would give and take, from a sample of its input."""
+"""An estimate of what a tokenizing job would write and how long it would take, from a sample of its input."""
 
 import time
 
-from data_prep.input_files import FileReader, InputFile, Record
+from data_prep.input_files import Record
+from data_prep.job_options import JobOptions
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
 
@@ -10,18 +11,18 @@ _MAX_FILES = 8
 _SAMPLE_BYTES_PER_FILE = 500_000
 
 
-def estimate(
-    files: list[InputFile], tokenizer: Tokenizer, *, sequence_length: int, shard_bytes: int, workers: int, **reading
-) -> dict[str, int | float]:
-    """Reads and tokenizes the beginnings of a few files; `reading` is what FileReader takes."""
+def estimate(options: JobOptions, tokenizer: Tokenizer) -> dict[str, int | float]:
+    """Read and tokenize the beginnings of a few files. ValueError for a data set of the hub."""
+    files = options.files
+    if not files:
+        raise ValueError("--dry-run needs files: a data set of the hub does not tell its size before it is read")
     started = time.perf_counter()
-    num_documents = num_bad = num_bytes = num_tokens = 0
-    num_stored_bytes = 0
+    num_documents = num_bad = num_bytes = num_tokens = num_stored_bytes = 0
     for file in files[:: max(1, len(files) // _MAX_FILES)][:_MAX_FILES]:
-        reader = FileReader(file, **reading)
+        reader = options.reader(file)
         file_bytes = stored_bytes = 0
         for record in reader:
-            stored_bytes = reader.bytes_read  # which is not known once the file is closed
+            stored_bytes = reader.bytes_read  # asked here, since it is 0 once the file is closed
             if not isinstance(record, Record):
                 num_bad += 1
                 continue
@@ -36,8 +37,8 @@ def estimate(
         num_stored_bytes += stored_bytes
     seconds = time.perf_counter() - started
     scale = sum(file.num_bytes for file in files) / max(1, num_stored_bytes)
-    rows = round(scale * num_tokens / (sequence_length - 1))
-    output_bytes = rows * sequence_length * ROW_DTYPE.itemsize
+    rows = round(scale * num_tokens / (options.sequence_length - 1))
+    output_bytes = rows * options.sequence_length * ROW_DTYPE.itemsize
     return {
         "sampled_documents": num_documents,
         "sampled_bad_records": num_bad,
@@ -46,7 +47,7 @@ def estimate(
         "estimated_bytes": round(scale * num_bytes),
         "estimated_tokens": round(scale * num_tokens),
         "estimated_rows": rows,
-        "estimated_shards": -(-output_bytes // shard_bytes),
+        "estimated_shards": -(-output_bytes // options.shard_bytes),
         "estimated_output_bytes": output_bytes,
-        "estimated_hours": round(scale * seconds / workers / 3600, 3),
+        "estimated_hours": round(scale * seconds / options.workers / 3600, 3),
     }

@@ -1,31 +1,30 @@
-"""Running the tasks of a pipeline: on this machine or a Ray cluster with a progress bar, or as Slurm job arrays."""
+"""Running the tasks of a pass on this machine, on a Ray cluster, or as a Slurm job array."""
 
 import os
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
-from datatrove.pipeline.base import PipelineStep
-from tqdm import tqdm
 
-from data_prep.job_folder import JobError, JobFolder
+from data_prep.dedup import Pass
+from data_prep.job_folder import JobError
+from data_prep.job_options import JobOptions
 
 _MOST_RESTARTS_OF_A_TASK = 5
 
 
 class LocalExecutor(LocalPipelineExecutor):
-    """datatrove's executor over a pool that notices a killed worker, where multiprocessing's would wait for ever.
+    """datatrove's executor with another pool: multiprocessing's, which datatrove uses, waits for ever when a worker is
+    killed.
 
-    Its workers end when the job's own process does, so that a killed job leaves nothing running.
+    The workers end when the job's own process does, so a killed job leaves nothing running.
     """
 
     def run(self) -> None:
@@ -45,7 +44,7 @@ class LocalExecutor(LocalPipelineExecutor):
 
 
 def _start_worker() -> None:
-    """Be quiet, since the task's log and the error that reaches the job say it all, and end when the job has ended."""
+    """Print nothing, since the task's log and the error that the job prints say it all; end when the job ends."""
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def watch():
@@ -56,13 +55,13 @@ def _start_worker() -> None:
 
 
 class RayExecutor(RayPipelineExecutor):
-    """datatrove's executor with Ray's plain tasks for its actors: a task whose process or machine is lost starts again
-    elsewhere, where the actors' pool waits for a killed process for ever."""
+    """datatrove's executor with Ray's plain tasks in place of actors. A task starts again elsewhere when its process or
+    machine is lost; a pool of actors waits for a killed process for ever."""
 
-    _run_for_rank = PipelineExecutor._run_for_rank  # Ray's own logs in one folder of /tmp for all users and jobs
+    _run_for_rank = PipelineExecutor._run_for_rank  # RayPipelineExecutor's logs to a folder of /tmp that all jobs share
 
     def run(self) -> None:
-        """Run the tasks that have no completion mark. Raises JobError where there is no cluster or it gives up."""
+        """Run the tasks that have no completion mark. Raises JobError where no cluster is found or Ray gives up."""
         try:
             import ray
         except ImportError as error:
@@ -98,25 +97,18 @@ def _run_ray_task(executor: RayExecutor, rank: int) -> None:
 
 
 def slurm_executor(
-    steps: list[PipelineStep],
-    num_tasks: int,
-    workers: int,
-    logging_dir: str,
-    *,
-    partition: str,
-    time_limit: str,
-    depends: SlurmPipelineExecutor | None,
+    one: Pass, options: JobOptions, logging_dir: str, *, depends: SlurmPipelineExecutor | None
 ) -> SlurmPipelineExecutor:
-    """A job array of the tasks that have no completion mark, which starts after `depends`; its `run` submits both."""
+    """A job array of the pass's tasks without a completion mark, to start after `depends`; its `run` submits both."""
     return SlurmPipelineExecutor(
-        steps,
-        num_tasks,
-        time_limit,
-        partition,
-        workers=workers,
+        one.steps,
+        one.num_tasks,
+        options.slurm_time,
+        options.slurm_partition,
+        workers=options.workers,
         logging_dir=logging_dir,
         depends=depends,
-        job_name=logging_dir.rsplit("/", 1)[-1].removeprefix("executor-"),
+        job_name=one.name,
         env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
         qos=None,
     )
@@ -126,30 +118,3 @@ def is_in_slurm_queue(slurm_job: str) -> bool:
     """Whether a job that was submitted has not ended."""
     listing = subprocess.run(["squeue", "--noheader", "--jobs", slurm_job], capture_output=True, text=True)
     return bool(listing.stdout.strip())  # Slurm forgets ended jobs, and then ends with an error
-
-
-@contextmanager
-def progress_bar(job: JobFolder, folder: str, description: str, total_bytes: int) -> Iterator[None]:
-    """Show the sum of the tasks' progress while the body runs: of the input's stored bytes, or of documents."""
-    done = threading.Event()
-    key, unit = ("bytes_read", "B") if total_bytes else ("documents", "doc")
-    bar = tqdm(desc=description, total=total_bytes or None, unit=unit, unit_scale=True, smoothing=0.05, file=sys.stderr)
-
-    def follow():
-        while not done.wait(1.0):
-            _show(bar, job.read_all(folder), key)
-
-    thread = threading.Thread(target=follow, name="progress")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        _show(bar, job.read_all(folder), key)
-        bar.close()
-
-
-def _show(bar: tqdm, tasks: list[dict], key: str) -> None:
-    bar.n = sum(task.get(key, 0) for task in tasks)
-    bar.set_postfix_str(f"{sum(task.get('documents', 0) for task in tasks):,} documents")

@@ -13,6 +13,7 @@ from gmlp_scale.config import load_run_config
 from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.tasks.pretraining import build_loader
 
 
 def main() -> int:
@@ -28,17 +29,8 @@ def main() -> int:
         run = load_run_config(options.config, options.overrides)
         if not 0 <= options.step < run.train.num_steps:
             raise ValueError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")
-        loader = Loader(
-            run.data,
-            sequence_length=run.model.sequence_length,
-            vocab_size=run.model.vocab_size,
-            seed=run.seed,
-            global_batch_size=run.train.global_batch_size,
-            micro_batch_size=run.train.global_batch_size,
-            rank=0,
-            world_size=1,
-            run_dir=run.run_dir,
-        )
+        run = run.with_micro_batch_size(run.train.global_batch_size)  # the whole batch at once
+        loader = build_loader(run, rank=0, world_size=1)
         tokenizer = Tokenizer(f"{run.data.shards}/tokenizer")
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

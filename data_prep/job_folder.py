@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from data_prep.claim import claimed
+from data_prep.claim import hold_folder
 from gmlp_scale.files import open_filesystem, read_file, with_retries, write_file
 
 
@@ -38,7 +38,7 @@ class JobFolder:
         """
         if self._is_foreign():
             raise JobError(f"--output {self.output} is there and is not the output of a job like this: choose another")
-        with claimed(f"{self.url}/claims", self.output):
+        with hold_folder(self.output, f"{self.url}/claims"):
             self._record(json.loads(json.dumps(settings)))
             yield
 

@@ -9,8 +9,9 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader
 from datatrove.pipeline.readers.base import BaseReader
 
-from data_prep.input_files import BadRecord, FileReader, InputFile, Record
+from data_prep.input_files import BadRecord, InputFile, Record
 from data_prep.job_folder import JobError, JobFolder
+from data_prep.job_options import JobOptions
 from gmlp_scale.files import write_file
 
 _MOST_QUARANTINED = 10_000  # records that a task keeps to show; all are counted
@@ -31,30 +32,17 @@ class ReadDocuments(BaseReader):
 
     name = "Documents"
 
-    def __init__(
-        self,
-        files: list[InputFile],
-        job: JobFolder,
-        *,
-        progress: str = "progress",
-        text_field: str,
-        max_record_bytes: int,
-        max_bad_fraction: float,
-    ):
-        super().__init__(text_key=text_field)
-        self._progress = progress
-        self._files = files
+    def __init__(self, options: JobOptions, job: JobFolder, progress: str):
+        super().__init__(text_key=options.text_field)
+        self._options = options
         self._job = job
-        self._max_record_bytes = max_record_bytes
-        self._max_bad_fraction = max_bad_fraction
+        self._progress = progress
 
     def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         counts, quarantine = Counter(), []
         bytes_before, last_report = 0, time.monotonic()
-        for file, part, num_parts in inputs_of_task(self._files, rank, world_size):
-            reader = FileReader(
-                file, text_field=self.text_key, max_record_bytes=self._max_record_bytes, part=part, num_parts=num_parts
-            )
+        for file, part, num_parts in inputs_of_task(self._options.files, rank, world_size):
+            reader = self._options.reader(file, part, num_parts)
             for record in reader:
                 problem = _problem(record)
                 if problem is None:
@@ -82,21 +70,21 @@ class ReadDocuments(BaseReader):
 
     def _check_bad_fraction(self, counts: Counter, first: dict) -> None:
         """End a hopeless task early; the whole job is checked at its end."""
-        num_bad = num_bad_records(counts)
+        num_bad, allowed = num_bad_records(counts), self._options.max_bad_fraction
         num_records = counts["documents"] + num_bad
-        if num_records >= _CHECK_AFTER_RECORDS and num_bad > self._max_bad_fraction * num_records:
+        if num_records >= _CHECK_AFTER_RECORDS and num_bad > allowed * num_records:
             raise JobError(
-                f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {self._max_bad_fraction}; "
+                f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {allowed}; "
                 f"the first is {first['file']}, line {first['line']}: {first['reason']}"
             )
 
 
 class ReadHubDataset(HuggingFaceDatasetReader):
-    """Yields the documents of this task's share of `name` (NAME:CONFIG:SPLIT), streamed by `datasets`, and counts."""
+    """Streams the documents of this task's share of a data set of the hub, by `datasets`, and counts them."""
 
-    def __init__(self, name: str, job: JobFolder, *, progress: str = "progress", text_field: str):
-        path, config, split = name.split(":")
-        super().__init__(path, {"name": config, "split": split}, streaming=True, text_key=text_field)
+    def __init__(self, options: JobOptions, job: JobFolder, progress: str):
+        name, config, split = options.hub_data_set
+        super().__init__(name, {"name": config, "split": split}, streaming=True, text_key=options.text_field)
         self._job = job
         self._progress = progress
         self._counts = Counter()
@@ -118,14 +106,6 @@ class ReadHubDataset(HuggingFaceDatasetReader):
                 last_report = time.monotonic()
         self._job.write(f"counts/read-{rank:05d}.json", self._counts)
         self._job.write(f"{self._progress}/{rank:05d}.json", self._counts)
-
-
-def num_hub_files(name: str) -> int:
-    """Files of the data set hf:NAME:CONFIG:SPLIT, which is as many tasks as it can be cut into."""
-    from datasets import load_dataset
-
-    _, path, config, split = name.split(":")
-    return load_dataset(path, config, split=split, streaming=True).num_shards
 
 
 def num_bad_records(counts: Counter) -> int:

@@ -4,16 +4,17 @@ import json
 from pathlib import Path
 
 from data_prep.job_folder import JobError, JobFolder
+from data_prep.job_options import JobOptions
 from data_prep.read_documents import num_bad_records
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.files import is_local, write_file
 
 
-def write_manifest(job: JobFolder, tokenizer: Tokenizer, *, num_tasks: int, sequence_length: int, packing: str) -> None:
+def write_manifest(job: JobFolder, options: JobOptions, tokenizer: Tokenizer) -> None:
     """Write OUTPUT/manifest.json from the tasks' receipts. Raises JobError where there is nothing to train on."""
     receipts = job.read_all("receipts")
-    assert len(receipts) == num_tasks
+    assert len(receipts) == options.num_tasks
     splits = Splits(
         **{split: [shard for receipt in receipts for shard in receipt[split]] for split in ("train", "heldout")}
     )
@@ -21,9 +22,9 @@ def write_manifest(job: JobFolder, tokenizer: Tokenizer, *, num_tasks: int, sequ
         raise JobError("the input gave no training rows: it is empty, or every document was held out or refused")
     _remove_temporary_files(job.output)
     manifest = Manifest(
-        sequence_length=sequence_length,
+        sequence_length=options.sequence_length,
         vocab_size=tokenizer.vocab_size,
-        packing=packing,
+        packing=options.packing,
         tokenizer_sha256=tokenizer.sha256,
         total_rows={split: sum(shard.rows for shard in getattr(splits, split)) for split in ("train", "heldout")},
         splits=splits,
@@ -31,7 +32,7 @@ def write_manifest(job: JobFolder, tokenizer: Tokenizer, *, num_tasks: int, sequ
     write_file(f"{job.output}/{MANIFEST_NAME}", manifest.to_json().encode())
 
 
-def make_report(job: JobFolder, *, filters: list[str], sequence_length: int) -> dict:
+def make_report(job: JobFolder, options: JobOptions) -> dict:
     """What the job read, refused, dropped and wrote, from the counts of its tasks."""
     read, written = job.total_counts("read"), job.total_counts("write")
     seconds = {name.removesuffix(" seconds"): round(written[name], 2) for name in written if name.endswith(" seconds")}
@@ -43,7 +44,7 @@ def make_report(job: JobFolder, *, filters: list[str], sequence_length: int) -> 
         "bytes_read": read["bytes"],
         "bad_records": num_bad_records(read),
         "bad_records_by_reason": reasons,
-        **_drops(job, filters, read["documents"]),
+        **_drops(job, options.filters, read["documents"]),
         "documents": written["train documents"] + written["heldout documents"],
         "heldout_documents": written["heldout documents"],
         "bytes": num_bytes,
@@ -53,14 +54,14 @@ def make_report(job: JobFolder, *, filters: list[str], sequence_length: int) -> 
         "byte_fallback_rate": round(written["byte tokens"] / max(1, tokens), 6),
         "train_rows": written["train rows"],
         "heldout_rows": written["heldout rows"],
-        "padding_fraction": round(written["padding tokens"] / max(1, rows * sequence_length), 6),
+        "padding_fraction": round(written["padding tokens"] / max(1, rows * options.sequence_length), 6),
         "seconds_by_stage_summed_over_tasks": seconds,
         "megabytes_per_second_per_worker": round(num_bytes / 1e6 / max(1e-9, sum(seconds.values())), 3),
     }
 
 
 def _drops(job: JobFolder, filters: list[str], num_documents: int) -> dict[str, dict[str, int]]:
-    """For each filter in turn the documents that it read, kept and dropped."""
+    """How many documents each filter read, kept and dropped; the filters in their order."""
     drops = {}
     for name in filters:
         kept = job.total_counts(name)["documents"]
@@ -70,7 +71,7 @@ def _drops(job: JobFolder, filters: list[str], num_documents: int) -> dict[str, 
 
 
 def check_bad_fraction(job: JobFolder, max_bad_fraction: float) -> None:
-    """JobError where more of the whole input is bad than allowed."""
+    """Raise JobError where more of the input's records are bad than allowed."""
     read = job.total_counts("read")
     num_bad = num_bad_records(read)
     if num_bad > max_bad_fraction * (read["documents"] + num_bad):
@@ -94,7 +95,8 @@ def print_table(report: dict) -> None:
 
 
 def _remove_temporary_files(output: str) -> None:
-    """Remove what killed tasks left half written; only local files are ever written under a temporary name."""
+    """Remove the half-written files of killed processes. Only local files are written under a temporary name first."""
     if is_local(output):
-        for path in Path(output.removeprefix("file://")).glob("*/.*.tmp"):
+        folder = Path(output.removeprefix("file://"))
+        for path in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
             path.unlink()

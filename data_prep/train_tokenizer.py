@@ -11,15 +11,13 @@ import hashlib
 import heapq
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data_prep.input_files import FileReader, InputFile, Record, find_inputs
+from data_prep.progress import repeating
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.files import write_file
@@ -50,7 +48,8 @@ def main() -> int:
             raise ValueError(f"--output {options.output} is there already: choose another, or delete it")
         texts = sample(find_inputs(options.input), options.text_field, options.sample_bytes, options.seed)
         num_bytes = sum(len(text.encode()) for text in texts)
-        with elapsed_seconds(f"training on {len(texts):,} documents, {num_bytes:,} bytes"):
+        description = f"training on {len(texts):,} documents, {num_bytes:,} bytes"
+        with tqdm(desc=description, bar_format="{desc}: {elapsed}") as bar, repeating(bar.refresh, every_seconds=1.0):
             train_tokenizer(texts, options.vocab_size, options.output)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -91,26 +90,6 @@ def sample(files: list[InputFile], text_field: str, sample_bytes: int, seed: int
     if not kept:
         raise ValueError(f"--input holds no text in field {text_field!r}")
     return [text for _, text in sorted(kept, reverse=True)]
-
-
-@contextmanager
-def elapsed_seconds(description: str) -> Iterator[None]:
-    """Show the time that the body takes, for work that does not tell how far it is."""
-    done = threading.Event()
-    bar = tqdm(desc=description, bar_format="{desc}: {elapsed}")
-
-    def tick():
-        while not done.wait(1.0):
-            bar.refresh()
-
-    thread = threading.Thread(target=tick, name="elapsed seconds")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        bar.close()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.job_folder import JobFolder
+from data_prep.job_options import JobOptions
 from gmlp_scale.data.batch import CLS_ID, NUM_SPECIAL_TOKENS, PAD_ID, SEP_ID, UNK_ID
 from gmlp_scale.data.shards import ROW_DTYPE, ShardWriter
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
@@ -75,16 +76,16 @@ PACKINGS = {"packed": PackedRows, "document": DocumentRows}
 
 
 class SplitOutput:
-    """The rows and shards of one split that one task writes."""
+    """The rows and shards that a task writes for one split."""
 
-    def __init__(self, job: JobFolder, split: str, rank: int, *, sequence_length: int, packing: str, shard_bytes: int):
-        self.rows = PACKINGS[packing](sequence_length)
+    def __init__(self, options: JobOptions, split: str, rank: int):
+        self.rows = PACKINGS[options.packing](options.sequence_length)
         self._writer = ShardWriter(
-            job.output,
+            options.output,
             split,
             f"{split}-{rank:05d}",
-            sequence_length=sequence_length,
-            rows_per_shard=max(1, shard_bytes // (sequence_length * ROW_DTYPE.itemsize)),
+            sequence_length=options.sequence_length,
+            rows_per_shard=max(1, options.shard_bytes // (options.sequence_length * ROW_DTYPE.itemsize)),
         )
         self._split = split
         self.counts = Counter()
@@ -100,42 +101,19 @@ class SplitOutput:
 
 
 class WriteShards(PipelineStep):
-    """Tokenizes, packs and writes a task's documents; its receipt, written last, lists the shards."""
+    """Tokenizes, packs and writes a task's documents. The receipt, written last, lists the task's shards."""
 
     type = "Writer"
     name = "Shards"
 
-    def __init__(
-        self,
-        tokenizer: str,
-        job: JobFolder,
-        *,
-        sequence_length: int,
-        packing: str,
-        heldout_fraction: float,
-        shard_bytes: int,
-    ):
+    def __init__(self, options: JobOptions, job: JobFolder):
         super().__init__()
-        self._tokenizer = tokenizer
+        self._options = options
         self._job = job
-        self._sequence_length = sequence_length
-        self._packing = packing
-        self._heldout_fraction = heldout_fraction
-        self._shard_bytes = shard_bytes
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        tokenizer = Tokenizer(self._tokenizer)
-        outputs = {
-            split: SplitOutput(
-                self._job,
-                split,
-                rank,
-                sequence_length=self._sequence_length,
-                packing=self._packing,
-                shard_bytes=self._shard_bytes,
-            )
-            for split in ("train", "heldout")
-        }
+        tokenizer = Tokenizer(self._options.tokenizer)
+        outputs = {split: SplitOutput(self._options, split, rank) for split in ("train", "heldout")}
         counts = Counter()
         clock = _Clock()
         for texts in _batches(data):
@@ -144,7 +122,7 @@ class WriteShards(PipelineStep):
             clock.lap("tokenizing seconds")
             for text, ids in zip(texts, encoded, strict=True):
                 content = text.encode()
-                split = "heldout" if is_heldout(content, self._heldout_fraction) else "train"
+                split = "heldout" if is_heldout(content, self._options.heldout_fraction) else "train"
                 outputs[split].rows.add(ids)
                 counts[f"{split} documents"] += 1
                 counts["bytes"] += len(content)

@@ -54,16 +54,3 @@ def contents(folder: Path) -> dict[str, bytes]:
         path for path in sorted(folder.rglob("*")) if path.is_file() and "job" not in path.relative_to(folder).parts
     ]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "report.json"}
-
-
-def workers_of(output: Path, job_process: int) -> list[int]:
-    """Processes of a job, other than its first, that have a task's log open."""
-
-    def has_log_open(pid: str) -> bool:
-        try:
-            return any(os.readlink(entry.path).startswith(f"{output}/") for entry in os.scandir(f"/proc/{pid}/fd"))
-        except OSError:
-            return False
-
-    pids = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != job_process]
-    return [int(pid) for pid in pids if has_log_open(pid)]

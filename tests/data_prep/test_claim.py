@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from data_prep import claim
-from data_prep.claim import ClaimedError, claimed
+from data_prep.claim import ClaimedError, hold_folder
 
 
 def claims(folder):
@@ -19,7 +19,7 @@ def race(url: str, num_jobs: int) -> list[str]:
     def job():
         barrier.wait()
         try:
-            with claimed(url, "OUTPUT"):
+            with hold_folder("OUTPUT", url):
                 results.append("held")
                 all_tried.wait()
         except ClaimedError as error:
@@ -49,31 +49,32 @@ def test_of_jobs_that_start_together_one_holds_the_folder(quick, tmp_path):
 
 def test_a_second_job_is_refused_once_the_first_shows_life(quick, tmp_path):
     url = str(tmp_path / "claims")
-    with claimed(url, "OUTPUT"):
+    with hold_folder("OUTPUT", url):
         with (
             pytest.raises(ClaimedError, match=f"process {os.getpid()} on {os.uname().nodename}"),
-            claimed(url, "OUTPUT"),
+            hold_folder("OUTPUT", url),
         ):
             pass
         assert len(claims(tmp_path / "claims")) == 1
-    with claimed(url, "OUTPUT"):
+    with hold_folder("OUTPUT", url):
         assert len(claims(tmp_path / "claims")) == 2
 
 
 @pytest.mark.parametrize("host", [os.uname().nodename, "another machine"])
-def test_a_claim_that_stands_still_blocks_nobody(quick, tmp_path, host):
+def test_a_claim_that_stands_still_blocks_nobody(quick, monkeypatch, tmp_path, host):
+    monkeypatch.setattr(claim, "_GONE_AFTER_SECONDS", 0.1)
     (tmp_path / "claims").mkdir()
     left = {"host": host, "process": os.getppid(), "id": "x", "beats": 3, "ended": False}
     (tmp_path / "claims/000007.json").write_text(json.dumps(left))
-    with claimed(str(tmp_path / "claims"), "OUTPUT"):
+    with hold_folder("OUTPUT", str(tmp_path / "claims")):
         assert [claim["id"] == "x" for claim in claims(tmp_path / "claims")] == [True, False]
 
 
 def test_a_killed_process_of_this_machine_blocks_nobody_at_once(monkeypatch, tmp_path):
-    monkeypatch.setattr(claim, "_LOOK_EVERY_SECONDS", 1000.0)
+    monkeypatch.setattr(claim, "_LOOK_EVERY_SECONDS", -1.0)  # which time.sleep refuses
     (tmp_path / "claims").mkdir()
     for number, process in ((1, 2**22 + 1), (3, os.getpid())):  # more than Linux gives; a container's old number
         left = {"host": os.uname().nodename, "process": process, "id": "x", "beats": 0, "ended": False}
         (tmp_path / f"claims/{number:06d}.json").write_text(json.dumps(left))
-        with claimed(str(tmp_path / "claims"), "OUTPUT"):
+        with hold_folder("OUTPUT", str(tmp_path / "claims")):
             assert (tmp_path / f"claims/{number + 1:06d}.json").exists()

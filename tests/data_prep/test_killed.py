@@ -1,86 +1,61 @@
-"""A job whose process or workers are killed again and again, at random moments."""
+"""A job whose process or workers are killed again and again, each time at another file that it writes."""
 
-import multiprocessing
-import os
-import random
-import signal
-import sys
-import time
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from data_prep import tokenize_corpus
-from tests.data_prep.corpora import contents, make_texts, workers_of, write_jsonl
+from tests.data_prep.corpora import contents, make_texts, write_jsonl
+from tests.data_prep.killing import start_job
 
+NUM_FILES = 8
 NUM_KILLS = 20
 
 
-@pytest.fixture
-def start_job(tokenizer_dir, tmp_path, monkeypatch):
-    """start_job(output) -> process, forked from one that has imported everything, to be quick."""
-    for number in range(8):
-        write_jsonl(tmp_path / f"corpus/part-{number}.jsonl.gz", make_texts(150, number))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "data_prep.tokenize_corpus"])
+class Jobs:
+    """Starts the job again and again and counts what becomes of it."""
 
-    def start_job(output: Path) -> BaseProcess:
-        command = [
-            "tokenize_corpus.py", "--input", f"{tmp_path}/corpus/*.gz", "--tokenizer", tokenizer_dir, "--output",
-            output, "--sequence-length", 32, "--heldout-fraction", 0.1, "--shard-bytes", 20_000, "--workers", 2,
-        ]  # fmt: skip
-        monkeypatch.setattr(sys, "argv", [str(word) for word in command])  # which the process is given
-        process = context.Process(target=tokenize_corpus.main)
-        process.start()
-        return process
+    def __init__(self, folder: Path, tokenizer_dir: Path):
+        for number in range(NUM_FILES):
+            write_jsonl(folder / f"corpus/part-{number}.jsonl.gz", make_texts(150, number))
+        self._arguments = f"--input {folder}/corpus/*.gz --tokenizer {tokenizer_dir} --sequence-length 32".split()
+        self._arguments += ["--heldout-fraction", "0.1", "--shard-bytes", "20000", "--workers", "2"]
+        self._folder = folder
+        self._num_started = 0
 
-    return start_job
+    def marks(self) -> Path:
+        return self._folder / f"marks-{self._num_started}"
 
-
-def is_done(output: Path) -> bool:
-    return (output / "manifest.json").exists()
-
-
-def opened_logs(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.glob("*.log")}
-
-
-def finish(process: BaseProcess, output: Path) -> dict[str, bytes]:
-    process.join(60)
-    assert is_done(output)
-    return contents(output)
-
-
-def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(start_job, tmp_path):
-    finish(start_job(tmp_path / "warm"), tmp_path / "warm")
-    started = time.monotonic()
-    expected = finish(start_job(tmp_path / "whole"), tmp_path / "whole")
-    duration = time.monotonic() - started
-    assert len(expected) > 8 * 2
-    draw = random.Random(0)
-    num_kills, output, receipts_at_kills = 0, tmp_path / "killed", []
-    while num_kills < NUM_KILLS:
-        process = start_job(output)
-        if draw.random() < 0.7:  # at a moment of the work, else perhaps before it
-            logs = output / "job/executor-tokenizing/logs"
-            before = opened_logs(logs)
-            while process.is_alive() and opened_logs(logs) == before:
-                time.sleep(0.02)
-        process.join(draw.uniform(0, 0.4) * duration)
-        if is_running := process.is_alive():
-            # the job's own process alone, whose workers must end by themselves, or the workers alone
-            victims = workers_of(output, process.pid) if draw.random() < 0.5 else []
-            for pid in victims or [process.pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    def is_killed(self, output: Path, kill_at: int = 0, kills_job: bool = False) -> bool:
+        """Run the job; whether the kill met it. A job that was not killed must end well."""
+        self._num_started += 1
+        arguments = [*self._arguments, "--output", str(output)]
+        process = start_job(arguments, self.marks(), kill_at=kill_at, kills_job=kills_job)
         process.join()
-        if is_running:
-            num_kills += 1
-            receipts_at_kills.append(len(list(output.glob("job/receipts/0*.json"))))
-        if is_done(output):
+        if not kill_at or self.marks().stat().st_size < kill_at:
+            assert process.exitcode == 0
+            return False
+        errors = Path(f"{self.marks()}.errors").read_text()
+        if process.exitcode != -9:  # a worker was killed
+            assert process.exitcode == 1 and not kills_job
+            assert "a worker was killed" in errors and "Traceback" not in errors
+        return True
+
+
+@pytest.mark.parametrize("kills_job", [False, True], ids=["the process that writes", "the job's own process"])
+def test_killed_again_and_again_a_job_gives_the_same_bytes(kills_job, tokenizer_dir, tmp_path):
+    jobs = Jobs(tmp_path, tokenizer_dir)
+    assert not jobs.is_killed(tmp_path / "whole")
+    num_marks, expected = jobs.marks().stat().st_size, contents(tmp_path / "whole")
+    assert num_marks > 2 * len(expected) > 4 * NUM_FILES
+    output, receipts_at_kills = tmp_path / "killed", []
+    for number in range(NUM_KILLS):
+        kill_at = 1 + number * (num_marks - 1) // (NUM_KILLS - 1)  # from the first file to the last
+        if not jobs.is_killed(output, kill_at, kills_job):  # fewer files were left to write
             assert contents(output) == expected
-            output = tmp_path / f"killed-{num_kills}"
-    assert finish(start_job(output), output) == expected
-    assert max(receipts_at_kills) >= 2, receipts_at_kills
+            output = tmp_path / f"killed-{number}"
+            assert jobs.is_killed(output, kill_at, kills_job)
+        receipts_at_kills.append(len(list(output.glob("job/receipts/0*.json"))))
+    assert not jobs.is_killed(output)
+    assert contents(output) == expected
+    assert len(receipts_at_kills) == NUM_KILLS
+    assert {0, NUM_FILES} < set(receipts_at_kills), receipts_at_kills

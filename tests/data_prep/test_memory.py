@@ -6,8 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from data_prep.input_files import find_inputs
 from data_prep.job_folder import JobFolder
+from data_prep.job_options import JobOptions
 from data_prep.read_documents import ReadDocuments
 from data_prep.write_shards import WriteShards
 from tests.data_prep.corpora import make_texts
@@ -15,14 +15,13 @@ from tests.data_prep.corpora import make_texts
 
 def run_task(corpus: str, tokenizer_dir: Path, output: Path) -> int:
     """Peak memory in bytes of a process that runs one task."""
-    job = JobFolder(str(output))
-    reader = ReadDocuments(
-        find_inputs([corpus]), job, text_field="text", max_record_bytes=4_000_000, max_bad_fraction=1.0
-    )
-    options = {"sequence_length": 512, "packing": "packed", "heldout_fraction": 0.005, "shard_bytes": 1 << 20}
-    writer = WriteShards(str(tokenizer_dir), job, **options)
-    writer.run(reader.run())
-    status = Path("/proc/self/status").read_text()  # getrusage would give the parent's peak where that is larger
+    options = JobOptions(
+        input=[corpus], tokenizer=str(tokenizer_dir), output=str(output), sequence_length=512, shard_bytes=1 << 20,
+        max_bad_fraction=1.0,
+    )  # fmt: skip
+    job = JobFolder(options.output)
+    WriteShards(options, job).run(ReadDocuments(options, job, "progress").run())
+    status = Path("/proc/self/status").read_text()  # getrusage gives the parent's peak where that is larger
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
 

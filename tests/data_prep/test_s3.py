@@ -11,13 +11,13 @@ import boto3
 import fsspec
 import pytest
 import torch
-from test_claim import check_races
 
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
 from gmlp_scale.files import read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
+from tests.data_prep.test_claim import check_races
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs and moto's server")
 faulty_s3 = pytest.importorskip("tests.data_prep.faulty_s3", reason="needs s3fs and moto's server")

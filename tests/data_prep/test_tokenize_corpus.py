@@ -1,9 +1,7 @@
 import json
 import os
 import random
-import signal
 import subprocess
-import time
 
 import numpy as np
 import pytest
@@ -11,18 +9,18 @@ import pytest
 from data_prep.write_shards import is_heldout
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import Tokenizer
-from tests.data_prep.corpora import contents, make_texts, run, start, workers_of, write_jsonl
+from tests.data_prep.corpora import contents, make_texts, run, write_jsonl
 
 
 @pytest.fixture
 def tokenize(tokenizer_dir):
     """tokenize(input, output, options...) -> what the script printed."""
 
-    def tokenize(source, output, *options, code=0, launch=run, **settings):
-        return launch(
+    def tokenize(source, output, *options, **settings):
+        return run(
             "tokenize_corpus.py", "--input", source, "--tokenizer", tokenizer_dir, "--sequence-length", 32,
             "--output", output, "--heldout-fraction", 0.1, "--shard-bytes", 20_000, *options,
-            **({"code": code} if launch is run else {}), **settings,
+            **settings,
         )  # fmt: skip
 
     return tokenize
@@ -65,22 +63,6 @@ def test_shards_hold_the_corpus(corpus, tokenize, tokenizer_dir, tmp_path):
     before = contents(out)
     tokenize(f"{corpus}/*.gz", out, "--tasks", 3)
     assert contents(out) == before
-
-
-def test_a_killed_worker_ends_the_job_with_one_clear_error(corpus, tokenize, tmp_path):
-    write_jsonl(corpus / "long.jsonl", make_texts(60_000))
-    process = tokenize(f"{corpus}/long.jsonl", tmp_path / "out", launch=start)
-    progress = tmp_path / "out/job/progress-tokenizing/00000.json"
-    deadline = time.monotonic() + 60
-    while not progress.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    workers = workers_of(tmp_path / "out", process.pid)
-    assert workers
-    for worker in workers:
-        os.kill(worker, signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "a worker was killed" in errors and "Traceback" not in errors
 
 
 def test_other_settings_on_one_output_are_refused(corpus, tokenize, tmp_path):

@@ -1,0 +1,109 @@
+"""The options of a tokenizing job, checked, and what follows from them."""
+
+from functools import cached_property
+from typing import Literal, Self
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from data_prep.input_files import FileReader, InputFile, find_inputs
+from gmlp_scale.data.tokenizer import Tokenizer
+
+
+class JobOptions(BaseModel, frozen=True, extra="forbid"):
+    """The command line of tokenize_corpus.py, whose --help explains each option."""
+
+    input: tuple[str, ...]
+    tokenizer: str
+    sequence_length: int
+    output: str
+    heldout_fraction: float = 0.005
+    packing: Literal["packed", "document"] = "packed"
+    dedup: tuple[Literal["exact", "minhash"], ...] = ()
+    decontaminate: tuple[str, ...] = ()
+    text_field: str = "text"
+    tasks: int | None = None
+    workers: int = 1
+    executor: Literal["local", "slurm", "ray"] = "local"
+    slurm_partition: str | None = None
+    slurm_time: str = "12:00:00"
+    shard_bytes: int = 8 << 20
+    max_record_bytes: int = 4_000_000
+    max_bad_fraction: float = 0.01
+    dry_run: bool = False
+
+    @classmethod
+    def checked(cls, options: dict) -> Self:
+        """The options of a command line. Raises ValueError naming the first one that is wrong."""
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            raise error.errors()[0]["ctx"]["error"] from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, lowest, highest in (
+            ("sequence_length", 4, 1 << 16),
+            ("heldout_fraction", 0, 0.999),
+            ("max_bad_fraction", 0, 1),
+            ("workers", 1, 1 << 16),
+            ("shard_bytes", 2 * self.sequence_length, 1 << 31),
+            ("max_record_bytes", 1, 1 << 31),
+        ):
+            if not lowest <= (found := getattr(self, name)) <= highest:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} is {found}; it must be between {lowest} and {highest}")
+        if self.tasks is not None and self.tasks < 1:
+            raise ValueError(f"--tasks is {self.tasks}; it must be at least 1")
+        if (self.executor == "slurm") != (self.slurm_partition is not None):
+            raise ValueError("--executor slurm and --slurm-partition go together: give both or neither")
+        hub_sources = [source for source in self.input if source.startswith("hf:") and not source.startswith("hf://")]
+        if hub_sources and len(self.input) > 1:
+            raise ValueError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
+        if hub_sources and hub_sources[0].count(":") != 3:
+            raise ValueError(
+                f"--input {hub_sources[0]} is not of the form hf:NAME:CONFIG:SPLIT, as hf:allenai/c4:en:train"
+            )
+        return self
+
+    @property
+    def hub_data_set(self) -> tuple[str, str, str] | None:
+        """Name, config and split where the input is a data set of the Hugging Face hub."""
+        source = self.input[0]
+        return tuple(source.split(":")[1:]) if source.startswith("hf:") and not source.startswith("hf://") else None
+
+    @cached_property
+    def files(self) -> list[InputFile]:
+        """The input files; none for a data set of the hub. ValueError where a source matches nothing readable."""
+        return [] if self.hub_data_set else find_inputs(self.input)
+
+    @cached_property
+    def num_tasks(self) -> int:
+        """Unless given, one for each file; for a data set of the hub as many as it has files."""
+        if self.tasks or not self.hub_data_set:
+            return self.tasks or len(self.files)
+        from datasets import load_dataset
+
+        name, config, split = self.hub_data_set
+        return load_dataset(name, config, split=split, streaming=True).num_shards
+
+    @property
+    def filters(self) -> list[str]:
+        """The names of the job's filters, in their order."""
+        return [*(["decontaminate"] if self.decontaminate else []), *self.dedup]
+
+    def settings(self, tokenizer: Tokenizer) -> dict:
+        """Everything that the output's bytes depend on."""
+        names = (
+            "sequence_length", "heldout_fraction", "packing", "text_field", "shard_bytes", "max_record_bytes",
+            "dedup", "decontaminate",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {
+            "tasks": self.num_tasks,
+            "tokenizer_sha256": tokenizer.sha256,
+            "inputs": [[file.url, file.num_bytes] for file in self.files] or self.input,
+        }
+
+    def reader(self, file: InputFile, part: int = 0, num_parts: int = 1) -> FileReader:
+        return FileReader(
+            file, text_field=self.text_field, max_record_bytes=self.max_record_bytes, part=part, num_parts=num_parts
+        )

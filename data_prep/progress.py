@@ -1,0 +1,47 @@
+"""Work that is repeated in a thread beside the main work, as showing how far that is."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+
+@contextmanager
+def repeating(call: Callable[[], object], every_seconds: float) -> Iterator[None]:
+    """Call `call` every so many seconds while the body runs."""
+    ended = threading.Event()
+
+    def repeat():
+        while not ended.wait(every_seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, name="repeating", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def progress_bar(description: str, total_bytes: int, read_progress: Callable[[], list[dict]]) -> Iterator[None]:
+    """Show the sum of the tasks' progress while the body runs: in stored bytes of the input, or, where `total_bytes`
+    is 0, in documents."""
+    key, unit = ("bytes_read", "B") if total_bytes else ("documents", "doc")
+
+    def show():
+        tasks = read_progress()
+        bar.n = sum(task.get(key, 0) for task in tasks)
+        bar.set_postfix_str(f"{sum(task.get('documents', 0) for task in tasks):,} documents")
+
+    with tqdm(
+        desc=description, total=total_bytes or None, unit=unit, unit_scale=True, smoothing=0.05, file=sys.stderr
+    ) as bar:
+        try:
+            with repeating(show, every_seconds=1.0):
+                yield
+        finally:
+            show()
