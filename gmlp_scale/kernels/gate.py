@@ -1,17 +1,18 @@
-"""The gate: spatial product, bias, the tiny attention and the multiplication by GELU(u) in one kernel; its backward."""
+"""The gate: one kernel for the spatial product, the bias, the tiny attention and the product with GELU(u), and one for
+its backward pass."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gmlp_scale.kernels.layer_norm import gelu, gelu_slope, whole_rows
+from gmlp_scale.kernels.layer_norm import full_width, gelu, gelu_slope
 
 TILES = {
     torch.bfloat16: {"BLOCK_N": 128, "BLOCK_G": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
     torch.float32: {"BLOCK_N": 64, "BLOCK_G": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
 }
-"""Of the matrix products: an output tile of positions x channels, and how much of the sum is loaded at a time."""
+"""The tiles of the matrix products: positions x channels of the output, and how much of the sum is loaded at once."""
 
 
 def apply_gate(
@@ -24,7 +25,7 @@ def apply_gate(
     out_bias_G: Tensor | None,
     keeps_gate: bool,
 ) -> tuple[Tensor, Tensor]:
-    """gelu(u) * S with S = [W | C] [v ; W_o^T] + b + b_o, u the first half of z: (that, S). S is empty unless kept."""
+    """Returns (gelu(u) * S, S) for S = [W | C] [v ; W_o^T] + b + b_o, u the first half of z. S is empty unless kept."""
     batch_size, num_positions, d_gate = v_BNG.shape
     output_BNG = torch.empty_like(v_BNG)
     gate_BNG = torch.empty_like(v_BNG) if keeps_gate else v_BNG.new_empty(0)
@@ -41,13 +42,13 @@ def apply_gate(
 def apply_gate_backward(
     grad_output_BNG: Tensor, z_BNF: Tensor, gate_BNG: Tensor, grad_z_BNF: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fills the first half of grad_z; returns the gradients of S, and of b for each row of the batch in float32."""
+    """Fills the first half of grad_z. Returns the gradients of S, and of b for each sequence in float32."""
     grad_gate_BNG = torch.empty_like(gate_BNG)
     grad_bias_BN = gate_BNG.new_empty(gate_BNG.shape[:2], dtype=torch.float32)
-    num_rows, d_gate = grad_bias_BN.numel(), gate_BNG.shape[-1]
-    rows = whole_rows(d_gate)
-    _spatial_gate_backward_kernel[(triton.cdiv(num_rows, rows["BLOCK_R"]),)](
-        grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF, grad_gate_BNG, grad_bias_BN, num_rows, d_gate, **rows
+    num_tokens, d_gate = grad_bias_BN.numel(), gate_BNG.shape[-1]
+    launch = full_width(d_gate)
+    _spatial_gate_backward_kernel[(triton.cdiv(num_tokens, launch["BLOCK_T"]),)](
+        grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF, grad_gate_BNG, grad_bias_BN, num_tokens, d_gate, **launch
     )
     return grad_gate_BNG, grad_bias_BN
 
@@ -59,8 +60,8 @@ def _spatial_gate_kernel(
 ):  # fmt: skip
     position = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
-    # Each sequence by a 64-bit pointer, and what is in it by 32 bits: half the registers.
-    first_row = tl.program_id(2).to(tl.int64) * num_positions
+    # 64 bits address a sequence and 32 bits an element within it, which takes half the registers.
+    first_token = tl.program_id(2).to(tl.int64) * num_positions
     is_position, is_channel = (position < num_positions)[:, None], (channel < d_gate)[None, :]
 
     gate = tl.zeros((BLOCK_N, BLOCK_G), tl.float32)
@@ -73,7 +74,7 @@ def _spatial_gate_kernel(
             other=0.0,
         )
         v = tl.load(
-            v_BNG + first_row * d_gate + other[:, None] * d_gate + channel[None, :],
+            v_BNG + first_token * d_gate + other[:, None] * d_gate + channel[None, :],
             mask=is_other[:, None] & is_channel,
             other=0.0,
         )
@@ -83,7 +84,7 @@ def _spatial_gate_kernel(
             k = start + tl.arange(0, BLOCK_K)
             is_k = k < d_attn
             context = tl.load(
-                context_BNK + first_row * d_attn + position[:, None] * d_attn + k[None, :],
+                context_BNK + first_token * d_attn + position[:, None] * d_attn + k[None, :],
                 mask=is_position & is_k[None, :],
                 other=0.0,
             )
@@ -97,26 +98,26 @@ def _spatial_gate_kernel(
     inside = is_position & is_channel
     place = position[:, None] * d_gate + channel[None, :]
     if gate_BNG is not None:
-        tl.store(gate_BNG + first_row * d_gate + place, gate, mask=inside)
+        tl.store(gate_BNG + first_token * d_gate + place, gate, mask=inside)
     u = tl.load(
-        z_BNF + first_row * (2 * d_gate) + position[:, None] * (2 * d_gate) + channel[None, :], mask=inside, other=0.0
+        z_BNF + first_token * (2 * d_gate) + position[:, None] * (2 * d_gate) + channel[None, :], mask=inside, other=0.0
     ).to(tl.float32)
-    tl.store(output_BNG + first_row * d_gate + place, gelu(u) * gate, mask=inside)
+    tl.store(output_BNG + first_token * d_gate + place, gelu(u) * gate, mask=inside)
 
 
 @triton.jit
 def _spatial_gate_backward_kernel(
-    grad_output_RG, z_RF, gate_RG, grad_z_RF, grad_gate_RG, grad_bias_R,
-    num_rows, d_gate, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    grad_output_TG, z_TF, gate_TG, grad_z_TF, grad_gate_TG, grad_bias_T,
+    num_tokens, d_gate, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel = tl.arange(0, BLOCK_G)[None, :]
-    inside = (row < num_rows)[:, None] & (channel < d_gate)
-    place, place_in_z = row[:, None] * d_gate + channel, 2 * row[:, None] * d_gate + channel
-    grad_output = tl.load(grad_output_RG + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_RG + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(z_RF + place_in_z, mask=inside, other=0.0).to(tl.float32)
+    inside = (token < num_tokens)[:, None] & (channel < d_gate)
+    place, place_in_z = token[:, None] * d_gate + channel, 2 * token[:, None] * d_gate + channel
+    grad_output = tl.load(grad_output_TG + place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_TG + place, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(z_TF + place_in_z, mask=inside, other=0.0).to(tl.float32)
     grad_gate = grad_output * gelu(u)
-    tl.store(grad_gate_RG + place, grad_gate, mask=inside)
-    tl.store(grad_z_RF + place_in_z, grad_output * gate * gelu_slope(u), mask=inside)
-    tl.store(grad_bias_R + row, tl.sum(grad_gate, axis=1), mask=row < num_rows)
+    tl.store(grad_gate_TG + place, grad_gate, mask=inside)
+    tl.store(grad_z_TF + place_in_z, grad_output * gate * gelu_slope(u), mask=inside)
+    tl.store(grad_bias_T + token, tl.sum(grad_gate, axis=1), mask=token < num_tokens)

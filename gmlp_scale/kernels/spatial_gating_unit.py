@@ -4,7 +4,8 @@
     S = W LayerNorm(gelu(v)) + b [+ C W_o^T + b_o]     # C the tiny attention's context
     gelu(u) * S
 
-torch.compile sees one opaque operator, FSDP and ZeRO see plain tensors. Shape suffixes: those of models/gmlp.py.
+torch.compile sees one opaque operator; FSDP and ZeRO see plain tensors. Shape suffixes: those of models/gmlp.py, and
+T all tokens B * N.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 class KernelsError(ValueError):
-    """The kernels cannot run where the model is."""
+    """The kernels cannot run on the model's device, or not in its dtype."""
 
 
 @torch.library.custom_op("gmlp_scale::spatial_gating_unit", mutates_args=())
@@ -28,24 +29,24 @@ def spatial_gating_unit(
     eps: float,
     keeps_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The unit's output_BNG, and what its backward pass needs: S_BNG, normalised v_BNG, mean_BN and rstd_BN.
+    """Returns output_BNG, and what the backward pass needs: S_BNG, normalised v_BNG, mean_BN and rstd_BN.
 
     Args:
-        z_BNF: the expanded activations before GELU, bfloat16 or float32, as all the others are.
-        gain_G, norm_bias_G, eps: of the LayerNorm.
+        z_BNF: the expanded activations before GELU. They and all other tensors are bfloat16, or all are float32.
+        gain_G, norm_bias_G, eps: the LayerNorm's.
         weight: the 2N - 1 offsets of a Toeplitz W, or W itself.
-        context_BNK, out_weight_GK, out_bias_G: all three or none.
-        keeps_gate: False where no backward pass follows; S comes back empty.
+        context_BNK, out_weight_GK, out_bias_G: the tiny attention's; all three or none.
+        keeps_gate: False if no backward pass follows; S is then empty.
 
     Raises:
-        KernelsError: neither on a CUDA device nor in Triton's interpreter, or of another dtype.
+        KernelsError: the tensors are neither on a CUDA device nor in Triton's interpreter, or have another dtype.
     """
     from gmlp_scale.kernels.gate import apply_gate
     from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu
     from gmlp_scale.kernels.spatial_weight import spatial_matrix
 
     _check_can_run(z_BNF)
-    # A kernel reads past a wrong tensor's end, such as one that an engine has not gathered.
+    # A kernel would read past the end of a tensor of a wrong shape, such as one that an engine has not gathered.
     batch_size, num_positions, d_gate = z_BNF.shape[0], z_BNF.shape[1], z_BNF.shape[2] // 2
     assert gain_G.shape == norm_bias_G.shape == (d_gate,) and bias_N.shape == (num_positions,)
     assert weight.shape in ((2 * num_positions - 1,), (num_positions, num_positions))
@@ -77,7 +78,7 @@ def spatial_gating_unit_backward(
     mean_BN: Tensor,
     rstd_BN: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of z, S, gain, the LayerNorm's bias, weight and b, all in z's dtype."""
+    """Returns the gradients of z, S, gain, the LayerNorm's bias, weight and b, all in z's dtype."""
     from gmlp_scale.kernels.gate import apply_gate_backward
     from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu_backward
     from gmlp_scale.kernels.spatial_weight import spatial_matrix, spatial_weight_gradient
@@ -133,11 +134,11 @@ def _backward(ctx, grad_output_BNG, *_):
     )
     of_attention = (None, None, None)
     if context_BNK is not None:
-        grad_gate_RG = grad_gate_BNG.flatten(0, 1)
+        grad_gate_TG = grad_gate_BNG.flatten(0, 1)
         of_attention = (
             grad_gate_BNG @ out_weight_GK,
-            grad_gate_RG.T @ context_BNK.flatten(0, 1),
-            grad_gate_RG.sum(0),
+            grad_gate_TG.T @ context_BNK.flatten(0, 1),
+            grad_gate_TG.sum(0),
         )
     return grad_z_BNF, *of_parameters, *of_attention, None, None
 
@@ -163,7 +164,8 @@ def is_interpreted() -> bool:
 
 
 def _is_rounded_late(z_BNF: Tensor) -> bool:
-    """The interpreter has no bfloat16 products and cuts where the GPU rounds: it computes in float32 instead."""
+    """Whether to compute in float32 and round at the end: the interpreter has no products in bfloat16, and where a GPU
+    rounds to bfloat16, it cuts off."""
     return z_BNF.dtype == torch.bfloat16 and is_interpreted()
 
 

@@ -1,4 +1,4 @@
-"""The spatial weight W: built from its offsets, and the gradient of either accumulated over the batch."""
+"""The spatial weight W: kernels that build it from its offsets, and that sum its gradient over the batch."""
 
 import torch
 import triton
@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gmlp_scale.kernels.gate import TILES
-from gmlp_scale.kernels.layer_norm import whole_rows
+from gmlp_scale.kernels.layer_norm import full_width
 
 NUM_PROGRAMS = 128
-"""That the gradient's product is cut into where the batch allows it: about one for each multiprocessor of a GPU.
-Not asked of the device, so that the order of the sum is the same on all."""
+"""How many programs share the gradient's product, if the batch is large enough: about one for each multiprocessor of a
+GPU. It is a constant, so that the sum has the same order on every device."""
 
 
 def spatial_matrix(weight: Tensor) -> Tensor:
@@ -19,8 +19,8 @@ def spatial_matrix(weight: Tensor) -> Tensor:
         return weight
     n = (len(weight) + 1) // 2
     weight_NN = weight.new_empty(n, n)
-    rows = whole_rows(n)
-    _spatial_weight_kernel[(triton.cdiv(n, rows["BLOCK_R"]),)](weight, weight_NN, n, **rows)
+    launch = full_width(n)
+    _spatial_weight_kernel[(triton.cdiv(n, launch["BLOCK_T"]),)](weight, weight_NN, n, **launch)
     return weight_NN
 
 
@@ -42,15 +42,15 @@ def spatial_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) 
     if like.ndim == 2:
         return parts_PNN.sum(0)
     grad_offsets = parts_PNN.new_empty(2 * n - 1)
-    # Eight neighbouring diagonals are the shortest run that reads whole 32-byte sectors of memory.
+    # Eight neighbouring diagonals in float32 are 32 bytes, the least that a GPU reads at once.
     block = {"BLOCK_I": min(triton.next_power_of_2(n), 512), "BLOCK_D": 8}
     _spatial_diagonals_kernel[(triton.cdiv(2 * n - 1, 8),)](parts_PNN, grad_offsets, num_parts, n, **block)
     return grad_offsets
 
 
 @triton.jit
-def _spatial_weight_kernel(offsets, weight_NN, n, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
-    i = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+def _spatial_weight_kernel(offsets, weight_NN, n, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
+    i = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     j = tl.arange(0, BLOCK_G)[None, :]
     inside = (i < n) & (j < n)
     tl.store(weight_NN + i * n + j, tl.load(offsets + (n - 1) + (j - i), mask=inside), mask=inside)
@@ -68,18 +68,18 @@ def _spatial_weight_gradient_kernel(
     num_sequences = tl.minimum(sequences_per_part, batch_size - first)
     blocks_per_sequence = tl.cdiv(d_gate, BLOCK_K)
     total = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
-    # One loop over sequences and channels, so that its loads stay ahead across the sequences' bounds.
+    # One loop over sequences and channels, so that the next loads start early even where a sequence ends.
     for index in range(num_sequences * blocks_per_sequence):
-        first_row = (first + index // blocks_per_sequence).to(tl.int64) * n
+        first_token = (first + index // blocks_per_sequence).to(tl.int64) * n
         channel = (index % blocks_per_sequence) * BLOCK_K + tl.arange(0, BLOCK_K)
         is_channel = channel < d_gate
         grad_gate = tl.load(
-            grad_gate_BNG + first_row * d_gate + i[:, None] * d_gate + channel[None, :],
+            grad_gate_BNG + first_token * d_gate + i[:, None] * d_gate + channel[None, :],
             mask=(i < n)[:, None] & is_channel[None, :],
             other=0.0,
         )
         v = tl.load(
-            v_BNG + first_row * d_gate + j[None, :] * d_gate + channel[:, None],
+            v_BNG + first_token * d_gate + j[None, :] * d_gate + channel[:, None],
             mask=(j < n)[None, :] & is_channel[:, None],
             other=0.0,
         )
@@ -93,9 +93,9 @@ def _spatial_diagonals_kernel(parts_PNN, grad_offsets, num_parts, n, BLOCK_I: tl
     """Offset d is the diagonal j - i = d - (n - 1)."""
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
-    for start in range(0, num_parts * n, BLOCK_I):  # the parts' rows, one after another
-        row = start + tl.arange(0, BLOCK_I)
-        j = (row % n)[:, None] + d[None, :] - (n - 1)
-        inside = (row < num_parts * n)[:, None] & (j >= 0) & (j < n)
-        total += tl.load(parts_PNN + row[:, None].to(tl.int64) * n + j, mask=inside, other=0.0)
+    for start in range(0, num_parts * n, BLOCK_I):  # the lines of all parts, one after another
+        line = start + tl.arange(0, BLOCK_I)
+        j = (line % n)[:, None] + d[None, :] - (n - 1)
+        inside = (line < num_parts * n)[:, None] & (j >= 0) & (j < n)
+        total += tl.load(parts_PNN + line[:, None].to(tl.int64) * n + j, mask=inside, other=0.0)
     tl.store(grad_offsets + d, tl.sum(total, axis=0), mask=d < 2 * n - 1)

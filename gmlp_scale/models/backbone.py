@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from gmlp_scale.data.batch import PAD_ID
 
 INIT_STD = 0.02
-"""Of every Linear and embedding (BERT's; the paper does not give its own)."""
+"""The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
 
 Recompute = Literal["none", "selective", "full"]
-"""What a block computes again in the backward pass instead of keeping it: nothing; all but the results of its matrix
-products, which are LayerNorms, GELU and gates (a fused Spatial Gating Unit is one of them, as it would have to keep
-more than it takes in); everything, from its input."""
+"""What a block computes again in the backward pass instead of keeping it.
+
+none: nothing. selective: everything but its matrix products, so LayerNorms, GELU and gates. A fused Spatial Gating Unit
+is computed again too, because it would have to keep more than its input. full: everything, from the block's input.
+"""
 
 _PRODUCTS = [
     torch.ops.aten.mm.default,
@@ -34,13 +36,13 @@ _PRODUCTS = [
 
 
 class Backbone(nn.Module):
-    """Token ids to hidden states. It knows nothing of what a block does but x_BND -> x_BND.
+    """Token ids to hidden states. All it knows of a block is x_BND -> x_BND.
 
-    Blocks that mask padding take a second argument, where rows have any: bool is_token_BN, False at <pad>. The
-    Transformer's do, as BERT's; "nor is it necessary to mask out the paddings" for gMLP (Figure 1).
+    Blocks that mask padding take a second argument in padded rows: bool is_token_BN, False at <pad>. The Transformer's
+    do, as BERT's do. gMLP needs none: "nor is it necessary to mask out the paddings" (Figure 1).
     Position embeddings are for the Transformer with absolute positions; the others learn order within their blocks.
-    Dropout stands where BERT has it: after the embedding, on the output of every residual branch and on attention
-    probabilities (the blocks' own); it holds no parameters.
+    Dropout is where BERT has it: after the embedding and on the output of every residual branch. Attention
+    probabilities have it too, within the blocks.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class Backbone(nn.Module):
     def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
         """x_BND after the last block and before the final LayerNorm.
 
-        padded: whether the rows may hold <pad>. Attention is the faster without a mask, and packed rows need none.
+        padded: whether the rows may hold <pad>. Packed rows hold none, and attention is faster without a mask.
 
-        ValueError if the rows are longer than the model was made for.
+        Raises:
+            ValueError: the rows are longer than the model's sequence_length.
         """
         num_positions = token_ids_BN.shape[1]
         if num_positions > self.sequence_length:
@@ -88,14 +91,14 @@ class Backbone(nn.Module):
         return x_BND
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """What each block computes again in the backward pass; to be called once, before the blocks are compiled.
+        """Sets what each block computes again in the backward pass. Call it once, before the blocks are compiled.
 
-        It goes inside the block, where torch.compile sees it: outside, the rule for single operations would keep a
-        block from being compiled at all.
+        The recomputation is inside the block, where torch.compile sees it. If it were outside, the rule of "selective"
+        for single operations would keep the block from being compiled at all.
         """
         if recompute == "none":
             return
-        # Only dropout draws random numbers; without it their state need not be kept.
+        # Only dropout draws random numbers. Without dropout their state need not be kept.
         options = {"use_reentrant": False, "preserve_rng_state": self.dropout.p > 0}
         if recompute == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
@@ -104,14 +107,13 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fills every parameter in place from a CPU generator: the same numbers on any device.
+        """Fills every parameter in place from a CPU generator, so the numbers are the same on any device.
 
         | Linear and embedding weights | N(0, 0.02) |
         | Linear biases                | 0          |
         | LayerNorm gain, bias         | 1, 0       |
 
-        Then each layer with an `init_special_weights` of its own has the last word, so that nothing here can
-        overwrite it.
+        Each layer that has an `init_special_weights` then overwrites what this table gave it.
         """
         for module in self.modules():
             match module:
@@ -129,7 +131,7 @@ class Backbone(nn.Module):
 
 
 def _recomputing(forward: Callable[..., Tensor], options: dict) -> Callable[..., Tensor]:
-    # A function of this file: torch.compile passes over frames of torch.utils.checkpoint itself.
+    # torch.compile skips functions in torch.utils.checkpoint's own file, so this one is here.
     def recomputing_forward(x_BND: Tensor, *padding_mask: Tensor) -> Tensor:
         return checkpoint(forward, x_BND, *padding_mask, **options)
 

@@ -24,7 +24,7 @@ from gmlp_scale.models.toeplitz import toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
 FUSED_GATING: Gating = "multiplicative_split"
-"""The only one that has fused kernels."""
+"""The only variant that has fused kernels."""
 
 SPATIAL_INIT_SCALE = 0.002
 """std(W) * sqrt(n) at the start. The paper says "near-zero" and gives no number. The normalised operand has unit
@@ -108,7 +108,7 @@ class GmlpBlock(nn.Module):
         y_BND = self.norm(x_BND)
         expanded_BNF = self.expand(y_BND)
         gated_BNG = fused_gating(expanded_BNF, y_BND, self.gating, self.attention, self.kernels)
-        if gated_BNG is None:
+        if gated_BNG is None:  # the kernels are not for this case
             attended_BNG = None if self.attention is None else self.attention(y_BND)
             gated_BNG = self.gating(F.gelu(expanded_BNF), attended_BNG)
         return x_BND + self.dropout(self.project(gated_BNG))
@@ -132,10 +132,10 @@ class SpatialGatingUnit(nn.Module):
         self.bias = nn.Parameter(torch.empty(n))
 
     def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None) -> Tensor:
-        """z after GELU -> gated_BNG. The attended values of the tiny attention are added to the gate.
+        """s(Z) for z after GELU. The tiny attention's attended values are added to the gate.
 
-        The product is a batched one whose left operand has batch stride 0: a Linear over positions, matmul or einsum
-        would copy v transposed, forward and backward.
+        bmm takes W with batch stride 0. A Linear over positions, matmul or einsum would copy v transposed, forward and
+        backward.
         """
         u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.splits else (z_BNF, z_BNF)
         weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])

@@ -1,5 +1,7 @@
-"""What stands on the trunk: masked language modelling with the output matrix tied to the token embedding, and the heads
-of finetuning, sequence classification and span prediction, with their batches.
+"""The models: the trunk with a head on it, and the batches of finetuning.
+
+Pretraining has masked language modelling, whose output matrix is the token embedding. Finetuning has sequence
+classification and span prediction.
 
 Shape suffixes: B batch, N positions, M masked positions, D width, V vocabulary, C classes.
 """
@@ -15,16 +17,17 @@ from gmlp_scale.data.batch import IGNORED, MaskedBatch
 from gmlp_scale.models.backbone import Backbone
 
 MAX_LOGITS_PER_CHUNK = 2**26
-"""256 MiB in float32. A batch with more logits is worked off in chunks of rows, computed again in the backward pass
-(0.5 % of a step at gMLP base), so that the loss needs no more memory than that whatever the batch."""
+"""256 MiB in float32. A batch with more logits is split into chunks of rows, which are computed again in the backward
+pass. So the loss never needs more memory than that."""
 
 
 class MaskedTokenHead(nn.Module):
-    """x_BMD -> float32 logits_BMV = x E^T. No bias and no transform: with them the paper's counts do not come out."""
+    """x_BMD -> float32 logits_BMV = x E^T. No bias and no transform: with them the parameter counts would not be the
+    paper's."""
 
     def __init__(self, embedding_weight_VD: nn.Parameter):
         super().__init__()
-        # Registered here as well, so that engines which shard parameters know that this module needs it.
+        # Registered here as well, so that an engine that shards parameters gathers it for this module.
         self.weight = embedding_weight_VD
 
     def forward(self, x_BMD: Tensor) -> Tensor:
@@ -32,9 +35,9 @@ class MaskedTokenHead(nn.Module):
 
 
 class _TiedLinear(torch.autograd.Function):
-    """x W^T, whose gradient of W is a tensor of its own: autograd adds the embedding's to it in place.
+    """x W^T, which returns W's gradient as a new tensor, so that autograd adds the embedding's gradient in place.
 
-    To F.linear's, a view, it adds out of place: on two CPU cores 4 % of a step of six blocks of gMLP base.
+    F.linear's gradient of W is a view, so autograd would add both gradients into a third tensor.
     """
 
     @staticmethod
@@ -44,7 +47,8 @@ class _TiedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BMV: Tensor) -> tuple[Tensor, Tensor]:
-        x_BMD, weight_VD = (saved.to(grad_BMV.dtype) for saved in ctx.saved_tensors)  # another one under autocast
+        # Under autocast the gradient may have another dtype than what was saved.
+        x_BMD, weight_VD = (saved.to(grad_BMV.dtype) for saved in ctx.saved_tensors)
         return grad_BMV @ weight_VD, grad_BMV.flatten(0, -2).T @ x_BMD.flatten(0, -2)
 
 
@@ -58,8 +62,8 @@ class MaskedLanguageModel(Backbone):
     def forward(self, batch: MaskedBatch) -> Tensor:
         """Mean over rows of each row's mean cross-entropy in nats over its valid masked positions.
 
-        So the mean over equal micro-batches and ranks is the loss of the global batch. A row without any valid
-        position counts as zero.
+        So the mean over equal micro-batches and ranks is the loss of the global batch. A row without a valid position
+        counts as zero.
         """
         x_BMD = self._masked_states(batch)
         rows_per_chunk = max(1, MAX_LOGITS_PER_CHUNK // (x_BMD.shape[1] * self.embedding.num_embeddings))
@@ -76,12 +80,12 @@ class MaskedLanguageModel(Backbone):
         return self.head(self._masked_states(batch))
 
     def flops_per_sample(self, num_masked: int) -> int:
-        """Forward FLOPs of one sequence of full length (2 per multiply-add; matrix products only), as in Table 5."""
+        """Forward FLOPs of one sequence of full length, as in Table 5: 2 per multiply-add, matrix products only."""
         head = num_masked * self.embedding.embedding_dim * self.embedding.num_embeddings
         return 2 * (len(self.blocks) * self.multiply_adds_per_block + head)
 
     def _masked_states(self, batch: MaskedBatch) -> Tensor:
-        # The final LayerNorm is per position, so only the masked ones need it.
+        # The final LayerNorm is per position, so only the masked positions need it.
         x_BND = self.encode(batch.token_ids_BN, padded=batch.padded)
         return self.norm(x_BND.take_along_dim(batch.masked_positions_BM.unsqueeze(-1), dim=1))
 
@@ -94,7 +98,7 @@ class MaskedLanguageModel(Backbone):
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """`<cls> A <sep>` or `<cls> A <sep> B <sep>`, padded to one length, each row with its class."""
+    """Rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`, padded to one length, and the class of each."""
 
     token_ids_BN: Tensor
     """int64 [B, N]."""
@@ -108,7 +112,7 @@ class LabelledBatch:
 
 
 class SequenceClassifier(Backbone):
-    """LabelledBatch -> scalar float32 loss: a Linear on the last layer's <cls>, the first position (section 4)."""
+    """LabelledBatch -> scalar float32 loss. A Linear reads the last layer at <cls>, the first position (section 4)."""
 
     def __init__(self, *, num_classes: int, **backbone):
         super().__init__(**backbone)
@@ -124,20 +128,20 @@ class SequenceClassifier(Backbone):
         return self.classifier(self.dropout(x_BD)).float()
 
     def flops_per_sample(self) -> int:
-        """Forward FLOPs of one sequence of full length; the head's few are left out."""
+        """Forward FLOPs of one sequence of full length, without the head's, which are few."""
         return 2 * len(self.blocks) * self.multiply_adds_per_block
 
 
 @dataclass(frozen=True)
 class SpanBatch:
-    """`<cls> question <sep> window of the context <sep>`, padded to one length, each row with its answer's place."""
+    """Rows `<cls> question <sep> window of the context <sep>`, padded to one length, and where each row's answer is."""
 
     token_ids_BN: Tensor
     """int64 [B, N]."""
     first_positions_B: Tensor
-    """int64 [B], of the answer's first token; 0, the place of <cls>, in a row without the answer."""
+    """int64 [B], of the answer's first token; 0, the position of <cls>, in a row without the answer."""
     last_positions_B: Tensor
-    """int64 [B], of the answer's last token; 0 likewise."""
+    """int64 [B], of the answer's last token; 0 in a row without the answer."""
 
     def to(self, device: torch.device | str) -> "SpanBatch":
         return SpanBatch(
@@ -148,14 +152,14 @@ class SpanBatch:
 
 
 class SpanPredictor(Backbone):
-    """SpanBatch -> scalar float32 loss: two numbers per position, for the answer to begin and to end there."""
+    """SpanBatch -> scalar float32 loss. Each position has two logits: that the answer begins there, and ends there."""
 
     def __init__(self, **backbone):
         super().__init__(**backbone)
         self.spans = nn.Linear(self.embedding.embedding_dim, 2)
 
     def forward(self, batch: SpanBatch) -> Tensor:
-        """Mean over rows of the mean of two cross-entropies over positions, of the first and of the last token."""
+        """The mean of two cross-entropies over positions, for the first and for the last token, averaged over rows."""
         first_logits_BN, last_logits_BN = self.predict(batch).unbind(-1)
         first_loss = F.cross_entropy(first_logits_BN, batch.first_positions_B)
         return (first_loss + F.cross_entropy(last_logits_BN, batch.last_positions_B)) / 2
@@ -166,5 +170,5 @@ class SpanPredictor(Backbone):
         return self.spans(x_BND).float()
 
     def flops_per_sample(self) -> int:
-        """Forward FLOPs of one sequence of full length; the head's few are left out."""
+        """Forward FLOPs of one sequence of full length, without the head's, which are few."""
         return 2 * len(self.blocks) * self.multiply_adds_per_block

@@ -1,4 +1,4 @@
-"""MLP-Mixer (arXiv 2105.01601) for masked language modelling, as in the fourth row of the paper's Table 3.
+"""MLP-Mixer (arXiv 2105.01601) for masked language modelling, as in the fourth line of the paper's Table 3.
 
     x = x + (W2 gelu(W1 LayerNorm(x) + b1) + b2)    # over positions, the same for every channel
     x = x + gelu(LayerNorm(x) U) V                  # over channels, the same for every position

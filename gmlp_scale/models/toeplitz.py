@@ -8,17 +8,17 @@ from torch import Tensor
 def toeplitz(offsets: Tensor) -> Tensor:
     """The matrix W[..., i, j] = offsets[..., (n - 1) + (j - i)], for any leading dimensions.
 
-    offsets: [..., 2n - 1]; number n - 1 stands on the diagonal, those after it to its right (later positions),
-    those before it to its left. Returns [..., n, n] in the dtype of `offsets`. The gradient of each offset is the sum
-    over its diagonal, taken in float32 (float64 for float64) and in one fixed order, so that it repeats bit for bit.
+    offsets: [..., 2n - 1]. Number n - 1 is on the diagonal, the later numbers are to its right (later positions), the
+    earlier ones to its left. Returns [..., n, n] in the dtype of `offsets`. The gradient of an offset is the sum over
+    its diagonal, in float32 (float64 for float64) and in one fixed order, so it repeats bit for bit.
     """
     return _Toeplitz.apply(offsets)
 
 
 class _Toeplitz(torch.autograd.Function):
-    """Row i is the n offsets from place n - 1 - i on.
+    """W[i] is the n offsets from number n - 1 - i on.
 
-    An index gather would give the same matrix, but its backward adds atomically on a GPU.
+    Indexing would give the same matrix, but its backward pass adds atomically on a GPU.
     """
 
     @staticmethod
@@ -32,10 +32,10 @@ class _Toeplitz(torch.autograd.Function):
 
 
 def diagonal_sums(matrix: Tensor) -> Tensor:
-    """The sum over each diagonal of [..., n, n], in the order of the offsets: [..., 2n - 1].
+    """The sum over each diagonal of [..., n, n], in the order of the offsets: [..., 2n - 1], in float32 or float64.
 
-    Taken and returned in float32 (float64 for float64): each row, between zeros, is read from one place further on than
-    the row above, which puts the diagonals into columns.
+    Zeros are put on both sides of every line of the matrix, and each line is read from one element further on than the
+    line above. The diagonals are then columns.
     """
     n = matrix.shape[-1]
     padded = F.pad(matrix, (n - 1, n)).contiguous()

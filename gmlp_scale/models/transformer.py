@@ -3,9 +3,10 @@
     x = x + Attention(LayerNorm(x))
     x = x + gelu(LayerNorm(x) U) V
 
-The paper does not say where its LayerNorms stand. BERT puts them after the sum (and one after the embedding); here they
-stand before, with one after the last layer. The parameters are the same in number; these train without clipping at the
-depths of Table 4 and at the ablations' rate of 7e-4, and share gMLP's trunk, so that a comparison is of the blocks.
+The paper does not say where its LayerNorms are. BERT has one after each sum and one after the embedding. Here one is
+before each part and one after the last layer, and the number of parameters is the same. This form trains without
+clipping at the depths of Table 4 and at the ablations' learning rate of 7e-4. It also shares gMLP's trunk, so a
+comparison is between the blocks alone.
 
 Shape suffixes: B batch, N positions, D width, H heads, K head width.
 """
@@ -36,8 +37,8 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
     """Width of the feed-forward part's hidden layer."""
     num_heads: PositiveInt
     positions: Literal["absolute", "relative", "relative_only"]
-    """Learned embeddings added to the tokens'; T5's biases in the softmax, per layer and head; or those biases alone,
-    with no query, key or content term (third row of Table 3)."""
+    """absolute: learned embeddings, added to the tokens'. relative: T5's biases in the softmax, per layer and head.
+    relative_only: those biases alone, without queries and keys (third line of Table 3)."""
     sequence_length: PositiveInt
     """Longest input."""
     vocab_size: PositiveInt
@@ -66,7 +67,7 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class TransformerBlock(nn.Module):
-    """One layer, x_BND -> x_BND. With is_token_BN no position attends to those where it is False."""
+    """One layer, x_BND -> x_BND. No position attends to a position where is_token_BN is False."""
 
     def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
@@ -107,7 +108,7 @@ class SelfAttention(nn.Module):
 
 
 class PositionalAveraging(nn.Module):
-    """softmax(relative biases) v: what is left of self-attention without its content term (a Random Synthesizer)."""
+    """softmax(relative biases) v: self-attention without queries and keys (a Random Synthesizer)."""
 
     def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
@@ -125,7 +126,7 @@ class PositionalAveraging(nn.Module):
         if is_token_BN is not None:
             v_BNHK = v_BNHK * is_token_BN[:, :, None, None]
         sums_BNHK = torch.einsum("hij,bjhk->bihk", self.dropout(weights_HNN), v_BNHK)
-        if is_token_BN is not None:  # the same weights for all rows, and each sum over the tokens' share of them
+        if is_token_BN is not None:  # all rows have the same weights, so divide by the part that falls on tokens
             shares_BNH = torch.einsum("hij,bj->bih", weights_HNN, is_token_BN.to(weights_HNN.dtype))
             sums_BNHK = sums_BNHK / shares_BNH.clamp(min=torch.finfo(shares_BNH.dtype).tiny).unsqueeze(-1)
         return self.out(sums_BNHK.flatten(2))
@@ -134,9 +135,9 @@ class PositionalAveraging(nn.Module):
 class RelativeBias(nn.Module):
     """T5's relative position biases in its bidirectional scheme (arXiv 1910.10683): 32 buckets, up to distance 128.
 
-    16 buckets look back and 16 ahead. Of each 16, eight are for the distances 0 to 7 and eight for the ranges up to
-    128, equal in the logarithm; whatever lies beyond shares the last. T5 has one table for all its layers; here each
-    layer has its own ("both layer- and head-specific", section 4.1 of the paper).
+    16 buckets are for earlier positions and 16 for later ones. Of each 16, eight are for the distances 0 to 7, one
+    each. The other eight are for ranges up to 128 of equal size in the logarithm; all longer distances are in the last.
+    T5 has one table for all its layers. Here each layer has its own: "both layer- and head-specific" (section 4.1).
     """
 
     def __init__(self, num_heads: int):
@@ -150,12 +151,12 @@ class RelativeBias(nn.Module):
 
 
 def relative_bucket(offsets: Tensor) -> Tensor:
-    """T5's bucket, 0 to 31, of each offset (position of the key less that of the query)."""
+    """T5's bucket, 0 to 31, of each offset: the key's position minus the query's."""
     num_per_side = NUM_BUCKETS // 2
     num_exact = num_per_side // 2
     distance = offsets.abs()
-    # The logarithm is a whole number at 16, 32 and 64. The last term keeps a device's rounding from falling below it;
-    # no other distance comes as near to the next bucket.
+    # At 16, 32 and 64 the result is a whole number, and a device may round it to just below. Adding 1e-3 prevents that;
+    # no other distance is so close to the next bucket.
     ranges = torch.log(distance.clamp(min=1) / num_exact) / math.log(MAX_DISTANCE / num_exact)
     far = num_exact + (ranges * (num_per_side - num_exact) + 1e-3).long()
     bucket = torch.where(distance < num_exact, distance, far.clamp(max=num_per_side - 1))

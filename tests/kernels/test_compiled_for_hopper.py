@@ -1,4 +1,4 @@
-"""The kernels' own compilation for sm_90, which needs no GPU: what the interpreter cannot see."""
+"""Every kernel compiles for sm_90. That needs no GPU, and finds mistakes that the interpreter cannot see."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from triton.compiler import ASTSource
 from gmlp_scale.kernels import gate, layer_norm, spatial_weight
 
 SHARED_MEMORY_BYTES = 227 * 1024
-"""That a block of threads may have on an H100 or H200."""
-ALWAYS_FLOAT32 = {"mean_R", "rstd_R", "grads_P2G", "grad_bias_R", "parts_PNN", "grad_offsets"}
+"""The most that a block of threads may have on an H100 or H200."""
+ALWAYS_FLOAT32 = {"mean_T", "rstd_T", "grads_P2G", "grad_bias_T", "parts_PNN", "grad_offsets"}
 SIZES = {"num_positions", "n", "d_gate", "d_attn"}
-COUNTS = {"num_rows", "blocks_per_part", "batch_size", "sequences_per_part", "num_parts"}
+COUNTS = {"num_tokens", "blocks_per_part", "batch_size", "sequences_per_part", "num_parts"}
 ATTENTION = ("context_BNK", "out_weight_GK", "out_bias_G")
 
-ROWS = layer_norm.whole_rows(1536)
+FULL_WIDTH = layer_norm.full_width(1536)
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
@@ -30,10 +30,10 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[triton.JITFunction, dict]]:
         "gate forward": (gate._spatial_gate_kernel, product | dict.fromkeys(ATTENTION)),
         "gate forward with attention": (gate._spatial_gate_kernel, product),
         "gate forward in inference": (gate._spatial_gate_kernel, product | dict.fromkeys((*ATTENTION, "gate_BNG"))),
-        "gate backward": (gate._spatial_gate_backward_kernel, ROWS),
-        "norm forward": (layer_norm._layer_norm_of_gelu_kernel, ROWS),
-        "norm backward": (layer_norm._layer_norm_of_gelu_backward_kernel, ROWS),
-        "weight from offsets": (spatial_weight._spatial_weight_kernel, layer_norm.whole_rows(512)),
+        "gate backward": (gate._spatial_gate_backward_kernel, FULL_WIDTH),
+        "norm forward": (layer_norm._layer_norm_of_gelu_kernel, FULL_WIDTH),
+        "norm backward": (layer_norm._layer_norm_of_gelu_backward_kernel, FULL_WIDTH),
+        "weight from offsets": (spatial_weight._spatial_weight_kernel, layer_norm.full_width(512)),
         "weight gradient": (spatial_weight._spatial_weight_gradient_kernel, gradient),
         "weight gradient of one sequence": (spatial_weight._spatial_weight_gradient_kernel, gradient | one_sequence),
         "diagonal sums": (spatial_weight._spatial_diagonals_kernel, {"BLOCK_I": 512, "BLOCK_D": 8}),

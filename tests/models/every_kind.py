@@ -44,7 +44,7 @@ def perturb(module: torch.nn.Module, scale: float = 0.3) -> None:
 
 
 def random_batch(num_rows: int = 4, num_positions: int = 12, vocab_size: int = 40) -> MaskedBatch:
-    """Three masked positions a row, of which the second row leaves its last one unused."""
+    """Each row has three masked positions; the second row leaves its last one unused."""
     generator = torch.Generator().manual_seed(2)
     token_ids_BN = torch.randint(NUM_SPECIAL_TOKENS, vocab_size, (num_rows, num_positions), generator=generator)
     positions = [torch.randperm(num_positions, generator=generator)[:3].sort().values for _ in range(num_rows)]

@@ -1,4 +1,4 @@
-"""The layers of the papers in float64 and plain loops, one row at a time: what the models are compared with."""
+"""The layers of the papers in float64 and plain loops, for one row at a time. Tests compare the models with them."""
 
 import math
 
@@ -19,8 +19,8 @@ def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray) -> np.ndarray:
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     out = np.empty((len(x), len(weight)))
     for i, token in enumerate(x):
-        for o, (row, b) in enumerate(zip(weight, bias, strict=True)):
-            out[i, o] = sum(w * value for w, value in zip(row, token, strict=True)) + b
+        for o, (weights, b) in enumerate(zip(weight, bias, strict=True)):
+            out[i, o] = sum(w * value for w, value in zip(weights, token, strict=True)) + b
     return out
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.gmlp import GmlpBlock, Gating
+from gmlp_scale.models.gmlp import Gating, GmlpBlock
 from tests.models.every_kind import perturb
 from tests.models.float64_layers import attention, gelu, layer_norm, linear, numbers
 

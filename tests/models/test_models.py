@@ -56,10 +56,10 @@ def test_logits_are_those_of_the_masked_positions(kind):
     model, batch = tiny_model(kind), random_batch()
     logits_BMV = model.predict(batch)
     states_BND = model.norm(model.encode(batch.token_ids_BN))
-    for row, positions_M in enumerate(batch.masked_positions_BM):
+    for row_index, positions_M in enumerate(batch.masked_positions_BM):
         for slot, position in enumerate(positions_M):
-            expected_V = model.embedding.weight @ states_BND[row, position]
-            torch.testing.assert_close(logits_BMV[row, slot], expected_V, rtol=1e-5, atol=1e-5)
+            expected_V = model.embedding.weight @ states_BND[row_index, position]
+            torch.testing.assert_close(logits_BMV[row_index, slot], expected_V, rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_of_the_head_change_nothing(monkeypatch):

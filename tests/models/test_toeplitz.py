@@ -7,7 +7,7 @@ from gmlp_scale.models.toeplitz import toeplitz
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_matrix_holds_the_offset_of_column_less_row(n):
+def test_an_element_is_the_offset_j_minus_i(n):
     offsets = torch.randn(2, 3, 2 * n - 1, dtype=torch.float64)
     expected = torch.empty(2, 3, n, n, dtype=torch.float64)
     for i in range(n):
