@@ -43,7 +43,7 @@ class ClassificationTask:
     text_columns: tuple[tuple[str, ...], ...]
     """The columns of the texts in GLUE's TSV, and in what `datasets` gives."""
     label_columns: tuple[str, ...]
-    """The column of the label, likewise."""
+    """The names that the label's column may have."""
     labels: tuple[str, ...]
     """As GLUE's files write them, in the order of the numbers that `datasets` gives."""
     class_names: tuple[str, ...]
@@ -51,9 +51,9 @@ class ClassificationTask:
     """For each part besides train, the name of the predictions file that GLUE's server takes."""
     official_sizes: Mapping[str, int]
     scores: tuple[Callable[[Sequence[int], Sequence[int]], float], ...] = (accuracy,)
-    """Functions of predictions and labels with values up to 1. The first is the main score."""
+    """Functions of predictions and labels; a perfect score is 1. The first one is the main score."""
     tsv_columns: tuple[str, ...] = ()
-    """All columns of the TSV, if its training and dev files have no header."""
+    """All columns of the training and dev TSV, if these files have no header."""
     head_name = "sequence_classification"
     has_windows = False
 
@@ -84,7 +84,7 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
 
     Raises:
         FileNotFoundError: there is no such file.
-        DataError: there are no examples, or a column is missing, or it names every text and label that is wrong.
+        DataError: there are no examples, a column is missing, or texts or labels are wrong; it names them all.
     """
     has_labels = not part.startswith("test")
     examples, mistakes, num_left_out = [], [], 0
@@ -154,7 +154,7 @@ class ClassificationRows:
         return LabelledBatch(token_ids_BN, torch.from_numpy(self.labels_R[row_indices]))
 
     def summarize(self, logits_BC: Tensor) -> Tensor:
-        """Scoring needs all of the logits."""
+        """All of the logits: scoring needs them."""
         return logits_BC
 
     def scores(self, logits_RC: np.ndarray) -> dict[str, float]:
@@ -179,7 +179,7 @@ class ClassificationRows:
 
 
 def truncated(lengths: list[int], num_available: int) -> list[int]:
-    """How many tokens of each text stay. The longest text loses a token until all fit; of equal ones, the last does."""
+    """How many tokens of each text stay: while they do not fit, the longest text (the last of equals) loses one."""
     lengths = list(lengths)
     while sum(lengths) > num_available:
         longest = max(range(len(lengths)), key=lambda index: (lengths[index], index))

@@ -58,12 +58,12 @@ def read_questions(source: str, part: str, hub: Hub, has_unanswerable: bool) -> 
     """All questions of a source in its order.
 
     If an answer does not stand at its offset, it is placed where the context holds it nearest to the offset. If the
-    context does not hold it, it has no place and counts for scoring only. A training question with answers of which
-    none has a place is left out. A warning counts all of these.
+    context does not hold it, it has no place and counts for scoring only. A training question is left out if none of
+    its answers has a place. Warnings count these cases.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DataError: there are no questions, or a column is missing, or it names every record that is wrong.
+        DataError: there are no questions, a column is missing, or records are wrong; it names them all.
     """
     questions, mistakes = [], []
     moved, lost = [], []
@@ -105,7 +105,7 @@ def _record_mistakes(record: Record, has_unanswerable: bool) -> list[str]:
             mistakes.append(f"{record.place}: the {column} is empty")
     answers = fields["answers"]
     if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
-        return [*mistakes, f"{record.place}: answers is {answers!r}; it holds text and answer_start"]
+        return [*mistakes, f"{record.place}: answers is {answers!r}; needed: text and answer_start"]
     if len(answers["text"]) != len(answers["answer_start"]):
         mistakes.append(f"{record.place}: {len(answers['text'])} answers but {len(answers['answer_start'])} offsets")
     mistakes += filter(None, (text_mistake(record.place, "an answer", text) for text in answers["text"]))
@@ -156,7 +156,7 @@ class QuestionTask:
         return QuestionRows(questions, tokenizer, sequence_length, document_stride, self.has_unanswerable)
 
     def shown(self, score: str, value: float) -> str:
-        """The scores are in percent already; numbers of questions are whole."""
+        """The scores are in percent already; counts of questions are integers."""
         return f"{value}" if isinstance(value, int) else f"{value:.2f}"
 
 

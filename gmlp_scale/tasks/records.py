@@ -4,14 +4,11 @@ A record's `place` says where it stands in its source, for messages.
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 MOST_TOLD = 10
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -1,7 +1,7 @@
 """Scores of the tasks. For any predictions they equal the scores of the official evaluation scripts.
 
 The scripts of SQuAD v1.1 (Rajpurkar et al. 2016, evaluate-v1.1.py) and v2.0 (Rajpurkar et al. 2018, evaluate-v2.0.py)
-differ if normalizing leaves no word of the answer: where prediction and answer agree, v1.1 gives an F1 of 0, v2.0 of 1.
+differ if normalizing leaves no word of prediction and answer: then v1.1 gives an F1 of 0, and v2.0 an F1 of 1.
 """
 
 import re

@@ -12,16 +12,16 @@ MAX_QUESTION_TOKENS = 64
 """A longer question loses its end."""
 MAX_ANSWER_TOKENS = 30
 NUM_BEST = 20
-"""In each window so many of the likeliest first tokens are paired with as many last ones."""
+"""In each window this many of the likeliest first tokens are paired with as many last tokens."""
 
 
 @dataclass(frozen=True)
 class Window:
     """Tokens [first, stop) of a context, of which [first_maximal, stop_maximal) have their maximal context here.
 
-    Windows overlap, but each token may begin an answer in only one of them: where it has its maximal context. Its
-    context in a window is the number of tokens to its left or to its right, whichever is less. The window with the most
-    counts; of equal ones the longest, and then the first.
+    Windows overlap, but a token may begin an answer in only one of them: where its context is maximal. The context is
+    the number of tokens to its left or to its right in the window, whichever is less, plus a hundredth of the window's
+    length. Of equal windows the first counts.
     """
 
     first: int
@@ -47,7 +47,7 @@ def cut_windows(num_tokens: int, capacity: int, stride: int) -> list[Window]:
 
 
 def _contexts(tokens: np.ndarray, first: int, stop: int) -> np.ndarray:
-    """How much context each token has in the window; the small term decides between windows of different length."""
+    """The context of each token in the window [first, stop), -inf for tokens outside."""
     context = np.minimum(tokens - first, stop - 1 - tokens) + 0.01 * (stop - first)
     return np.where((first <= tokens) & (tokens < stop), context, -np.inf)
 
@@ -74,7 +74,7 @@ class WindowScores:
     last_positions: np.ndarray
     last_logits: np.ndarray
     null_logit: float
-    """The sum of both logits of <cls>, which stands for no answer in this window."""
+    """The sum of both logits at <cls>, which stands for "the answer is not in this window"."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def write_tiny_export(folder: Path, tokenizer_folder: Path, **changes) -> Path:
 
 
 def write_sentiment(path: Path, num_rows: int, first: int = 0) -> Path:
-    """SST-2 in which one word decides; every row is another one."""
+    """SST-2 in which one word decides the label; no two sentences are equal."""
     places = ("film", "story", "journey", "music", "acting")
     lines = ["sentence\tlabel"]
     for number in range(first, first + num_rows):
@@ -37,7 +37,7 @@ def write_sentiment(path: Path, num_rows: int, first: int = 0) -> Path:
 
 
 def tiny_run(tmp_path: Path, export: Path, *overrides: str, task: str = "sst2") -> FinetuneConfig:
-    """A recipe of configs/finetune, small: rows of 16 tokens, 12 steps of 8 rows in float32."""
+    """A recipe of configs/finetune made small: rows of 16 tokens, 12 steps of 8 rows in float32."""
     defaults = [
         f"output_dir={tmp_path / 'outputs'}",
         f"model={export}",

@@ -1,9 +1,10 @@
-"""The recipes of finetuning: the paper's numbers, and every mistake at once."""
+"""The recipes of finetuning have the paper's numbers, and all mistakes are told at once."""
 
 import pytest
 
 from gmlp_scale.config import ConfigError, load_config
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.tasks.table import TASKS
 from tests.finetune.small_recipes import RECIPES
 
 
@@ -17,7 +18,7 @@ def mistakes(task: str, *overrides: str) -> list[str]:
     return error.value.mistakes
 
 
-@pytest.mark.parametrize("task", ["mnli", "sst2", "squad_v1", "squad_v2"])
+@pytest.mark.parametrize("task", TASKS)
 def test_recipes_are_the_papers(task, tmp_path):
     run = load(task)
     assert run.name == run.task == task
@@ -74,6 +75,6 @@ def test_fields_are_checked_and_worded():
 
 
 def test_tasks_and_squads_needs():
-    assert mistakes("mnli", "task=qqp") == ["task: found 'qqp'; one of mnli, sst2, squad_v1, squad_v2"]
+    assert mistakes("mnli", "task=qqp") == [f"task: found 'qqp'; one of {', '.join(TASKS)}"]
     told = mistakes("squad_v1", "data.document_stride=null", "data.sequence_length=60", "data.test=x.json")
     assert [mistake.split(":")[0] for mistake in told] == ["data.test", "data.document_stride", "data.sequence_length"]

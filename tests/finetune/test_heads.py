@@ -1,4 +1,4 @@
-"""The heads of finetuning on the shared trunk, and dropout: where it stands and what it must not change."""
+"""The heads of finetuning on the shared trunk; dropout: where it acts and what it must not change."""
 
 import functools
 from dataclasses import replace

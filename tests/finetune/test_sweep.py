@@ -1,4 +1,4 @@
-"""Grid and seeds: what is run, what is picked, what is skipped, and the table."""
+"""Grid and seeds: which runs are trained, picked or skipped, and the table."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ def small(tmp_path, export, *overrides):
 
 
 def count_runs(monkeypatch) -> list[str]:
-    """The names of the runs that are trained from now on."""
+    """A list to which every run that is trained from now on adds its name."""
     trained = []
 
     def finetune(run, inputs, world):

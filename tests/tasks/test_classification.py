@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from gmlp_scale.tasks.classification import read_examples, truncated
 from gmlp_scale.tasks.records import DataError
+from gmlp_scale.tasks.scores import accuracy
 from gmlp_scale.tasks.table import TASKS
 
 MNLI, SST2 = TASKS["mnli"], TASKS["sst2"]
@@ -57,6 +59,25 @@ def test_two_columns_and_lines_that_other_readers_would_break(tmp_path):
 def test_a_test_set_needs_no_labels(tmp_path):
     source = write(tmp_path / "test.tsv", "index\tsentence", "3\tgood", "5\tbad")
     assert [(e.number, e.label) for e in read_examples(SST2, source, "test")] == [("3", None), ("5", None)]
+
+
+def test_files_without_a_header_and_other_scores(tmp_path, tokenizer):
+    def all_right(predictions, labels) -> float:
+        return float((predictions == labels).all())
+
+    task = replace(SST2, tsv_columns=("source", "label", "mark", "sentence"), scores=(all_right, accuracy))
+    source = write(tmp_path / "dev.tsv", "gj04\t0\t*\tThey drank the pub.", "gj04\t1\t\tThe car honked.")
+    rows = task.read(source, "dev", tokenizer, 16, None)
+    assert [(e.number, e.texts, e.label) for e in rows.examples] == [
+        ("0", ("They drank the pub.",), 0),
+        ("1", ("The car honked.",), 1),
+    ]
+    assert task.main_score == "all_right" and task.shown("all_right", 0.5) == "50.00"
+    assert list(rows.scores(np.array([[2.0, 0.0], [2.0, 0.0]])).items())[:2] == [("all_right", 0.0), ("accuracy", 0.5)]
+    test = write(tmp_path / "test.tsv", "index\tsentence", "3\tgood")  # its file has a header
+    assert [e.number for e in read_examples(task, test, "test")] == ["3"]
+    short = write(tmp_path / "short.tsv", "gj04\t0\tno mark")
+    assert mistakes_of(task, short) == ["line 1: found 3 columns; needed 4: source, label, mark, sentence"]
 
 
 def test_jsonl_and_parquet_as_datasets_writes_them(tmp_path):
