@@ -5,29 +5,19 @@ python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml model.num_bl
 python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml --compare docs/benchmarks/FILE.json
 python launch/benchmark.py --table docs/benchmarks/FILE.json
 
-Prints JSON. gmlp_scale/benchmark says how it is measured; only ratios within one run are worth quoting.
+Prints JSON. gmlp_scale/benchmark/__init__.py says how it is measured; only ratios within one run are worth quoting.
 """
 
 import argparse
 import datetime
 import json
-import platform
 import sys
 from pathlib import Path
 
-import torch
-
-from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.comparison import read_report, table, worsened
-from gmlp_scale.benchmark.dry_run import measure_start_up
-from gmlp_scale.benchmark.loading import measure_loading
-from gmlp_scale.benchmark.step import measure_step
-from gmlp_scale.benchmark.timing import say
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.benchmark.parts import PARTS, measure
+from gmlp_scale.files import write_text
 from gmlp_scale.run import USER_ERRORS
-from gmlp_scale.world import World, start_world
-
-PARTS = ("step", "loader", "checkpoint", "start_up")
 
 
 def main() -> int:
@@ -49,12 +39,15 @@ def main() -> int:
             print(table(read_report(options.table)))
             return 0
         before = read_report(options.compare) if options.compare else None
-        report = measure(options)
+        date, parts = datetime.date.today().isoformat(), options.parts.split(",")
+        machine, recipes = measure(
+            options.config, options.overrides, parts, options.rounds, with_peers=not options.no_peers
+        )
+        report = {"date": date, "machine": machine, "command": sys.argv[1:], "recipes": recipes}
         text = json.dumps(report, indent=1)
         print(text)
         if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(text + "\n", encoding="utf-8")
+            write_text(options.output, text + "\n")
         lines = worsened(before, report) if before else []
     except (*USER_ERRORS, ValueError) as error:
         print(error, file=sys.stderr)
@@ -62,51 +55,6 @@ def main() -> int:
     for line in lines:
         print(f"worse: {line}", file=sys.stderr)
     return 1 if lines else 0
-
-
-def measure(options: argparse.Namespace) -> dict:
-    parts = options.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        raise ValueError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
-    overrides = ["engine.kind=single", *options.overrides]
-    runs = {path: load_run_config(path, overrides) for path in options.config}
-    if undecided := [path for path, run in runs.items() if run.train.micro_batch_size == "auto"]:
-        raise ConfigError(undecided[0], ["train.micro_batch_size: found auto; needed: a number, the rows timed here"])
-    report = {"date": datetime.date.today().isoformat(), "machine": {}, "command": sys.argv[1:], "recipes": {}}
-    first, *others = runs.values()
-    for run in others:
-        if run.train.device != first.train.device:
-            raise ValueError(
-                f"train.device: found {first.train.device} in {first.name} and {run.train.device} in {run.name}, but a "
-                "report is of one device: add train.device=auto, cpu or cuda, which holds for all recipes"
-            )
-    with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
-        report["machine"] = describe_machine(world)
-        for path, run in runs.items():
-            figures = report["recipes"][run.name] = {}
-            for part in parts:
-                say(f"{run.name}: {part}")
-                match part:
-                    case "step":
-                        figures[part] = measure_step(run, world, options.rounds, with_peers=not options.no_peers)
-                    case "loader":
-                        figures[part] = measure_loading(run, options.rounds)
-                    case "checkpoint":
-                        figures[part] = measure_checkpoint(run, world, options.rounds)
-                    case "start_up":
-                        figures[part] = measure_start_up(path, overrides, options.rounds)
-    return report
-
-
-def describe_machine(world: World) -> dict:
-    device = world.device
-    cpu = platform.processor() or platform.machine()
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({cpu})",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml train.micro_batch_size=32   # on a GPU
 TRITON_INTERPRET=1 python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml --device cpu   # a try
 
-Prints JSON, of one block at the recipe's shape: seconds of every form and the floor, the larger of the operations over
-the matrix rate and the fewest bytes over the copy rate, both rates measured in the same run. gain_of_block is what the
-kernel takes off the compiled plain block; predicted_gain_of_step was computed before for gmlp_base on one H200.
-On a CPU the shape is tiny and the kernels are interpreted: the figures then mean nothing.
+Prints JSON, of one block at the recipe's shape: the seconds of every form, and the floor, which is the larger of the
+operations over the matrix rate and the fewest bytes over the copy rate. Both rates are measured in the same run.
+gain_of_block is the share of the compiled plain block's time that the kernel saves. On a CPU the shape is tiny and the
+kernels are interpreted: the figures then mean nothing.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Held-out perplexity and accuracy of a run's checkpoint or an export, with fixed masks, beside unigram frequencies.
+"""Evaluates checkpoints or an export on held-out rows with fixed masks, beside predicting by token frequencies alone.
 
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512 --all-steps --output curve.json
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512 \\
     --finetune-probe sst2 data.train=train.tsv data.dev=dev.tsv
 
---all-steps also writes the figures to RUN_DIR/tensorboard/evaluation, in the place of what was there. --finetune-probe
-exports the checkpoint, finetunes it for 200 steps by the recipe in configs/finetune, and adds the dev score to
+--all-steps also writes the figures to RUN_DIR/tensorboard/evaluation, and deletes what was there. --finetune-probe
+exports the checkpoint, finetunes it for 200 steps with the recipe in configs/finetune, and adds the dev score to
 RUN_DIR/tensorboard/probe.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from gmlp_scale.analysis.heldout import evaluate_models, table
 from gmlp_scale.analysis.probe import load_probe, probe
 from gmlp_scale.analysis.tensorboard import add_scalars, replace_scalars
+from gmlp_scale.files import write_text
 from gmlp_scale.finetune.finetuning import USER_ERRORS
 from gmlp_scale.tasks.table import TASKS
-from gmlp_scale.train.run_folder import write_text
-from gmlp_scale.trained import AnalysisError, read_all_steps, read_model, read_run
+from gmlp_scale.trained import read_all_steps, read_export, read_run
 from gmlp_scale.world import World, set_up_logging, start_world
 
 RECIPES = Path(__file__).parent.parent / "configs" / "finetune"
@@ -48,7 +48,7 @@ def main() -> int:
     try:
         with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
             if world.size > 1:
-                raise AnalysisError("launch/evaluate.py is one process: start it without torchrun or deepspeed")
+                raise ValueError("launch/evaluate.py is one process: start it without torchrun or deepspeed")
             set_up_logging(world)
             content = _evaluate(options, world)
     except (*USER_ERRORS, ValueError) as error:
@@ -64,7 +64,7 @@ def _evaluate(options: argparse.Namespace, world: World) -> dict:
     recipe = RECIPES / f"{options.finetune_probe}.yaml"
     probe_config = load_probe(recipe, options.overrides) if options.finetune_probe else None
     if options.export:
-        models = [read_model(options.export)]
+        models = [read_export(options.export)]
     else:
         models = read_all_steps(options.run) if options.all_steps else [read_run(options.run, options.step)]
     content = evaluate_models(models, options.shards, options.rows, world)

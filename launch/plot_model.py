@@ -5,9 +5,9 @@ python launch/plot_model.py matrices --run outputs/gmlp_base --blocks 0 5 11 --o
 python launch/plot_model.py attention --export exports/amlp_base --text-a "He ran." --text-b "He sat." --output a.png
 python launch/plot_model.py scaling --runs outputs/small outputs/base outputs/large --output scaling.png
 
-filters: the row of W of the middle token, for each block (Figure 4). matrices: the whole W (Figure 9). attention: the
-most that the tiny attention of the first half of the blocks gives to each pair of tokens (appendix D), or that of the
-blocks named. scaling: the last held-out perplexity of runs against their parameters, with a power law (Figure 8).
+filters: what W gives the middle position, for each block (Figure 4). matrices: the whole W (Figure 9). attention: each
+pair's maximum over the tiny attentions of the first half of the blocks (appendix D), or the attention of the --blocks.
+scaling: the last held-out perplexity of runs against their parameters, with a power law (Figure 8).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
 from gmlp_scale.finetune.finetuning import USER_ERRORS
-from gmlp_scale.trained import AnalysisError, TrainedModel, read_model, read_run
+from gmlp_scale.trained import TrainedModel, read_export, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def main() -> int:
             figure = _scaling(options)
         else:
             trained = _trained(options)
-            figure, step = options.draw(trained, options), trained.step or 0
+            figure, step = _draw(trained, options), trained.step or 0
             if options.run and not tensorboard_dir:
                 tensorboard_dir = options.run / "tensorboard" / "pictures"
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     output.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="the picture goes there too; with --run it has a place anyway"
+        "--tensorboard", type=Path, metavar="DIR", help="where TensorBoard finds the picture (default: in the --run)"
     )
     model = argparse.ArgumentParser(add_help=False, parents=[output])
     place = model.add_mutually_exclusive_group(required=True)
@@ -60,12 +60,10 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pictures_by_name = parser.add_subparsers(dest="picture", required=True)
-    pictures_by_name.add_parser("filters", parents=[model]).set_defaults(draw=_filters)
+    pictures_by_name.add_parser("filters", parents=[model])
     matrices = pictures_by_name.add_parser("matrices", parents=[model])
-    matrices.set_defaults(draw=_matrices)
     matrices.add_argument("--blocks", type=int, nargs="+", required=True, help="numbers of blocks, from 0")
     attention = pictures_by_name.add_parser("attention", parents=[model])
-    attention.set_defaults(draw=_attention)
     attention.add_argument("--text-a", required=True)
     attention.add_argument("--text-b", required=True)
     attention.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks, from 0 (default: the first half)")
@@ -78,21 +76,19 @@ def _trained(options: argparse.Namespace) -> TrainedModel:
     if options.run:
         return read_run(options.run, options.step)
     if options.step is not None:
-        raise AnalysisError("--step needs --run: an export has one step only")
-    return read_model(options.export)
+        raise ValueError("--step needs --run: an export has only one step")
+    return read_export(options.export)
 
 
-def _filters(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
-    return pictures.draw_filters(arrays.spatial_filters(arrays.spatial_matrices(trained)))
-
-
-def _matrices(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
-    return pictures.draw_matrices(arrays.chosen_blocks(arrays.spatial_matrices(trained), options.blocks))
-
-
-def _attention(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
-    ids, tokens = arrays.sentence_pair(trained, options.text_a, options.text_b)
-    return pictures.draw_attention(arrays.attention_by_title(trained, ids, options.blocks), tokens)
+def _draw(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
+    match options.picture:
+        case "filters":
+            return pictures.draw_filters(arrays.spatial_filters(arrays.spatial_matrices(trained)))
+        case "matrices":
+            return pictures.draw_matrices(arrays.chosen_blocks(arrays.spatial_matrices(trained), options.blocks))
+        case "attention":
+            ids, tokens = arrays.sentence_pair(trained, options.text_a, options.text_b)
+            return pictures.draw_attention(arrays.attention_by_title(trained, ids, options.blocks), tokens)
 
 
 def _scaling(options: argparse.Namespace) -> "Figure":

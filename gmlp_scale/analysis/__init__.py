@@ -1,1 +1,1 @@
-"""What is asked of trained models: held-out perplexity, a finetuning probe, and pictures of what they learned."""
+"""Studies trained models: held-out perplexity, a finetuning probe, filled masks, pictures of what they learned."""

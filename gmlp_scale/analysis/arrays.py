@@ -1,4 +1,4 @@
-"""What the pictures show, as numbers: spatial filters and matrices, tiny attention, perplexity against parameters.
+"""The numbers behind the pictures: spatial filters and matrices, tiny attention, perplexity against parameters.
 
 Shape suffixes: N positions, D width, K head width.
 """
@@ -16,42 +16,40 @@ from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.models.gmlp import GmlpBlock
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.metrics import read_metrics
-from gmlp_scale.trained import AnalysisError, TrainedModel
+from gmlp_scale.trained import TrainedModel, TrainedModelError
 
 
 @torch.no_grad()
 def spatial_matrices(trained: TrainedModel) -> list[np.ndarray]:
-    """W_NN of the spatial projection of every block, float32.
-
-    Raises:
-        AnalysisError: the model has no spatial projections.
-    """
-    model = trained.model
+    """W_NN of every block's spatial projection, float32. TrainedModelError if the model has none."""
+    model = trained.build()
     if not all(isinstance(block, GmlpBlock) for block in model.blocks):
-        raise AnalysisError(f"{trained.place} has no spatial projections: give a gMLP or an aMLP")
+        raise TrainedModelError(f"{trained.place} has no spatial projections: give a gMLP or an aMLP")
     return [block.gating.spatial_weights(model.sequence_length)[0].numpy() for block in model.blocks]
 
 
 def spatial_filters(matrices: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """filter_N of every block: the row of W of the middle token, as in the paper's Figure 4."""
+    """filter_N of every block: what W gives the middle position of a row, as in the paper's Figure 4."""
     return [matrix_NN[len(matrix_NN) // 2] for matrix_NN in matrices]
 
 
 @torch.no_grad()
 def attention_maps(trained: TrainedModel, ids: Sequence[int]) -> list[np.ndarray]:
-    """softmax_NN of the tiny attention of every block on one row: each row's weights over all positions sum to 1.
+    """softmax_NN of every block's tiny attention on one row: a position's attention to all positions sums to 1.
 
     A finetuned model's row is padded as in its finetuning, so N may be more than the number of ids.
 
     Raises:
-        AnalysisError: the model has no tiny attention, or the row is too long for it.
+        TrainedModelError: the model has no tiny attention, or the row is too long for it.
     """
-    model, num_positions = trained.model, trained.row_length or len(ids)
+    model, num_positions = trained.build(), trained.row_length or len(ids)
     if not all(isinstance(block, GmlpBlock) and block.attention is not None for block in model.blocks):
-        raise AnalysisError(f"{trained.place} has no tiny attention: give an aMLP")
+        raise TrainedModelError(f"{trained.place} has no tiny attention: give an aMLP")
     if len(ids) > num_positions or num_positions > model.sequence_length:
         longest = trained.row_length or model.sequence_length
-        raise AnalysisError(f"the texts make {len(ids)} tokens; {trained.place} takes at most {longest}: shorten them")
+        raise TrainedModelError(
+            f"the texts make {len(ids)} tokens; {trained.place} takes at most {longest}: shorten them"
+        )
     x_1ND = model.embedding(torch.tensor([[*ids, *[PAD_ID] * (num_positions - len(ids))]]))
     maps = []
     for block in model.blocks:
@@ -62,14 +60,14 @@ def attention_maps(trained: TrainedModel, ids: Sequence[int]) -> list[np.ndarray
 
 
 def first_half_maximum(maps: Sequence[np.ndarray]) -> np.ndarray:
-    """The most attention that each pair of tokens gets in the first half of the blocks (the paper's appendix D)."""
+    """The maximum of each pair's attention over the first half of the blocks (the paper's appendix D)."""
     return np.max(maps[: math.ceil(len(maps) / 2)], axis=0)
 
 
 def attention_by_title(
     trained: TrainedModel, ids: Sequence[int], block_numbers: Sequence[int] | None
 ) -> dict[str, np.ndarray]:
-    """`attention_maps` of the numbered blocks, or the most of the first half of the blocks where none is."""
+    """`attention_maps` of the blocks with these numbers, or, if None, the maximum over the first half of the blocks."""
     maps = attention_maps(trained, ids)
     if block_numbers is None:
         return {"first half of the blocks": first_half_maximum(maps)}
@@ -77,14 +75,14 @@ def attention_by_title(
 
 
 def chosen_blocks(of_blocks: Sequence[np.ndarray], numbers: Sequence[int]) -> dict[int, np.ndarray]:
-    """What the numbered blocks have, by number from 0. AnalysisError for a block that is not there."""
+    """The items of the blocks with these numbers, which count from 0. TrainedModelError if a block does not exist."""
     if absent := [number for number in numbers if not 0 <= number < len(of_blocks)]:
-        raise AnalysisError(f"no block {', '.join(map(str, absent))}; there are 0 to {len(of_blocks) - 1}")
+        raise TrainedModelError(f"no block {', '.join(map(str, absent))}; there are 0 to {len(of_blocks) - 1}")
     return {number: of_blocks[number] for number in numbers}
 
 
 def sentence_pair(trained: TrainedModel, text_a: str, text_b: str) -> tuple[list[int], list[str]]:
-    """Ids of `<cls> A <sep> B <sep>`, as finetuning lays a pair out, and what to call each token."""
+    """Ids of `<cls> A <sep> B <sep>`, as in finetuning, and a label for each token."""
     tokenizer = trained.tokenizer()
     ids = [CLS_ID, *tokenizer.encode(text_a), SEP_ID, *tokenizer.encode(text_b), SEP_ID]
     return ids, [tokenizer.decode([id]).strip() for id in ids]
@@ -103,22 +101,23 @@ def run_sizes(run_dirs: Sequence[Path]) -> list[RunSize]:
     """Parameters and last held-out perplexity of each run.
 
     Raises:
-        AnalysisError: naming every run that was not evaluated.
+        TrainedModelError: some runs have no finite perplexity; all are named.
         ConfigError: a folder holds no run.
     """
     sizes, problems = [], []
     for run_dir in run_dirs:
         recipe, metrics = load_run_config(run_dir / "config.yaml"), run_dir / "metrics.jsonl"
-        rows = [row for row in read_metrics(metrics) if "eval/perplexity" in row] if metrics.exists() else []
-        if not rows:
+        lines = [line for line in read_metrics(metrics) if "eval/perplexity" in line] if metrics.exists() else []
+        last = lines[-1] if lines else {}
+        perplexity = last.get("eval/perplexity")
+        if perplexity is None:
             problems.append(f"{run_dir} has no held-out evaluation in metrics.jsonl: train it further")
-        elif not math.isfinite(rows[-1]["eval/perplexity"]):
-            problems.append(f"{run_dir} has the perplexity {rows[-1]['eval/perplexity']}: leave it out")
+        elif not math.isfinite(perplexity):
+            problems.append(f"{run_dir} has the perplexity {perplexity}: leave it out")
         else:
-            row = rows[-1]
-            sizes.append(RunSize(recipe.name, count_parameters(recipe), row["step"], row["eval/perplexity"]))
+            sizes.append(RunSize(recipe.name, count_parameters(recipe), last["step"], perplexity))
     if problems:
-        raise AnalysisError("; ".join(problems))
+        raise TrainedModelError("; ".join(problems))
     return sizes
 
 
@@ -134,13 +133,9 @@ class PowerLaw:
 
 
 def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
-    """Least squares of log y over log x.
-
-    Raises:
-        AnalysisError: there are no two different x.
-    """
+    """Least squares of log y over log x. TrainedModelError if all x are equal."""
     if len(set(x)) < 2:
-        raise AnalysisError(f"a power law needs two runs of different sizes; found {', '.join(map(str, set(x)))}")
+        raise TrainedModelError(f"a power law needs two runs of different sizes; found {', '.join(map(str, set(x)))}")
     log_x, log_y = np.log(x), np.log(y)
     from_mean = log_x - log_x.mean()
     exponent = from_mean @ log_y / (from_mean @ from_mean)
@@ -148,7 +143,7 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
 
 
 def scaling_law(sizes: Sequence[RunSize]) -> PowerLaw:
-    """Perplexity over parameters (the paper's Figure 8). AnalysisError where all runs are of one size."""
+    """Perplexity over parameters (the paper's Figure 8). TrainedModelError if all runs are of one size."""
     return fit_power_law([size.num_parameters for size in sizes], [size.perplexity for size in sizes])
 
 

@@ -9,19 +9,19 @@ from tqdm import tqdm
 
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.shards import ShardError
-from gmlp_scale.run import build_loader
+from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.evaluate import Evaluation, evaluate, unigram_predictor
-from gmlp_scale.trained import AnalysisError, TrainedModel
+from gmlp_scale.trained import TrainedModel, TrainedModelError
 from gmlp_scale.world import World
 
 
 def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, world: World) -> dict[str, Any]:
     """Evaluates checkpoints of one run, or one export, on the first `num_rows` held-out rows of `shards`.
 
-    Returns what launch/evaluate.py writes as JSON: the figures of each model by step, and those of unigram frequencies.
+    Returns what launch/evaluate.py writes as JSON: the figures of each model, and those of unigram frequencies.
 
     Raises:
-        AnalysisError: the model holds no recipe of pretraining.
+        TrainedModelError: the model holds no recipe of pretraining.
         ShardError: the shards have another tokenizer or sequence length, no held-out rows, or are corrupt.
     """
     batches, content = [], {}
@@ -37,13 +37,13 @@ def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, 
             }
         progress = tqdm(batches, desc=trained.place.name, unit=" batches", disable=None, leave=False)
         with torch.inference_mode():
-            result = evaluate(trained.model.to(world.device).predict, progress, world)
+            result = evaluate(trained.build().to(world.device).predict, progress, world)
         content["models"].append({"place": str(trained.place), "step": trained.step, **_figures(result)})
     return content
 
 
 def table(content: dict[str, Any]) -> str:
-    """The figures as text: a line for unigram frequencies and one for each model, by its step."""
+    """The figures as text: a line for unigram frequencies, and one for each model."""
     rows = [{"step": "unigram", **content["unigram"]}, *content["models"]]
     columns = [column for column in content["models"][0] if column != "place"]
     widths = [max(12, len(column) + 2) for column in columns]
@@ -59,8 +59,8 @@ def table(content: dict[str, Any]) -> str:
 def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[list[MaskedBatch], torch.Tensor]:
     """Held-out rows, masked as in the model's own pretraining, and counts_V of some training rows' tokens."""
     if trained.recipe is None:
-        raise AnalysisError(
-            f"{trained.place} holds no recipe of pretraining, so its masks are not known: give the export of a "
+        raise TrainedModelError(
+            f"{trained.place} holds no recipe of pretraining, so the masks to use are unknown: give the export of a "
             "pretraining run, or the run"
         )
     others = {"shards": shards, "on_corrupt_shard": "error", "max_corrupt_shards": 0}
@@ -68,7 +68,7 @@ def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[li
     with closing(build_loader(recipe, rank=0, world_size=1)) as loader:
         if loader.manifest.tokenizer_sha256 != trained.tokenizer_sha256:
             raise ShardError(
-                f"{shards} was written with another tokenizer than that of {trained.place}: write the shards with "
+                f"{shards} was written with another tokenizer than that of {trained.place}: write shards with "
                 f"{trained.tokenizer_folder}"
             )
         return list(loader.heldout_batches(num_rows)), torch.from_numpy(loader.token_counts(num_rows * 10))

@@ -1,4 +1,4 @@
-"""Drawings of what arrays.py computes. Each gives a matplotlib figure."""
+"""Draws what arrays.py computes. Each function returns a matplotlib figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ NUM_COLUMNS = 6
 
 
 def draw_filters(filters: Sequence[np.ndarray]) -> "Figure":
-    """One plot for each block, as in the paper's Figure 4; the vertical scales differ."""
+    """A plot for each block, as in the paper's Figure 4. The vertical scales differ."""
     num_columns = min(NUM_COLUMNS, len(filters))
     figure, grid = _figure(len(filters), num_columns, width=2.2, height=1.5)
     for number, (axes, filter_N) in enumerate(zip(grid, filters, strict=True)):
@@ -26,7 +26,7 @@ def draw_filters(filters: Sequence[np.ndarray]) -> "Figure":
 
 
 def draw_matrices(matrices: Mapping[int, np.ndarray]) -> "Figure":
-    """The spatial projections of some blocks, by the block's number, as in the paper's Figure 9."""
+    """The spatial matrices of some blocks, by the block's number, as in the paper's Figure 9."""
     figure, grid = _figure(len(matrices), min(4, len(matrices)), width=4.5, height=4)
     for axes, (number, matrix_NN) in zip(grid, matrices.items(), strict=True):
         limit = np.abs(matrix_NN).max()
@@ -37,12 +37,12 @@ def draw_matrices(matrices: Mapping[int, np.ndarray]) -> "Figure":
 
 
 def draw_attention(maps: Mapping[str, np.ndarray], tokens: Sequence[str]) -> "Figure":
-    """Attention maps by title, cut to the tokens: rows attend, columns are attended (the paper's appendix D)."""
+    """Attention maps by title, without padding. The token on the left attends to the token below (appendix D)."""
     side = max(4.0, 0.22 * len(tokens))
     figure, grid = _figure(len(maps), min(3, len(maps)), width=side + 1, height=side)
     for axes, (title, map_NN) in zip(grid, maps.items(), strict=True):
         image = axes.imshow(map_NN[: len(tokens), : len(tokens)], cmap="viridis", vmin=0)
-        # A token may be a dollar sign, which would begin a formula.
+        # A token may be a dollar sign, which matplotlib would take for the start of a formula.
         axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=7, parse_math=False)
         axes.set_yticks(range(len(tokens)), tokens, fontsize=7, parse_math=False)
         axes.set_title(title)
@@ -51,7 +51,7 @@ def draw_attention(maps: Mapping[str, np.ndarray], tokens: Sequence[str]) -> "Fi
 
 
 def draw_scaling(sizes: Sequence[RunSize], law: PowerLaw) -> "Figure":
-    """Perplexity against parameters, both logarithmic, as in the paper's Figure 8, and the fitted law."""
+    """Perplexity against parameters, on logarithmic axes, with the fitted law, as in the paper's Figure 8."""
     figure, (axes,) = _figure(1, 1, width=7, height=4.5)
     for size in sizes:
         label = f"{size.name} ({size.perplexity:.2f}, step {size.step:,})"
@@ -65,7 +65,7 @@ def draw_scaling(sizes: Sequence[RunSize], law: PowerLaw) -> "Figure":
 
 
 def _figure(num_plots: int, num_columns: int, width: float, height: float) -> tuple["Figure", list["Axes"]]:
-    """An empty figure of so many plots; width and height of each in inches."""
+    """An empty figure with this many plots; the width and height of each are in inches."""
     from matplotlib.figure import Figure
 
     num_rows = -(-num_plots // num_columns)

@@ -1,4 +1,4 @@
-"""How well a checkpoint finetunes in a few steps: a figure to follow while pretraining runs."""
+"""Finetunes a checkpoint for a few steps: its dev score shows how pretraining is going."""
 
 import tempfile
 from pathlib import Path
@@ -15,10 +15,10 @@ _OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.device", "t
 
 
 def load_probe(recipe: Path, overrides: list[str]) -> FinetuneConfig:
-    """The recipe of finetuning with BUDGET instead of its own length; `overrides` have the last word.
+    """The finetuning recipe with BUDGET in place of its own length; `overrides` win over both.
 
     Raises:
-        ConfigError: the recipe and the overrides have mistakes, or set what a probe decides by itself.
+        ConfigError: the recipe or an override has a mistake, or an override sets what a probe decides itself.
     """
     if own := [override for override in overrides if override.partition("=")[0] in _OWN]:
         raise ConfigError(
@@ -30,8 +30,7 @@ def load_probe(recipe: Path, overrides: list[str]) -> FinetuneConfig:
 def probe(run_dir: Path, step: int, config: FinetuneConfig, world: World) -> float:
     """The dev score of the run's checkpoint after `step`, exported and finetuned in a temporary folder.
 
-    Raises:
-        One of finetune.run.USER_ERRORS.
+    Raises one of finetune.finetuning.USER_ERRORS.
     """
     with tempfile.TemporaryDirectory() as folder:
         export_dir = Path(folder) / "export"

@@ -1,7 +1,7 @@
-"""Scalars and pictures beside a run's own TensorBoard files.
+"""Writes scalars and pictures beside a run's own TensorBoard files.
 
-They go into subfolders, which TensorBoard shows as runs of their own: in the run's folder a second writer would end the
-reading of the first one's file, and a resume would purge what it wrote.
+They go into subfolders, which TensorBoard shows as separate runs. In the run's own folder, TensorBoard would stop
+reading the run's file once a second one appears, and a resume would delete the added points.
 """
 
 import shutil
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def replace_scalars(folder: Path, scalars_of_step: Mapping[int, Mapping[str, float]]) -> None:
-    """Makes `folder` hold these scalars and no others."""
+    """Writes these scalars to `folder` and deletes what was there."""
     shutil.rmtree(folder, ignore_errors=True)
     add_scalars(folder, scalars_of_step)
 

@@ -1,4 +1,4 @@
-"""What bounds a training step: matrix products and copies as fast as this machine does them, alone."""
+"""The ceilings of a training step: how fast this machine multiplies matrices and copies memory, each alone."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +17,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def matrix_calls(run: RunConfig, device: torch.device) -> dict[str, tuple[Callable[[], Tensor], int]]:
-    """By name (call, FLOPs): both projections at the recipe's shape, and a large square product."""
+    """(call, FLOPs) by name: both channel projections at the recipe's shape, and a large square product."""
     tokens = run.train.micro_batch_size * run.model.sequence_length
     square = 8192 if device.type == "cuda" else 2048
     shapes = {"square": (square, square, square)}
@@ -38,8 +38,10 @@ def copy_call(device: torch.device) -> tuple[Callable[[], Tensor], int]:
 
 
 def captured_products(step: Callable[[], object]) -> tuple[Counter[str], dict[str, Callable[[], Tensor]]]:
-    """How often an eager step takes each matrix product, by name, and a call that takes it alone, on random operands
-    of the same shapes and strides. The backward pass's are among them."""
+    """The matrix products of an eager step, backward pass included: how often each occurs, and a call of it alone.
+
+    Both by name. The call multiplies random operands of the same shapes and strides.
+    """
     with _Products() as products:
         step()
     return products.counts, {name: _alone(*product) for name, product in products.first.items()}
@@ -70,18 +72,18 @@ def _alone(
         for shape, stride in ((left_shape, left_stride), (right_shape, right_stride))
     )
     for operand in (left, right):
-        if 0 in operand.stride():  # the spatial matrix, which the whole batch shares
+        if 0 in operand.stride():  # the whole batch shares the spatial matrix
             operand = operand[0]
         operand.normal_()
     return partial(torch.bmm if left.ndim == 3 else torch.mm, left, right)
 
 
 def fewest_bytes(run: RunConfig) -> int | None:
-    """Bytes that a gMLP or aMLP step must move however its operations are fused; None for other models.
+    """Bytes that a gMLP or aMLP step must move, however its operations are fused; None for other models.
 
-    Per token and block, written once by the forward pass and read once by the backward pass: the block's input, the
-    expanded channels before GELU, the spatial projection's result (and the attention's q, k, v). Per parameter AdamW
-    reads and writes the master and both moments, reads the float32 gradient and, in bf16, writes the copy.
+    Per token and block the forward pass writes once, and the backward pass reads once: the block's input, the expanded
+    channels before GELU, the spatial projection's result (and the attention's q, k, v). Per parameter AdamW reads and
+    writes the master weight and both moments, reads the float32 gradient and, in bf16, writes the bf16 copy.
     """
     if not isinstance(run.model, GmlpConfig):
         return None

@@ -1,4 +1,4 @@
-"""Saving and loading the recipe's state beside a plain copy, torch.save with fsync and torch.load of the same bytes."""
+"""Saves and loads the recipe's state, beside a plain copy, torch.save with fsync, and torch.load of the same bytes."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from gmlp_scale.world import World
 
 
 def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
-    """A round more is run: the first save also allocates the staging buffers that later ones use again."""
+    """The first round is not counted: its save allocates the staging buffers that later ones use again."""
     engine = our_engine(run, world)
     buffers = {
         key: torch.empty(piece.tensor.shape, device="cpu", pin_memory=world.device.type == "cuda")
@@ -30,9 +30,11 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
         checkpointer = Checkpointer(
             Path(folder) / "checkpoints",
             CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed
+            details={},
             rank=0,
             world_size=1,
             broadcast=lambda value: value,
+            timeout_seconds=run.engine.timeout_seconds,
         )
         for number in range(1, num_rounds + 2):
             rounds.append(measure_round(engine, checkpointer, buffers, number, Path(folder), world.device))
@@ -59,8 +61,11 @@ def measure_round(
     folder: Path,
     device: torch.device,
 ) -> dict[str, float]:
-    """Seconds. `save` is from the call until the checkpoint is complete on disk, `stall` the part of it for which
-    training stands still; `load` includes verifying and filling the engine, which torch.load does not do."""
+    """Seconds by name.
+
+    save: from the call until the checkpoint is complete on disk. stall: the part of it for which training waits.
+    load: also verifies the checkpoint and fills the engine, which torch.load does not do.
+    """
     file = folder / "state.pt"
 
     def copy() -> None:
@@ -77,7 +82,7 @@ def measure_round(
         newest_checkpoint(checkpointer.directory)[0].load_into(engine)
 
     seconds = {"copy": seconds_of(copy, device)}
-    seconds["stall"] = seconds_of(lambda: checkpointer.save(engine, step, {}), device)
+    seconds["stall"] = seconds_of(lambda: checkpointer.save(engine, step), device)
     seconds["save"] = seconds["stall"] + seconds_of(checkpointer.wait, device)
     seconds["torch_save"] = seconds_of(torch_save, device)
     seconds["load"] = seconds_of(load, device)

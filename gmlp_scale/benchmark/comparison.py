@@ -1,4 +1,4 @@
-"""What is made of a report: which figures fell against an earlier one, and a table for the docs."""
+"""Compares a report with an earlier one, and prints a report as a table for the docs."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ WORST_CHANGE = 0.05
 
 
 def read_report(path: Path) -> dict:
-    """ValueError where the file is no report."""
+    """A report that launch/benchmark.py wrote. ValueError if the file is none."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         _ = [figures for parts in report["recipes"].values() for figures in parts.values()]
@@ -20,13 +20,13 @@ def read_report(path: Path) -> dict:
 
 
 def worsened(before: dict, now: dict) -> list[str]:
-    """One line for each ratio that is more than 5 % worse than before: smaller among `ratios`, larger among `costs`.
+    """A line for each figure that is more than 5 % worse than before: smaller in `ratios`, larger in `costs`.
 
-    ValueError if the two reports have no ratio in common.
+    ValueError if the two reports have no figure in common.
     """
     old, new = dict(_figures(before)), dict(_figures(now))
     if not old.keys() & new.keys():
-        raise ValueError("no ratio is in both reports: measure the recipes and parts that the file has")
+        raise ValueError("no ratio is in both reports: measure the same recipes and parts as the file")
     lines = []
     for key in sorted(old.keys() & new.keys()):
         change = new[key] / old[key] - 1
@@ -37,7 +37,7 @@ def worsened(before: dict, now: dict) -> list[str]:
 
 
 def _figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
-    """((recipe, part, "ratios" or "costs", name), value) of every ratio."""
+    """((recipe, part, "ratios" or "costs", name), value) of every ratio and cost."""
     for recipe, parts in report["recipes"].items():
         for part, figures in parts.items():
             for kind in ("ratios", "costs"):
@@ -46,7 +46,7 @@ def _figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
 
 
 def table(report: dict) -> str:
-    """Markdown: for each recipe the step that is reached, the two floors, and what the time goes to."""
+    """A Markdown table: each recipe's measured step, its two floors, and the shares of its time."""
     lines = [
         "| recipe | rows | step ms | of the ceiling | MFU | operations floor ms | bytes floor ms | "
         "products alone | what the time goes to |",

@@ -1,4 +1,4 @@
-"""A contender in a process of its own, as its users start it: with memory, threads and settings of its own."""
+"""A contender in its own process, as its users start it, so that it has its own memory, threads and settings."""
 
 import contextlib
 import multiprocessing
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 Turn = Callable[[], float]
-"""Takes one timed turn and returns its seconds."""
+"""Runs once, timed, and returns the seconds."""
 
 
 class Contender:
-    """`prepare(*arguments)` -> (turn, what is to be known about it), called in the new process. It ends with this one.
+    """Calls `prepare(*arguments)` -> (turn, description) in a new process, which ends with this one.
 
     Raises:
-        ImportError: `prepare` needs something that is not installed.
-        ChildProcessError: the process died; its own error stands on stderr.
+        ImportError: `prepare` needs a package that is not installed.
+        ChildProcessError: the process died; its own error is on stderr.
     """
 
     def __init__(self, name: str, prepare: Callable[..., tuple[Turn, dict]], *arguments: object):
@@ -28,7 +28,7 @@ class Contender:
             raise ImportError(missing)
 
     def take_turn(self) -> float:
-        with contextlib.suppress(ConnectionError):  # which the next line meets too
+        with contextlib.suppress(ConnectionError):  # if the process is dead, receiving says so
             self._pipe.send("go")
         return self._received()
 

@@ -1,4 +1,4 @@
-"""How long a dry run takes to answer, in a fresh process."""
+"""How long a dry run takes in a fresh process, beside importing torch alone."""
 
 import subprocess
 import sys

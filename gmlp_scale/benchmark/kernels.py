@@ -1,6 +1,6 @@
 """Each fused kernel of gmlp_scale/kernels beside plain PyTorch, eager and under torch.compile, at a recipe's shape.
 
-Forward and backward of one block too, which says how much of it a kernel takes off.
+Also forward and backward of a whole block, to say how much of its time a kernel saves.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,13 @@ from gmlp_scale.models.toeplitz import diagonal_sums
 
 
 class Piece(NamedTuple):
-    """One kernel, with the operations and bytes that it cannot do without."""
+    """One kernel, and the fewest operations and bytes that it needs."""
 
     fused: Callable
     plain: Callable
     inputs: tuple
     flops: int
     num_bytes: int
-    predicted_gain_of_step: float | None
 
 
 def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> dict:
@@ -60,7 +59,6 @@ def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> di
             "seconds": forms | {"floor": floor},
             "fraction_of_floor": floor / forms["fused"],
             "gain_of_block": (forms["compiled"] - forms["fused"]) / report["block_seconds"]["torch compiled"],
-            "predicted_gain_of_step": piece.predicted_gain_of_step,
         }
     return report
 
@@ -103,21 +101,21 @@ def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
     flops = 2 * b * n * n * g
     return {
         "LayerNorm of GELU": Piece(
-            layer_norm_of_gelu, plain_norm, (z_BNF, gain_G, gain_G, 1e-5), 0, 2 * half, None
+            layer_norm_of_gelu, plain_norm, (z_BNF, gain_G, gain_G, 1e-5), 0, 2 * half
         ),
         "spatial product and gate": Piece(
             partial(apply_gate, keeps_gate=True), plain_gate,
-            (z_BNF, v_BNG, weight_NN, bias_N, *attention), flops + 2 * b * n * g * k, 4 * half, 0.085 if k else 0.052,
+            (z_BNF, v_BNG, weight_NN, bias_N, *attention), flops + 2 * b * n * g * k, 4 * half,
         ),
         "gate backward": Piece(
-            apply_gate_backward, plain_gate_backward, (grad_BNG, z_BNF, gate_BNG, grad_z_BNF), 0, 5 * half, None
+            apply_gate_backward, plain_gate_backward, (grad_BNG, z_BNF, gate_BNG, grad_z_BNF), 0, 5 * half
         ),
         "weight gradient": Piece(
-            spatial_weight_gradient, plain_weight_gradient, (grad_BNG, v_BNG, weight), flops, 2 * half, 0.03
+            spatial_weight_gradient, plain_weight_gradient, (grad_BNG, v_BNG, weight), flops, 2 * half
         ),
         "LayerNorm of GELU backward": Piece(
             layer_norm_of_gelu_backward, plain_norm_backward,
-            (grad_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF), 0, 3 * half, 0.035,
+            (grad_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF), 0, 3 * half,
         ),
     }  # fmt: skip
 
@@ -142,7 +140,7 @@ def plain_gate_backward(grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF) -> tuple[T
 
 
 def plain_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) -> Tensor:
-    """The product of each sequence, added up, and summed over its diagonals if `like` holds offsets."""
+    """The sum over the batch of each row's product; summed over its diagonals if `like` is a Toeplitz vector."""
     grad_NN = torch.bmm(grad_gate_BNG, v_BNG.mT).sum(0, dtype=torch.float32)
     return grad_NN if like.ndim == 2 else diagonal_sums(grad_NN)
 

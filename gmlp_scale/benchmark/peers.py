@@ -1,7 +1,7 @@
 """Other people's models at the recipe's shape, or with its FLOPs, as training steps.
 
 A training step is forward, backward and update by torch's fused AdamW, with float32 parameters and, where the recipe
-says bf16, autocast: what their users train with.
+says bf16, autocast, as their users train.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ LARGEST_FLOPS_DIFFERENCE = 0.1
 
 
 class Step(NamedTuple):
-    """One training step of one contender, and what is to be known about it."""
+    """One training step of one contender, and its description for the report."""
 
     run_once: Callable[[], None]
     description: dict[str, int | bool]
 
 
 def g_mlp_pytorch_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
-    """The g-mlp-pytorch package's gMLP of the recipe's blocks and widths, eager, as its README has it: dense W, logits
-    at all positions."""
+    """The g-mlp-pytorch package's gMLP of the recipe's blocks and widths, eager, as in its README: dense W, logits at
+    all positions."""
     from g_mlp_pytorch import gMLP
 
     model = gMLP(
@@ -64,8 +64,8 @@ def bert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
 
 
 def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
-    """transformers' ModernBERT at its best, as BERT above. Its windows are masks under sdpa: the FLOPs are those of
-    whole attention, which it computes."""
+    """transformers' ModernBERT at its best, as BERT above. Under sdpa its windows are masks, so it computes, and
+    the FLOPs count, the whole attention."""
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
     width, num_layers, flops = transformer_size(run, mlp_weights_per_width=4.5)
@@ -84,10 +84,10 @@ def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) ->
 
 
 def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[int, int, int]:
-    """(width, layers, training FLOPs of a row) of the Transformer whose FLOPs are those of the recipe within 10 %.
+    """(width, layers, training FLOPs of a row) of a Transformer that has the recipe's FLOPs within 10 %.
 
-    The width is the nearest to 1.5 d_model and at most 1024 (the paper's BERTs) with which that can be had.
-    mlp_weights_per_width: of one layer's MLP, over the width squared.
+    Of the widths that make this possible, the nearest to 1.5 d_model (at most 1024, as in the paper's BERTs).
+    mlp_weights_per_width: weights of one layer's MLP, over the width squared.
     """
     n = run.model.sequence_length
     num_masked = num_masked_positions(n, run.data.masked_fraction)

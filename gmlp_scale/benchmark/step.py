@@ -1,7 +1,7 @@
-"""The recipe's training step beside the machine's ceilings, its own other forms and other people's models.
+"""The recipe's training step beside the machine's ceilings, its own variants and other people's models.
 
 A step is forward, backward and AdamW update of one micro-batch on one device, on random tokens. Other people's models
-have processes of their own.
+run in their own processes.
 """
 
 import gc
@@ -20,6 +20,7 @@ from gmlp_scale.engine import Engine
 from gmlp_scale.models import GmlpConfig, with_kernels
 from gmlp_scale.plan.describe import count_parameters, flops_per_step
 from gmlp_scale.run import build_engine_of
+from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
 from gmlp_scale.world import World
 
@@ -31,7 +32,7 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     batch = random_batch(run, world.device)
     recipe = our_step(run, world, batch)
     recipe.run_once()
-    peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else is there
+    peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else takes memory
     products, product_calls = captured_products(partial(run_eager_step, plain(run, compile=False), world, batch))
     steps = {name: our_step(variant, world, batch) for name, variant in variants(run, world.device).items()}
     peers, missing = {}, {}
@@ -83,7 +84,7 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
 
 
 def forget_other_recipes(device: torch.device) -> None:
-    """What torch compiled for them, which it would generalise, and their memory."""
+    """Frees their memory, and what torch compiled for them: it would generalise that instead of compiling anew."""
     gc.collect()
     torch.compiler.reset()
     if device.type == "cuda":
@@ -92,9 +93,9 @@ def forget_other_recipes(device: torch.device) -> None:
 
 
 def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
-    """Its turns leave the memory of a GPU that they only cache to the other processes."""
+    """A turn that afterwards gives the GPU memory in torch's cache back, for the other processes."""
     step = PEERS[name](run, device, random_batch(run, device))
-    step.run_once()  # what does not fit dies here, and the others are measured
+    step.run_once()  # a model that does not fit dies here, and the others are still measured
     timed = turns_of({name: step.run_once}, device)[name]
 
     def turn() -> float:
@@ -118,7 +119,7 @@ def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
 
 
 def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
-    """The recipe's own other forms: not compiled, and without the fused kernels where it would use them."""
+    """The recipe's own variants: not compiled, and without the fused kernels if it would use them."""
     forms = {"eager": run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})}
     if isinstance(run.model, GmlpConfig) and run.model.kernels != "torch" and device.type == "cuda":
         forms["plain_compiled"] = plain(run, compile=True)
@@ -132,9 +133,9 @@ def plain(run: RunConfig, *, compile: bool) -> RunConfig:
 
 
 def our_engine(run: RunConfig, world: World) -> Engine:
-    """Pretraining's own, with one micro-batch a step."""
+    """The engine of pretraining, with one micro-batch per step."""
     one_micro_batch = run.train.model_copy(update={"global_batch_size": run.train.micro_batch_size})
-    return build_engine_of(run.model_copy(update={"train": one_micro_batch}), world, is_new=True)
+    return build_engine_of(Pretraining(run.model_copy(update={"train": one_micro_batch})), world, is_new=True)
 
 
 def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:
@@ -148,6 +149,6 @@ def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:
 
 
 def run_eager_step(run: RunConfig, world: World, batch: MaskedBatch) -> None:
-    """One step of a model that is gone afterwards."""
+    """One step of a model that is then deleted."""
     our_step(run, world, batch).run_once()
     gc.collect()

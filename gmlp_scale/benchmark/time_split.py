@@ -1,4 +1,4 @@
-"""Which operations a step's time goes to."""
+"""How a step's time divides among kinds of operations."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,8 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 from gmlp_scale.benchmark.timing import wait_for
 
 NUM_STEPS = 3
-# The first kind with a word in an operation's name takes it, in small letters. On CUDA the names are those of the
-# kernels. Inductor's are first, since theirs name all that they fuse; attention's are made of cutlass too.
+# An operation belongs to the first kind that has a word in its lower-case name. On CUDA the names are the kernels'.
+# Inductor's kernels come first, because their names list all they fuse. Attention comes before matrix products, because
+# its kernels' names have "cutlass" too.
 KINDS = {
     "fused": ("triton_poi", "triton_red", "triton_per", "compiledfxgraph", "spatial", "layer_norm_of_gelu"),
     "attention": ("scaled_dot_product", "flash", "fmha"),
@@ -32,10 +33,10 @@ def time_split(step: Callable[[], None], device: torch.device) -> dict[str, floa
 
 
 def shares(events: Iterable, device: torch.device) -> dict[str, float]:
-    """`time_split` of a profile's events."""
+    """`time_split` from a profile's events."""
     on_cuda = device.type == "cuda"
     if on_cuda:
-        # The operation that launched a kernel bears its time too, and an annotation that of all it spans.
+        # Events of the host count their kernels' time again, and annotations the time of everything inside them.
         events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     times: dict[str, float] = {}
     for event in events:
@@ -47,6 +48,6 @@ def shares(events: Iterable, device: torch.device) -> dict[str, float]:
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation or kernel by its name; "other" where no kind has a word for it."""
+    """The kind of an operation or kernel, by its name; "other" if no kind has a word in it."""
     name = name.lower()
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")

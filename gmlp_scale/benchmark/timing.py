@@ -1,4 +1,4 @@
-"""Seconds of calls that take turns."""
+"""Times calls that take turns."""
 
 import statistics
 import sys
@@ -15,7 +15,7 @@ CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between t
 
 
 def turns_of(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Turn]:
-    """For each call a turn that times it in this process."""
+    """For each call, by its name, a turn that times it in this process."""
     num_calls = CALLS_PER_TURN_ON_CUDA if device.type == "cuda" else 1
     return {name: partial(seconds_of, call, device, num_calls) for name, call in calls.items()}
 
@@ -37,7 +37,7 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, num_calls: int = 1) -> float:
-    """Per call, from an idle device to an idle device."""
+    """Seconds per call; the device is idle before the first and after the last."""
     wait_for(device)
     started = time.perf_counter()
     for _ in range(num_calls):

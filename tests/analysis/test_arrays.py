@@ -20,7 +20,7 @@ from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import SequenceClassifier
-from gmlp_scale.trained import AnalysisError, read_model, read_run
+from gmlp_scale.trained import TrainedModelError, read_export, read_run
 from tests.analysis.pretrained_runs import SEQUENCE_LENGTH
 
 NUM_BLOCKS = 2
@@ -32,7 +32,7 @@ def test_filters_are_the_middle_rows_of_toeplitz_matrices(runs):
     filters = spatial_filters(matrices)
     n = SEQUENCE_LENGTH
     assert len(matrices) == len(filters) == NUM_BLOCKS
-    for block, matrix_NN, filter_N in zip(trained.model.blocks, matrices, filters, strict=True):
+    for block, matrix_NN, filter_N in zip(trained.build().blocks, matrices, filters, strict=True):
         offsets = block.gating.weight.detach().numpy()
         assert matrix_NN.tolist() == [[offsets[n - 1 + j - i] for j in range(n)] for i in range(n)]
         assert filter_N.tolist() == [offsets[n - 1 + j - n // 2] for j in range(n)]
@@ -45,17 +45,17 @@ def test_attention_is_what_the_model_s_own_attention_multiplies_its_values_by(ru
     ids = [2, *range(10, 20), 3]
     maps = attention_maps(trained, ids)
     assert [map_NN.shape for map_NN in maps] == [(12, 12)] * NUM_BLOCKS
-    inputs = {}
-    for number, block in enumerate(trained.model.blocks):
+    inputs, model = {}, trained.build()
+    for number, block in enumerate(model.blocks):
         block.attention.register_forward_hook(
             lambda attention, arguments, output, number=number: inputs.update({number: (arguments[0], output)})
         )
-    trained.model.encode(torch.tensor([ids]))
-    for number, (block, map_NN) in enumerate(zip(trained.model.blocks, maps, strict=True)):
+    model.encode(torch.tensor([ids]))
+    for number, (block, map_NN) in enumerate(zip(model.blocks, maps, strict=True)):
         assert map_NN.sum(axis=1) == pytest.approx(np.ones(12), abs=1e-6) and map_NN.min() > 0
-        y_1ND, context_1NK = inputs[number]
+        y_1ND, attended_1NG = inputs[number]
         v_NK = block.attention.qkv(y_1ND)[0].chunk(3, dim=-1)[2]
-        torch.testing.assert_close(torch.from_numpy(map_NN) @ v_NK, context_1NK[0])
+        torch.testing.assert_close(block.attention.out(torch.from_numpy(map_NN) @ v_NK), attended_1NG[0])
 
 
 def test_a_finetuned_model_s_row_is_padded(runs, tmp_path):
@@ -67,11 +67,11 @@ def test_a_finetuned_model_s_row_is_padded(runs, tmp_path):
     write_export(
         tmp_path / "hf", pretrained.recipe.model, weights, head="sequence_classification", labels=("a", "b"), **given
     )
-    trained = read_model(tmp_path / "hf")
+    trained = read_export(tmp_path / "hf")
     padded, short = attention_maps(trained, [2, 10, 3]), attention_maps(trained, [2, 10, 3] + [0] * 17)
     assert [map_NN.shape for map_NN in padded] == [(20, 20)] * NUM_BLOCKS
     assert all(np.array_equal(a, b) for a, b in zip(padded, short, strict=True))
-    with pytest.raises(AnalysisError, match=r"the texts make 21 tokens; .* takes at most 20"):
+    with pytest.raises(TrainedModelError, match=r"the texts make 21 tokens; .* takes at most 20"):
         attention_maps(trained, range(21))
 
 
@@ -91,11 +91,11 @@ def test_a_sentence_pair_is_laid_out_as_in_finetuning(runs):
 
 
 def test_models_without_what_is_asked_for_are_refused(runs):
-    with pytest.raises(AnalysisError, match="has no spatial projections: give a gMLP or an aMLP"):
+    with pytest.raises(TrainedModelError, match="has no spatial projections: give a gMLP or an aMLP"):
         spatial_matrices(read_run(runs / "transformer"))
-    with pytest.raises(AnalysisError, match="has no tiny attention: give an aMLP"):
+    with pytest.raises(TrainedModelError, match="has no tiny attention: give an aMLP"):
         attention_maps(read_run(runs / "gmlp"), [2, 3])
-    with pytest.raises(AnalysisError, match=f"the texts make 33 tokens; .* takes at most {SEQUENCE_LENGTH}"):
+    with pytest.raises(TrainedModelError, match=f"the texts make 33 tokens; .* takes at most {SEQUENCE_LENGTH}"):
         attention_maps(read_run(runs / "amlp"), range(33))
 
 
@@ -115,19 +115,21 @@ def test_a_power_law_is_the_least_squares_of_the_logarithms():
 
 
 def test_a_power_law_needs_two_sizes():
-    with pytest.raises(AnalysisError, match="two runs of different sizes"):
+    with pytest.raises(TrainedModelError, match="two runs of different sizes"):
         fit_power_law([5, 5], [1.0, 2.0])
 
 
 def test_runs_have_their_parameters_and_last_perplexity(runs, tmp_path):
     (size,) = run_sizes([runs / "gmlp"])
     assert size.name == "gmlp" and size.step == 4
-    assert size.num_parameters == sum(p.numel() for p in read_run(runs / "gmlp").model.parameters())
+    assert size.num_parameters == sum(p.numel() for p in read_run(runs / "gmlp").build().parameters())
     logged = [json.loads(line) for line in (runs / "gmlp" / "metrics.jsonl").read_text().splitlines()]
     assert size.perplexity == [row["eval/perplexity"] for row in logged if "eval/perplexity" in row][-1]
     for name, lines in (("new", ""), ("diverged", '{"step": 2, "eval/perplexity": Infinity}\n')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text((runs / "gmlp" / "config.yaml").read_text())
         (tmp_path / name / "metrics.jsonl").write_text(lines)
-    with pytest.raises(AnalysisError, match=r"new has no held-out evaluation .*; .*diverged has the perplexity inf"):
+    with pytest.raises(
+        TrainedModelError, match=r"new has no held-out evaluation .*; .*diverged has the perplexity inf"
+    ):
         run_sizes([tmp_path / "new", runs / "gmlp", tmp_path / "diverged"])

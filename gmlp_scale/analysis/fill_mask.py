@@ -1,0 +1,36 @@
+"""Fills the <mask> of a sentence with a model's most probable tokens."""
+
+import torch
+from torch import Tensor
+
+from gmlp_scale.data.batch import CLS_ID, MASK_ID, NUM_SPECIAL_TOKENS, SEP_ID, MaskedBatch
+from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.models.backbone import Backbone
+
+MASK = "<mask>"
+
+
+@torch.inference_mode()
+def fill(model: Backbone, tokenizer: Tokenizer, sentence: str) -> Tensor:
+    """probabilities_MV of each <mask> of the sentence over the ordinary tokens.
+
+    A word's token starts with the space before it, so the mask takes the place of that space too.
+    """
+    first, *others = [tokenizer.encode(part) for part in sentence.replace(f" {MASK}", MASK).split(MASK)]
+    ids = [CLS_ID, *first]
+    for part in others:
+        ids += [MASK_ID, *part]
+    ids_1N = torch.tensor([[*ids, SEP_ID]])
+    positions_1M = (ids_1N == MASK_ID).nonzero()[:, 1].unsqueeze(0)
+    logits_1MV = model.predict(MaskedBatch(ids_1N, positions_1M, torch.zeros_like(positions_1M)))
+    logits_1MV[..., :NUM_SPECIAL_TOKENS] = -torch.inf
+    return logits_1MV[0].softmax(-1)
+
+
+def describe(probabilities_MV: Tensor, tokenizer: Tokenizer, num_candidates: int) -> str:
+    """A line for each <mask>: its most probable tokens, with their probabilities."""
+    lines = []
+    for probabilities, ids in zip(*(top.tolist() for top in probabilities_MV.topk(num_candidates)), strict=True):
+        words = (f"{tokenizer.decode([id])!r} {p:.1%}" for p, id in zip(probabilities, ids, strict=True))
+        lines.append("    " + "   ".join(words))
+    return "\n".join(lines)

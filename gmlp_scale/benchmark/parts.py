@@ -1,0 +1,72 @@
+"""Measures the chosen parts of the benchmark, recipe by recipe, on one device."""
+
+import platform
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from gmlp_scale.benchmark.checkpointing import measure_checkpoint
+from gmlp_scale.benchmark.dry_run import measure_start_up
+from gmlp_scale.benchmark.loading import measure_loading
+from gmlp_scale.benchmark.step import measure_step
+from gmlp_scale.benchmark.timing import say
+from gmlp_scale.config import ConfigError, RunConfig, load_run_config
+from gmlp_scale.world import World, start_world
+
+PARTS = ("step", "loader", "checkpoint", "start_up")
+
+
+def measure(
+    recipes: Iterable[str], overrides: Iterable[str], parts: list[str], num_rounds: int, *, with_peers: bool
+) -> tuple[dict, dict]:
+    """The machine's description, and the figures of every part of every recipe, by recipe and part.
+
+    Raises:
+        ValueError: a part is unknown, or the recipes are for different devices.
+        ConfigError: a recipe has mistakes, or a micro-batch size of auto.
+        DeviceError: the recipes' device is not there.
+    """
+    if unknown := set(parts) - set(PARTS):
+        raise ValueError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    overrides = ["engine.kind=single", *overrides]
+    runs = {path: load_run_config(path, overrides) for path in recipes}
+    check_measurable(runs)
+    first, figures = next(iter(runs.values())), {}
+    with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
+        for path, run in runs.items():
+            of_run = figures[run.name] = {}
+            for part in parts:
+                say(f"{run.name}: {part}")
+                match part:
+                    case "step":
+                        of_run[part] = measure_step(run, world, num_rounds, with_peers=with_peers)
+                    case "loader":
+                        of_run[part] = measure_loading(run, num_rounds)
+                    case "checkpoint":
+                        of_run[part] = measure_checkpoint(run, world, num_rounds)
+                    case "start_up":
+                        of_run[part] = measure_start_up(path, overrides, num_rounds)
+        return describe_machine(world), figures
+
+
+def check_measurable(runs: Mapping[str, RunConfig]) -> None:
+    if undecided := [path for path, run in runs.items() if run.train.micro_batch_size == "auto"]:
+        raise ConfigError(undecided[0], ["train.micro_batch_size: found auto; needed: a number, the rows timed here"])
+    first, *others = runs.values()
+    for run in others:
+        if run.train.device != first.train.device:
+            raise ValueError(
+                f"train.device: found {first.train.device} in {first.name} and {run.train.device} in {run.name}, but a "
+                "report is of one device: add train.device=auto, cpu or cuda, which holds for all recipes"
+            )
+
+
+def describe_machine(world: World) -> dict:
+    device = world.device
+    cpu = platform.processor() or platform.machine()
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({cpu})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,16 @@
+"""launch/fill_mask.py on a small real run."""
+
+from launch.fill_mask import main
+
+
+def test_every_mask_has_a_line_of_its_most_probable_tokens(runs, launched):
+    code, printed, error = launched(main, "--run", runs / "gmlp", "--top", 2, "abcde <mask> fghij <mask>", "<mask>")
+    assert code == 0, error
+    lines = printed.splitlines()
+    assert [line for line in lines if "%" not in line] == ["abcde <mask> fghij <mask>", "<mask>"]
+    candidates = [line for line in lines if line.startswith("    ")]
+    assert len(candidates) == 3 and all(line.count("%") == 2 for line in candidates)
+
+
+def test_a_sentence_without_a_mask_is_refused(runs, launched):
+    assert launched(main, "--run", runs / "gmlp", "abcde") == (2, "", "no <mask> in: abcde\n")
