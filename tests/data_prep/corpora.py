@@ -42,7 +42,7 @@ def start(script: str, *arguments: object, **options) -> subprocess.Popen:
 def run(script: str, *arguments: object, code: int = 0, **options) -> str:
     """Output of a script that must end with `code`."""
     process = start(script, *arguments, **options)
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate()
     assert process.returncode == code, f"{output}\n{errors}"
     assert "Traceback" not in errors
     return output + errors

@@ -21,7 +21,7 @@ def start_job(arguments: list[str], marks: Path, *, kill_at: int, kills_job: boo
     alone; 0 kills nothing. What the job prints as errors goes to the file MARKS.errors.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "data_prep.tokenize_corpus"])
+    context.set_forkserver_preload(["pytest", "data_prep.tokenize_corpus", "pyarrow.compute"])
     process = context.Process(target=_run_job, args=(arguments, marks, kill_at, kills_job))
     process.start()
     return process

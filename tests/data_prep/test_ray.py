@@ -1,12 +1,16 @@
 """A job on a real Ray cluster of two nodes, one of which is killed while a task runs on it."""
 
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from tests.data_prep.corpora import contents, make_texts, run, start, write_jsonl
+from tests.data_prep.corpora import contents, run, start
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs the package ray")
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
@@ -19,28 +23,58 @@ def cluster(tmp_path):
     cluster.shutdown()
 
 
+class SlowFiles(ThreadingHTTPServer):
+    """Serves a folder to tasks only once `release` is set; counts the requests that wait, or waited, for that."""
+
+    def __init__(self, folder: Path):
+        self.release = threading.Event()
+        self.num_waiting = 0
+        super().__init__(("127.0.0.1", 0), partial(SlowHandler, directory=str(folder)))
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class SlowHandler(SimpleHTTPRequestHandler):
+    def do_GET(self):
+        if "Range" in self.headers:  # a task reads; the job itself only asks whether the file is there
+            self.server.num_waiting += 1
+            self.server.release.wait()
+        super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def slow_files(corpus):
+    server = SlowFiles(corpus)
+    yield server
+    server.release.set()
+    server.shutdown()
+    server.server_close()
+
+
 def wait_for(condition: Callable[[], bool], job: subprocess.Popen) -> None:
     while not condition():
         assert job.poll() is None, job.communicate()
         time.sleep(0.02)
 
 
-def test_a_job_on_ray_outlives_a_killed_node(cluster, tokenizer_dir, tmp_path):
-    for number in range(8):
-        write_jsonl(tmp_path / f"corpus/part-{number}.jsonl.gz", make_texts(15_000, number))
-    options = ("--input", f"{tmp_path}/corpus/*.gz", "--tokenizer", tokenizer_dir, "--sequence-length", 32,
-               "--workers", 2)  # fmt: skip
-    job = start("tokenize_corpus.py", *options, "--output", tmp_path / "ray", "--executor", "ray",
+def test_a_job_on_ray_outlives_a_killed_node(cluster, slow_files, tokenizer_dir, corpus, tmp_path):
+    urls = [f"{slow_files.url}/{path.name}" for path in sorted(corpus.iterdir())]
+    options = ("--tokenizer", tokenizer_dir, "--sequence-length", 32, "--workers", 2)
+    job = start("tokenize_corpus.py", "--input", *urls, *options, "--output", tmp_path / "ray", "--executor", "ray",
                 environment={"RAY_ADDRESS": cluster.address})  # fmt: skip
-    wait_for(lambda: (tmp_path / "ray/job/executor-tokenizing/logs").exists(), job)
+    wait_for(lambda: slow_files.num_waiting == 1, job)
     second_node = cluster.add_node(**NODE)  # only now, so that the job itself has joined the first
-    started, done = tmp_path / "ray/job/executor-tokenizing/logs", tmp_path / "ray/job/receipts"
-    wait_for(lambda: len(list(started.glob("*.log"))) - len(list(done.glob("0*.json"))) == 2, job)
-    cluster.remove_node(second_node, allow_graceful=False)  # both nodes are in the midst of a task
-    output, errors = job.communicate(timeout=100)
+    wait_for(lambda: slow_files.num_waiting == 2, job)  # each node has room for one task, so both work on one
+    cluster.remove_node(second_node, allow_graceful=False)
+    slow_files.release.set()
+    output, errors = job.communicate()
     assert job.returncode == 0, f"{output}\n{errors}"
-    assert "documents                            120,000" in output
-    run("tokenize_corpus.py", *options, "--output", tmp_path / "local")
+    assert "documents                            900" in output
+    assert slow_files.num_waiting == len(urls) + 1  # the killed node's task asked again, from the other node
+    run("tokenize_corpus.py", "--input", f"{corpus}/*", *options, "--output", tmp_path / "local")
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
 
 
