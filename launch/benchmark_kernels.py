@@ -15,16 +15,9 @@ import sys
 
 import torch
 
-from gmlp_scale.benchmark.kernels import measure_kernels
-from gmlp_scale.config import load_run_config
+from gmlp_scale.benchmark.kernels import load_recipe, measure_kernels
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
-from gmlp_scale.models import GmlpConfig
 from gmlp_scale.run import USER_ERRORS
-
-TINY = [
-    "model.sequence_length=16", "model.d_model=16", "model.d_ffn=32", "train.micro_batch_size=1",
-    "train.precision=float32",
-]  # fmt: skip
 
 
 def main() -> int:
@@ -41,15 +34,7 @@ def main() -> int:
         print("--device cpu needs TRITON_INTERPRET=1 in the environment", file=sys.stderr)
         return 2
     try:
-        run = load_run_config(options.config, options.overrides)
-        if not isinstance(run.model, GmlpConfig) or run.model.gating != "multiplicative_split":
-            raise ValueError(f"{options.config}: the kernels are of gMLP and aMLP with gating multiplicative_split")
-        if options.device == "cpu":
-            run = load_run_config(options.config, [*options.overrides, *TINY])
-        if run.train.micro_batch_size == "auto":
-            raise ValueError(
-                f"{options.config}: train.micro_batch_size: found auto; needed: a number, the rows timed here"
-            )
+        run = load_recipe(options.config, options.overrides, tiny=options.device == "cpu")
         report = measure_kernels(run, torch.device(options.device), options.rounds)
     except (*USER_ERRORS, ValueError) as error:
         print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Draws one tag of several runs' metrics.jsonl against the step, as one picture.
+"""Draws one metric of several runs against the step, from their metrics.jsonl, in one picture.
 
 python launch/plot_metrics.py --runs outputs/compare_gmlp outputs/compare_amlp outputs/compare_bert \
     --tag eval/perplexity --output docs/compare.png
@@ -18,23 +18,21 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     options = parser.parse_args()
 
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for run_dir in options.runs:
         try:
-            rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if options.tag in row]
+            lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if options.tag in line]
         except OSError as error:
             print(f"{run_dir}: no metrics.jsonl ({error.strerror}); --runs takes run folders", file=sys.stderr)
             return 2
-        if not rows:
+        if not lines:
             print(f"{run_dir}/metrics.jsonl: no line has {options.tag}", file=sys.stderr)
             return 2
-        values = [row[options.tag] for row in rows]
-        axes.plot([row["step"] for row in rows], values, marker=".", label=f"{run_dir.name} ({values[-1]:.2f})")
+        values = [line[options.tag] for line in lines]
+        axes.plot([line["step"] for line in lines], values, marker=".", label=f"{run_dir.name} ({values[-1]:.2f})")
     axes.set(xlabel="step", ylabel=options.tag, yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

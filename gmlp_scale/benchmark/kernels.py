@@ -13,10 +13,15 @@ from torch import Tensor
 
 from gmlp_scale.benchmark.ceilings import DTYPES, copy_call, matrix_calls
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
-from gmlp_scale.config import RunConfig
-from gmlp_scale.models import AmlpConfig
-from gmlp_scale.models.gmlp import GmlpBlock
+from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.models import AmlpConfig, GmlpConfig
+from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
 from gmlp_scale.models.toeplitz import diagonal_sums
+
+TINY = [
+    "model.sequence_length=16", "model.d_model=16", "model.d_ffn=32", "train.micro_batch_size=1",
+    "train.precision=float32",
+]  # fmt: skip
 
 
 class Piece(NamedTuple):
@@ -27,6 +32,18 @@ class Piece(NamedTuple):
     inputs: tuple
     flops: int
     num_bytes: int
+
+
+def load_recipe(path: str, overrides: list[str], *, tiny: bool) -> RunConfig:
+    """The recipe to measure, at a tiny shape if `tiny`. ConfigError or ValueError if its kernels cannot be measured."""
+    run = load_run_config(path, overrides)
+    if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
+        raise ValueError(f"{path}: the kernels are of gMLP and aMLP with gating {FUSED_GATING}")
+    if tiny:
+        return load_run_config(path, [*overrides, *TINY])
+    if run.train.micro_batch_size == "auto":
+        raise ValueError(f"{path}: train.micro_batch_size: found auto; needed: a number, the rows timed here")
+    return run
 
 
 def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> dict:

@@ -35,13 +35,7 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else takes memory
     products, product_calls = captured_products(partial(run_eager_step, plain(run, compile=False), world, batch))
     steps = {name: our_step(variant, world, batch) for name, variant in variants(run, world.device).items()}
-    peers, missing = {}, {}
-    for name in PEERS if with_peers else ():
-        say(f"building {name}")
-        try:
-            peers[name] = Contender(name, prepare_peer, name, run, world.device)
-        except (ImportError, ChildProcessError) as error:
-            missing[name] = str(error)
+    peers, missing = start_peers(run, world.device) if with_peers else ({}, {})
     matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
     calls = {"recipe": recipe.run_once} | {name: step.run_once for name, step in steps.items()}
     calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()}
@@ -81,6 +75,18 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
         report["contenders"][name] = {"step_seconds": seconds[name], **contender.description}
         report["ratios"][f"over_{name}"] = seconds[name] / ours / equal_flops
     return report
+
+
+def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Other people's models, by name, and why the others of them are missing."""
+    peers, missing = {}, {}
+    for name in PEERS:
+        say(f"building {name}")
+        try:
+            peers[name] = Contender(name, prepare_peer, name, run, device)
+        except (ImportError, ChildProcessError) as error:
+            missing[name] = str(error)
+    return peers, missing
 
 
 def forget_other_recipes(device: torch.device) -> None:
