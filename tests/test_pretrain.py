@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from gmlp_scale.config import load_run_config
-from gmlp_scale.run import load_pretrained, pretrain
+from gmlp_scale.run import pretrain
 from gmlp_scale.train.metrics import read_metrics
 from gmlp_scale.train.run_folder import claimed
+from gmlp_scale.trained import read_run
 from tests.gloo_ranks import free_port, run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
@@ -199,9 +200,9 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_chec
     for output in outputs:
         assert "Traceback" not in output
         assert "step 2: the loss on rank 0 (positions 8 to" in output and "is not finite" in output
-    _, checkpoint, model = load_pretrained(tmp_path / "smoke")
-    assert checkpoint.step == 1
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    trained = read_run(tmp_path / "smoke")
+    assert trained.step == 1
+    assert all(weight.isfinite().all() for weight in trained.weights.values())
 
 
 def test_a_second_job_on_the_same_run_folder_is_refused(shards, tmp_path):

@@ -1,8 +1,8 @@
 """Finetuning as a task of gmlp_scale/run.py. A run folder holds, beside what every run's does,
 
-    best/, last/          exports with the head: of the evaluation with the best dev score, and of the end
-    predictions/PART/     in the official form, of the last weights
-    scores.json           written last: the run is done
+best/, last/          exports with the head: of the evaluation with the best dev score, and of the end
+predictions/PART/     in the official form, of the last weights
+scores.json           written last: the run is done
 """
 
 import functools
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmlp_scale.config import ConfigError, stop_mistakes
 from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.export.folder import write_export
@@ -57,14 +56,15 @@ class Finetuning:
         self.num_rows = inputs.rows["train"].num_rows
         self.train: TrainConfig = config.train_config(self.num_rows)
         self.optimizer: OptimizerConfig = config.optimizer_config(self.num_rows)
-        if mistakes := [*stop_mistakes(self.train.stop_after_step, self.train.num_steps)]:
-            raise ConfigError(config.name, mistakes)
         self.tokens_per_step: int = config.tokens_per_step
-        self.fingerprint = inputs.fingerprint
         self.content: dict | None = None
         """Of scores.json, once it is written."""
         self._evaluated_step: int | None = None
         self._summaries: dict[str, np.ndarray] = {}
+
+    @property
+    def fingerprint(self) -> dict[str, str | int]:
+        return self.inputs.fingerprint
 
     @cached_property
     def flops_per_step(self) -> int:

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from gmlp_scale.engine import EngineConfigError, Fsdp2Config, SingleConfig, ZeroConfig, build_engine
+from gmlp_scale.engine import (
+    EngineConfigError,
+    Fsdp2Config,
+    OptimizerConfig,
+    SingleConfig,
+    TrainConfig,
+    ZeroConfig,
+    build_engine,
+)
 from gmlp_scale.models import MixerConfig, TransformerConfig, build_model
 from gmlp_scale.world import start_world
 from tests.engine.trained_engines import AMLP, GMLP, SIZES, micro_batches_of, start_engine, train
@@ -68,15 +76,10 @@ def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begins.append("begin"))
     engine = build_engine(
         build_model(GMLP),
-        SingleConfig(),
         SimpleNamespace(size=1, device=torch.device("meta")),
-        build_optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named]),
-        precision="bf16",
-        num_micro_batches=2,
-        micro_batch_size=2,
-        gradient_clipping=None,
-        compile="reduce-overhead",
-        recompute="none",
+        engine=SingleConfig(),
+        train=TrainConfig(num_steps=1, global_batch_size=4, micro_batch_size=2, compile="reduce-overhead"),
+        optimizer=OptimizerConfig(),
     )
     assert modes == [("reduce-overhead", None)] * SIZES["num_blocks"]
     batch = micro_batches_of(0, SimpleNamespace(size=1, rank=0))[0].to("meta")

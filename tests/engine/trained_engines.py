@@ -1,14 +1,12 @@
 """A tiny model trained for some steps by any engine on any number of ranks: the same global batches everywhere."""
 
-import functools
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
-from gmlp_scale.engine import EngineConfig, build_engine
-from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, decayed_names
+from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 from gmlp_scale.world import World
 
@@ -33,18 +31,15 @@ def start_engine(
 ):
     model = build_model(model_config)
     model.init_weights(torch.Generator().manual_seed(0))
-    return build_engine(
-        model,
-        engine_config,
-        world,
-        build_optimizer=functools.partial(build_adamw, config=OPTIMIZER, decayed=decayed_names(model)),
-        precision=precision,
-        num_micro_batches=GLOBAL_BATCH_SIZE // MICRO_BATCH_SIZE // world.size,
+    train_config = TrainConfig(
+        num_steps=100,
+        global_batch_size=GLOBAL_BATCH_SIZE,
         micro_batch_size=MICRO_BATCH_SIZE,
-        gradient_clipping=OPTIMIZER.gradient_clipping,
+        precision=precision,
         compile=compile,
         recompute=recompute,
     )
+    return build_engine(model, world, engine=engine_config, train=train_config, optimizer=OPTIMIZER)
 
 
 def train(engine, world: World, first_step: int, stop_step: int) -> Run:

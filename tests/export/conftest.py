@@ -7,8 +7,9 @@ import torch
 from pydantic import TypeAdapter
 
 from gmlp_scale.data.tokenizer import train_tokenizer
-from gmlp_scale.export.folder import head_class, write_export
+from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.trained import head_class
 from tests.models.every_kind import KINDS, TINY, perturb
 
 VOCAB_SIZE = 420

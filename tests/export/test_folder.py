@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.export import folder as folder_module
-from gmlp_scale.export.folder import ExportError, read_export
+from gmlp_scale.trained import ExportError, read_export
 from tests.models.every_kind import KINDS, TINY
 
 HEADS = [("masked_language_model", ()), ("sequence_classification", ("no", "maybe", "yes")), ("question_answering", ())]
@@ -38,9 +38,9 @@ def assert_weights_are(export, model):
 def test_every_kind_comes_back(tiny_export, tokenizer_folder, tmp_path, kind):
     model = tiny_export(kind, tmp_path / "hf")
     export = read_export(tmp_path / "hf")
-    assert export.model.model_dump() | TINY | KINDS[kind] | {"vocab_size": 420} == export.model.model_dump()
+    assert export.config.model_dump() | TINY | KINDS[kind] | {"vocab_size": 420} == export.config.model_dump()
     assert_weights_are(export, model)
-    assert export.tokenizer.sha256 == Tokenizer(tokenizer_folder).sha256
+    assert export.tokenizer_sha256 == Tokenizer(tokenizer_folder).sha256
     assert (export.head, export.labels, export.row_length) == ("masked_language_model", (), None)
     assert export.details == {"step": 3, "heldout": {"step": 2, "perplexity": 17.25}, "config": {"name": kind}}
 

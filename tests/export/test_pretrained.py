@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
-from gmlp_scale.export.folder import read_export
-from gmlp_scale.run import load_pretrained
+from gmlp_scale.trained import read_export, read_run
 from launch.export import main
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
@@ -66,14 +65,14 @@ def test_a_run_s_checkpoint_is_exported(run_dir, tmp_path, export, step, evaluat
     choice = [] if step is None else ["--step", step]
     code, printed, error = export("--run", run_dir, "--output", tmp_path / "hf", *choice)
     assert (code, error) == (0, "")
-    run, checkpoint, model = load_pretrained(run_dir, step)
-    assert str(checkpoint.path) in printed
-    written = read_export(tmp_path / "hf")
-    assert written.model == run.model
-    assert all(torch.equal(written.weights[name], parameter) for name, parameter in model.named_parameters())
-    assert written.details["step"] == checkpoint.step == (step or 4)
+    trained, written = read_run(run_dir, step), read_export(tmp_path / "hf")
+    assert str(trained.place) in printed
+    assert written.config == trained.config
+    assert written.weights.keys() == trained.weights.keys()
+    assert all(torch.equal(written.weights[name], weight) for name, weight in trained.weights.items())
+    assert written.step == trained.step == (step or 4)
     assert written.details["heldout"]["step"] == evaluated_step
-    assert written.details["data"] == checkpoint.details["data"]
+    assert written.details["data"] == trained.details["data"]
     assert written.details["config"]["train"]["num_steps"] == 4
     assert f"perplexity {written.details['heldout']['perplexity']:.3f}" in (tmp_path / "hf" / "README.md").read_text()
 
@@ -99,5 +98,5 @@ def test_another_tokenizer_beside_the_shards_is_refused(run_dir, tmp_path, expor
     damaged = export("--run", run_dir, "--output", tmp_path / "hf")
     place.write_bytes(own)
     assert other[0] == damaged[0] == 1
-    assert "is not the tokenizer of the rows that" in other[2]
+    assert "is not the tokenizer that" in other[2]
     assert "tokenizer.model" in damaged[2]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gmlp_scale.finetune.finetuning import build_engine_of, finetune
+from gmlp_scale.finetune.finetuning import Finetuning, finetune
 from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.run import build_engine_of
 from gmlp_scale.train.metrics import read_metrics
 from gmlp_scale.world import World, start_world
 from tests.finetune.small_recipes import sentiment_run
@@ -36,7 +37,7 @@ def predicts_without_dropout(tmp_path: Path, export: Path, world: World, kind: s
     """Whether predicting draws nothing and training still does."""
     run = sentiment_run(tmp_path, export, *PLAIN, "dropout=0.5", f"engine.kind={kind}")
     inputs = read_inputs(run)
-    engine = build_engine_of(run, run.optimizer_config(60), inputs.export, world, is_new=True)
+    engine = build_engine_of(Finetuning(run, inputs), world, is_new=True)
     batch = inputs.rows["dev"].batch(np.arange(2))
     repeats = torch.equal(engine.predict(batch), engine.predict(batch))
     draws = engine.module(batch).item() != engine.module(batch).item()

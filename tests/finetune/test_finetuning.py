@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gmlp_scale.config import ConfigError
-from gmlp_scale.data.epoch_loader import EpochLoader, summarize_all
-from gmlp_scale.export.folder import read_export
-from gmlp_scale.finetune.finetuning import finetune, initialise
+from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.finetune.finetuning import Finetuning, finetune
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.models import build_model
+from gmlp_scale.tasks.predictions import summarize_all
 from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.trained import read_export
 from tests.finetune.small_recipes import sentiment_run, tiny_run
 
 
@@ -45,8 +45,7 @@ def test_a_run_learns_and_leaves_scores_weights_and_predictions(tmp_path, export
     assert scores["best"]["score"] == max(logged(run, "eval/accuracy").values())
     assert last.details["pretrained"] == {"step": 3}
     # The exported weights are those that were scored.
-    model = build_model(last.model, head=run.task_row.head)
-    model.load_state_dict(last.weights)
+    model = last.build()
     rows = read_inputs(run).rows["dev"]
     with torch.no_grad():
         logits = model.eval().predict(rows.batch(np.arange(rows.num_rows))).numpy()
@@ -140,14 +139,13 @@ def test_pretrained_weights_are_taken_for_the_trunk_alone(tmp_path, export):
     run, read = sentiment_run(tmp_path, export), read_export(export)
     models = {}
     for pretrained in (True, False):
-        models[pretrained] = build_model(read.model, head=run.task_row.head)
-        initialise(models[pretrained], read, seed=3, pretrained=pretrained)
+        task = Finetuning(run.model_copy(update={"pretrained": pretrained}), read_inputs(run))
+        models[pretrained] = task.build_model()
+        task.initialise(models[pretrained])
     for name, parameter in models[True].named_parameters():
         scratch = models[False].get_parameter(name)
-        if name.startswith("classifier."):
-            assert torch.equal(parameter, scratch)
-        else:
-            assert torch.equal(parameter, read.weights[name])
+        expected = scratch if name.startswith("classifier.") else read.weights[name]
+        assert torch.equal(parameter, expected)
     assert not torch.equal(models[False].embedding.weight, read.weights["embedding.weight"])
 
 
@@ -179,12 +177,12 @@ def test_order_is_a_pure_function_of_the_step(tmp_path, export):
             rows, seed=seed, global_batch_size=16, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size
         )
 
-    whole = np.concatenate([loader().row_numbers(step) for step in range(15)])  # 240 rows: 4 epochs of 60
+    whole = np.concatenate([loader().row_indices(step) for step in range(15)])  # 240 rows: 4 epochs of 60
     for epoch in range(4):
         assert sorted(whole[60 * epoch : 60 * (epoch + 1)]) == list(range(60))
     assert len({tuple(whole[60 * epoch : 60 * (epoch + 1)]) for epoch in range(4)}) == 4
-    assert not np.array_equal(whole[:60], np.concatenate([loader(seed=1).row_numbers(step) for step in range(4)])[:60])
-    halves = [np.concatenate([loader(rank, 2).row_numbers(step) for rank in (0, 1)]) for step in range(15)]
+    assert not np.array_equal(whole[:60], np.concatenate([loader(seed=1).row_indices(step) for step in range(4)])[:60])
+    halves = [np.concatenate([loader(rank, 2).row_indices(step) for rank in (0, 1)]) for step in range(15)]
     assert np.array_equal(np.concatenate(halves), whole)
     batches = [batch for step in loader(micro_batch_size=2).steps(3, 5) for batch in step]
     assert len(batches) == 16

@@ -80,23 +80,38 @@ def on_ranks(world_size: int, function):
         return [future.result() for future in [pool.submit(call, rank) for rank in range(world_size)]]
 
 
-def save_steps(directory: Path, steps: list[int], world_size: int = 1, keep_last: int = 9, asynchronous: bool = True):
+def checkpointer_on(
+    directory: Path, rank: int, world_size: int, broadcast, *, timeout_seconds: float = 300, details=None, **config
+) -> Checkpointer:
+    """One rank's, which saves after every step."""
+    return Checkpointer(
+        directory,
+        CheckpointConfig(save_every_steps=1, **config),
+        details=details or {},
+        rank=rank,
+        world_size=world_size,
+        broadcast=broadcast,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def alone(directory: Path, keep_last: int = 9, **options) -> Checkpointer:
+    return checkpointer_on(directory, 0, 1, lambda value: value, keep_last=keep_last, **options)
+
+
+def save_steps(directory: Path, steps: list[int], world_size: int = 1, **options):
     """Save the state of seed `step` as each of `steps`."""
 
     def save_all(rank, broadcast):
-        config = CheckpointConfig(save_every_steps=1, keep_last=keep_last, asynchronous=asynchronous)
-        checkpointer = Checkpointer(directory, config, rank=rank, world_size=world_size, broadcast=broadcast)
+        details = {"name": "of a test"}
+        options_of_all = {"keep_last": 9, "details": details} | options
+        checkpointer = checkpointer_on(directory, rank, world_size, broadcast, **options_of_all)
         for step in steps:
-            checkpointer.save(FakeEngine(rank, world_size, seed=step), step, {"name": f"run {step}"})
+            checkpointer.save(FakeEngine(rank, world_size, seed=step), step)
         checkpointer.wait()
         checkpointer.close()
 
     on_ranks(world_size, save_all)
-
-
-def alone(directory: Path, keep_last: int = 9, asynchronous: bool = True) -> Checkpointer:
-    config = CheckpointConfig(save_every_steps=1, keep_last=keep_last, asynchronous=asynchronous)
-    return Checkpointer(directory, config, rank=0, world_size=1, broadcast=lambda value: value)
 
 
 def assert_holds(checkpoint: Checkpoint, seed: int) -> None:

@@ -7,8 +7,16 @@ import torch
 from safetensors.torch import load_file
 
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
-from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
-from tests.train.fake_engine import FakeEngine, Piece, alone, assert_holds, names_in, on_ranks, save_steps
+from tests.train.fake_engine import (
+    FakeEngine,
+    Piece,
+    alone,
+    assert_holds,
+    checkpointer_on,
+    names_in,
+    on_ranks,
+    save_steps,
+)
 
 
 def test_moves_between_world_sizes_2_3_1(tmp_path, small_files):
@@ -16,14 +24,12 @@ def test_moves_between_world_sizes_2_3_1(tmp_path, small_files):
     for step, world_size, next_world_size in [(10, 2, 3), (20, 3, 1), (30, 1, 5)]:
 
         def save(rank, broadcast, step=step, world_size=world_size, engines=engines):
-            config = CheckpointConfig(save_every_steps=10)
-            checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=world_size, broadcast=broadcast)
-            checkpointer.save(engines[rank], step, {"seed": 8})
+            checkpointer = checkpointer_on(tmp_path, rank, world_size, broadcast)
+            checkpointer.save(engines[rank], step)
             checkpointer.wait()
 
         def load(rank, broadcast, world_size=next_world_size):
-            config = CheckpointConfig(save_every_steps=10)
-            checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=world_size, broadcast=broadcast)
+            checkpointer = checkpointer_on(tmp_path, rank, world_size, broadcast)
             engine = FakeEngine(rank, world_size, seed=1)
             checkpointer.newest().load_into(engine)
             return engine
@@ -41,7 +47,7 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert names_in(folder) == ["DONE", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one file may read all
     done = json.loads((folder / "DONE").read_text())
-    assert (done["step"], done["format_version"], done["details"]) == (12000, 2, {"name": "run 12000"})
+    assert (done["step"], done["format_version"], done["details"]) == (12000, 2, {"name": "of a test"})
     assert done["tensors"]["model.embedding.weight"] == {
         "shape": [7, 3],
         "pieces": [["rank_00000_000.safetensors", 0, 4], ["rank_00001_000.safetensors", 4, 3]],
@@ -77,7 +83,7 @@ def test_pieces_that_leave_a_hole_or_overlap_are_not_saved(tmp_path):
         piece = Piece(engine.tensors["model.embedding.weight"][wrong_rows], (7, 3), wrong_rows.start)
         engine.state = lambda piece=piece: iter([("model.embedding.weight", piece)])
         checkpointer = alone(tmp_path)
-        checkpointer.save(engine, 1, {})
+        checkpointer.save(engine, 1)
         with pytest.raises(CheckpointError, match=r"model\.embedding\.weight: .* do not hold each row once"):
             checkpointer.wait()
         assert names_in(tmp_path) == []

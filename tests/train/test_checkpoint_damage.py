@@ -11,8 +11,7 @@ from safetensors import SafetensorError
 
 from gmlp_scale.train import checkpoint_files
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
-from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
-from tests.train.fake_engine import FakeEngine, alone, assert_holds, names_in, on_ranks, save_steps
+from tests.train.fake_engine import FakeEngine, alone, assert_holds, checkpointer_on, names_in, on_ranks, save_steps
 
 
 def test_nothing_there_is_none(tmp_path):
@@ -43,12 +42,12 @@ def test_leftovers_of_a_dead_run_go_at_the_start_and_nothing_else(tmp_path):
 
 def test_a_step_saved_or_resumed_from_is_not_saved_again(tmp_path):
     checkpointer, engine = alone(tmp_path), FakeEngine(seed=5)
-    checkpointer.save(engine, 5, {})
-    assert checkpointer.save(engine, 5, {}) == 0.0
+    checkpointer.save(engine, 5)
+    assert checkpointer.save(engine, 5) == 0.0
     checkpointer.wait()
     resumed = alone(tmp_path)
     assert resumed.newest().step == 5
-    assert resumed.save(engine, 5, {}) == 0.0
+    assert resumed.save(engine, 5) == 0.0
     assert engine.num_state_calls == 1
 
 
@@ -57,10 +56,9 @@ def test_after_a_fallback_the_damaged_step_is_set_aside_and_written_anew(tmp_pat
     (tmp_path / "step_000000002" / "rank_00000_000.safetensors").write_bytes(b"")
 
     def resume(rank, broadcast):
-        config = CheckpointConfig(save_every_steps=1)
-        checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=2, broadcast=broadcast)
+        checkpointer = checkpointer_on(tmp_path, rank, 2, broadcast)
         assert checkpointer.newest().step == 1
-        checkpointer.save(FakeEngine(rank, 2, seed=7), 2, {})
+        checkpointer.save(FakeEngine(rank, 2, seed=7), 2)
         checkpointer.wait()
 
     on_ranks(2, resume)
@@ -72,7 +70,7 @@ def test_after_a_fallback_the_damaged_step_is_set_aside_and_written_anew(tmp_pat
 def test_never_writes_over_a_checkpoint_that_is_there(tmp_path):
     save_steps(tmp_path, [3])
     careless = alone(tmp_path)  # did not ask for the newest first
-    careless.save(FakeEngine(seed=4), 3, {})
+    careless.save(FakeEngine(seed=4), 3)
     with pytest.raises(CheckpointError, match=r"not empty.*step_000000003"):
         careless.wait()
     assert names_in(tmp_path) == ["step_000000003"]
@@ -85,9 +83,8 @@ def test_all_damaged_is_an_error_on_every_rank_that_names_each(tmp_path):
     (tmp_path / "step_000000002" / "rank_00000_000.safetensors").unlink()
 
     def find(rank, broadcast):
-        config = CheckpointConfig(save_every_steps=1)
         with pytest.raises(CheckpointError) as raised:
-            Checkpointer(tmp_path, config, rank=rank, world_size=2, broadcast=broadcast).newest()
+            checkpointer_on(tmp_path, rank, 2, broadcast).newest()
         return str(raised.value)
 
     for message in on_ranks(2, find):

@@ -11,8 +11,7 @@ import torch
 
 from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
-from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
-from tests.train.fake_engine import SHAPES, FakeEngine, alone, assert_holds, names_in, on_ranks
+from tests.train.fake_engine import SHAPES, FakeEngine, alone, assert_holds, checkpointer_on, names_in, on_ranks
 
 
 def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_path, monkeypatch):
@@ -24,10 +23,10 @@ def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_p
 
     monkeypatch.setattr(checkpointer_module, "fsync", stuck_fsync)
     checkpointer, engine = alone(tmp_path), FakeEngine(seed=1)
-    checkpointer.save(engine, 1, {})  # returns with the disk stuck
+    checkpointer.save(engine, 1)  # returns with the disk stuck
     for key, tensor in FakeEngine(seed=2).tensors.items():  # the next training step
         engine.tensors[key].copy_(tensor)
-    second = threading.Thread(target=checkpointer.save, args=(engine, 2, {}))
+    second = threading.Thread(target=checkpointer.save, args=(engine, 2))
     second.start()
     second.join(timeout=0.3)
     assert second.is_alive() and engine.num_state_calls == 1  # waits, and leaves the staged copy alone
@@ -41,7 +40,7 @@ def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_p
 def test_staging_buffers_are_used_again(tmp_path):
     checkpointer, addresses = alone(tmp_path), []
     for step in (1, 2):
-        checkpointer.save(FakeEngine(seed=step), step, {})
+        checkpointer.save(FakeEngine(seed=step), step)
         addresses.append({key: buffer.data_ptr() for key, buffer in checkpointer._buffers.items()})
     checkpointer.wait()
     assert addresses[0] == addresses[1] and addresses[0].keys() == SHAPES.keys()
@@ -49,11 +48,11 @@ def test_staging_buffers_are_used_again(tmp_path):
 
 def test_synchronous_save_is_complete_on_return(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path, asynchronous=False)
-    assert checkpointer.save(FakeEngine(seed=1), 1, {}) > 0
+    assert checkpointer.save(FakeEngine(seed=1), 1) > 0
     assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
     monkeypatch.setattr(checkpointer_module, "write_safetensors", full_disk)
     with pytest.raises(CheckpointError, match="No space left"):
-        checkpointer.save(FakeEngine(seed=2), 2, {})
+        checkpointer.save(FakeEngine(seed=2), 2)
     assert newest_checkpoint(tmp_path)[0].step == 1
 
 
@@ -72,16 +71,15 @@ def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, 
     monkeypatch.setattr(checkpointer_module, "write_safetensors", write_but_for_one)
 
     def run(rank, broadcast):
-        config = CheckpointConfig(save_every_steps=1)
-        checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=2, broadcast=broadcast)
-        checkpointer.save(FakeEngine(rank, 2, seed=1), 1, {})
-        checkpointer.save(FakeEngine(rank, 2, seed=2), 2, {})
+        checkpointer = checkpointer_on(tmp_path, rank, 2, broadcast)
+        checkpointer.save(FakeEngine(rank, 2, seed=1), 1)
+        checkpointer.save(FakeEngine(rank, 2, seed=2), 2)
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left"):
             checkpointer.wait()
         assert "No space left" in checkpointer.last_error
         assert names_in(tmp_path) == ["step_000000001"]
         broadcast(None)
-        checkpointer.save(FakeEngine(rank, 2, seed=3), 3, {})
+        checkpointer.save(FakeEngine(rank, 2, seed=3), 3)
         checkpointer.wait()
         assert checkpointer.last_error is None
 
@@ -100,10 +98,9 @@ def test_a_save_that_waited_for_the_one_before_has_its_own_time(tmp_path, monkey
         return real_write(tensors, path)
 
     def run(rank, broadcast):
-        config = CheckpointConfig(save_every_steps=1, keep_last=9)
-        checkpointer = Checkpointer(tmp_path, config, rank=rank, world_size=2, broadcast=broadcast, timeout_seconds=3.5)
+        checkpointer = checkpointer_on(tmp_path, rank, 2, broadcast, timeout_seconds=3.5, keep_last=9)
         for step in (1, 2):
-            checkpointer.save(FakeEngine(rank, 2, seed=step), step, {})
+            checkpointer.save(FakeEngine(rank, 2, seed=step), step)
         checkpointer.wait()
 
     monkeypatch.setattr(checkpointer_module, "write_safetensors", slow_write)
@@ -115,7 +112,7 @@ def test_a_save_that_waited_for_the_one_before_has_its_own_time(tmp_path, monkey
 def test_what_is_not_finite_is_not_saved(tmp_path, wrong):
     checkpointer, engine = alone(tmp_path), FakeEngine(seed=1)
     engine.tensors["model.blocks.0.weight"][2, 1, 1] = wrong
-    checkpointer.save(engine, 1, {})
+    checkpointer.save(engine, 1)
     with pytest.raises(CheckpointError, match=r"model\.blocks\.0\.weight is not finite, so training has diverged"):
         checkpointer.wait()
     assert names_in(tmp_path) == []
@@ -125,10 +122,10 @@ def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(checkpointer_module, "write_safetensors", full_disk)
-        checkpointer.save(FakeEngine(seed=1), 1, {})
+        checkpointer.save(FakeEngine(seed=1), 1)
         checkpointer._join()
         assert "No space left" in checkpointer.last_error
-    checkpointer.save(FakeEngine(seed=2), 2, {})
+    checkpointer.save(FakeEngine(seed=2), 2)
     checkpointer.wait()
     assert checkpointer.last_error is None
     assert_holds(newest_checkpoint(tmp_path)[0], seed=2)
@@ -137,15 +134,9 @@ def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ended_by", ["timeout", "close"])
 def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
     monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 0.2)
-    checkpointer = Checkpointer(
-        tmp_path,
-        CheckpointConfig(save_every_steps=1),
-        rank=0,
-        world_size=3,
-        broadcast=lambda value: value,
-        timeout_seconds=0.2 if ended_by == "timeout" else 600.0,
-    )
-    checkpointer.save(FakeEngine(0, 3), 1, {})
+    timeout_seconds = 0.2 if ended_by == "timeout" else 600.0
+    checkpointer = checkpointer_on(tmp_path, 0, 3, lambda value: value, timeout_seconds=timeout_seconds)
+    checkpointer.save(FakeEngine(0, 3), 1)
     if ended_by == "close":
         checkpointer.close()
     with pytest.raises(CheckpointError, match=r"nothing came in time from ranks \[1, 2\]"):
@@ -153,9 +144,8 @@ def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
     assert names_in(tmp_path) == []
 
 
-def test_details_that_are_no_json_fail_at_the_call(tmp_path):
-    checkpointer = alone(tmp_path)
+def test_details_that_are_not_json_fail_at_once(tmp_path):
     for details, error in [({"path": Path("x")}, TypeError), ({"loss": float("nan")}, ValueError)]:
         with pytest.raises(error):
-            checkpointer.save(FakeEngine(), 1, details)
+            alone(tmp_path, details=details)
     assert names_in(tmp_path) == []

@@ -43,7 +43,7 @@ class CountingEngine:
 
 def save_step(checkpointers: list[Checkpointer], step: int, on_piece=lambda: None) -> None:
     for rank, checkpointer in enumerate(checkpointers):
-        checkpointer.save(CountingEngine(rank, step, len(checkpointers), on_piece), step, {})
+        checkpointer.save(CountingEngine(rank, step, len(checkpointers), on_piece), step)
     for checkpointer in checkpointers:
         checkpointer.wait()
 
@@ -61,7 +61,13 @@ def start_ranks(directory: Path, world_size: int = WORLD_SIZE) -> list[Checkpoin
 
     return [
         Checkpointer(
-            directory, config, rank=rank, world_size=world_size, broadcast=broadcast_to(rank), timeout_seconds=20
+            directory,
+            config,
+            rank=rank,
+            world_size=world_size,
+            broadcast=broadcast_to(rank),
+            details={},
+            timeout_seconds=20,
         )
         for rank in range(world_size)
     ]
@@ -120,7 +126,7 @@ def save_until_killed(directory: Path, log: Path, fatal_event: int) -> None:
     killer = Killer(log, fatal_event)
     checkpointer_module.real_write_safetensors = checkpointer_module.write_safetensors
     checkpointer_module.write_safetensors = killer.write_safetensors
-    for name in ["mkdir", "rename", "unlink", "rmdir", "fsync"]:
+    for name in ["mkdir", "rename", "replace", "unlink", "rmdir", "fsync"]:
         killer.watch(name)
     save_step(checkpointers, 3, on_piece=lambda: killer.event("stage"))
 
@@ -139,9 +145,9 @@ def run_in_child(function, *arguments) -> int:
 def test_killed_at_every_event_of_a_save(tmp_path):
     assert run_in_child(save_until_killed, tmp_path / "whole", tmp_path / "whole.log", -1) == 0
     events = (tmp_path / "whole.log").read_text().splitlines()
-    phases = ["stage", "mkdir step_", "half of file rank_00001", "rename rank_00001.partial", "unlink rank_00000.json"]
+    phases = ["stage", "mkdir step_", "half of file rank_00001", "replace .rank_00001.json", "unlink rank_00000.json"]
     phases += [
-        "rename DONE.partial DONE",
+        "replace .DONE.",
         "rename step_000000003.tmp",
         "rename step_000000001 ",
         "rmdir step_000000001",
@@ -174,12 +180,12 @@ def save_on_a_full_disk(directory: Path) -> None:
     checkpointer = start_ranks(directory, world_size=1)[0]
     save_step([checkpointer], 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
-    checkpointer.save(CountingEngine(0, 2, world_size=1), 2, {})
+    checkpointer.save(CountingEngine(0, 2, world_size=1), 2)
     with pytest.raises(CheckpointError, match=r"step_000000002 could not be saved: rank 0: .*File too large"):
         checkpointer.wait()
     assert [path.name for path in directory.iterdir()] == ["step_000000001"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))  # not even a receipt fits
-    checkpointer.save(CountingEngine(0, 3, world_size=1), 3, {})
+    checkpointer.save(CountingEngine(0, 3, world_size=1), 3)
     with pytest.raises(CheckpointError, match=r"step_000000003 could not be saved: .*File too large"):
         checkpointer.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

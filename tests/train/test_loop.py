@@ -1,34 +1,34 @@
 """The training loop: a step that does not log never makes the host wait for the device."""
 
-import functools
-from types import SimpleNamespace
+import contextlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gmlp_scale.data.loader import DataConfig, Loader
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, build_engine
-from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, decayed_names
-from gmlp_scale.models import AmlpConfig, GmlpConfig, MixerConfig, TransformerConfig, build_model
-from gmlp_scale.train.loop import TrainConfig, train
-from gmlp_scale.train.metrics import Metrics
-from gmlp_scale.train.start_up import StartUp
-from gmlp_scale.world import start_world
+from gmlp_scale.config import load_run_config
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.run import run_task
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.world import World, start_world
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
-SIZES = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 32, "vocab_size": VOCAB_SIZE}
-MODELS = {
-    "gmlp": GmlpConfig(**SIZES),
-    "amlp": AmlpConfig(**SIZES, d_attn=8),
-    "bert": TransformerConfig(**SIZES, num_heads=2, positions="relative"),
-    "mixer": MixerConfig(**SIZES, d_spatial=8),
-}
+SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
 NUM_STEPS = 5
-TRAIN = TrainConfig(
-    num_steps=NUM_STEPS, global_batch_size=4, micro_batch_size=2, log_every_steps=100, evaluate_every_steps=100
-)
-OPTIMIZER = OptimizerConfig(warmup_steps=1, gradient_clipping=0.5)
+RECIPE = [
+    "model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}",
+    f"train.num_steps={NUM_STEPS}", "train.global_batch_size=4", "train.micro_batch_size=2",
+    "train.log_every_steps=100", "train.evaluate_every_steps=100", "train.num_evaluation_rows=2",
+    "optimizer.warmup_steps=1", "optimizer.gradient_clipping=0.5", "checkpoint.save_every_steps=100",
+]  # fmt: skip
+MODELS = {
+    "gmlp": [],
+    "amlp": ["model.kind=amlp", "model.d_attn=8"],
+    "bert": ["model.kind=transformer", "model.num_heads=2", "model.positions=relative"],
+    "mixer": ["model.kind=mixer", "model.d_spatial=8"],
+}
 
 WAITING = {
     torch.ops.aten._local_scalar_dense,  # item, float, int, bool, tolist of a tensor
@@ -60,96 +60,49 @@ class ErrorIfCudaWaits:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class WatchedLoader:
+class WatchedPretraining(Pretraining):
     """Every step but the first, which the start-up log waits for, and the last, which is logged, is watched."""
 
-    wait_seconds = 0.0
+    watch: type
 
-    def __init__(self, loader: Loader, watch: type):
-        self.loader, self.watch = loader, watch
+    def open_loader(self, world: World) -> Loader:
+        loader = super().open_loader(world)
+        unwatched = loader.steps
 
-    def steps(self, start_step: int, stop_step: int):
-        for step, micro_batches in enumerate(self.loader.steps(start_step, stop_step), start=start_step):
-            if step in (start_step, stop_step - 1):
-                yield micro_batches
-            else:
-                with self.watch():
+        def steps(start_step: int, stop_step: int):
+            for index, micro_batches in enumerate(unwatched(start_step, stop_step), start=start_step):
+                is_watched = index not in (start_step, stop_step - 1)
+                with self.watch() if is_watched else contextlib.nullcontext():
                     yield micro_batches
 
+        loader.steps = steps
+        return loader
 
-def run_loop(model_config, engine_config, device: str, precision: str, watch: type, tmp_path) -> int:
+
+def run_loop(watch: type, tmp_path: Path, *overrides: str) -> int:
     """Trains for NUM_STEPS; returns the last step."""
-    write_tiny_shards(tmp_path / "shards", [40], sequence_length=32)
-    with start_world(60, device, init_group=True, hear_stop_signals=False) as world:
-        model = build_model(model_config)
-        model.init_weights(torch.Generator().manual_seed(0))
-        engine = build_engine(
-            model,
-            engine_config,
-            world,
-            build_optimizer=functools.partial(build_adamw, config=OPTIMIZER, decayed=decayed_names(model)),
-            precision=precision,
-            num_micro_batches=2,
-            micro_batch_size=2,
-            gradient_clipping=0.5,
-            compile=False,
-            recompute="none",
-        )
-        loader = Loader(
-            DataConfig(shards=str(tmp_path / "shards")),
-            sequence_length=32,
-            vocab_size=VOCAB_SIZE,
-            seed=0,
-            global_batch_size=4,
-            micro_batch_size=2,
-            rank=0,
-            world_size=1,
-            run_dir=tmp_path,
-        )
-        metrics = Metrics(
-            tmp_path,
-            world,
-            start_step=0,
-            num_steps=NUM_STEPS,
-            tokens_per_step=128,
-            rows_per_step=4,
-            rows_per_epoch=40,
-            flops_per_step=1,
-            peak_tflops_per_device=None,
-        )
-        progress = train(
-            TRAIN,
-            OPTIMIZER,
-            world=world,
-            engine=engine,
-            loader=WatchedLoader(loader, watch),
-            checkpointer=SimpleNamespace(save=lambda *_: 0.0, wait=lambda: None),
-            save_every_steps=100,
-            details={},
-            metrics=metrics,
-            evaluate=lambda step: {},
-            start_step=0,
-            seed=0,
-            start_up=StartUp(0.0),
-        )
-        metrics.close()
-        loader.close()
-        engine.close()
-    return progress.step
+    write_tiny_shards(tmp_path / "shards", [40], [2], sequence_length=32)
+    places = [f"data.shards={tmp_path / 'shards'}", f"output_dir={tmp_path}"]
+    task = WatchedPretraining(load_run_config(SMOKE, [*RECIPE, *places, *overrides]))
+    task.watch = watch
+    with start_world(60, task.config.train.device, init_group=True, hear_stop_signals=False) as world:
+        return run_task(task, world, StartUp(0.0)).step
 
 
-@pytest.mark.parametrize("engine_config", [SingleConfig(), Fsdp2Config()], ids=["single", "fsdp2"])
+@pytest.mark.parametrize("engine", ["single", "fsdp2"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_no_step_waits_for_the_device(model, precision, engine_config, tmp_path):
-    assert run_loop(MODELS[model], engine_config, "cpu", precision, RefusesToWait, tmp_path) == NUM_STEPS
+def test_no_step_waits_for_the_device(model, precision, engine, tmp_path):
+    overrides = [*MODELS[model], f"engine.kind={engine}", f"train.precision={precision}"]
+    assert run_loop(RefusesToWait, tmp_path, *overrides) == NUM_STEPS
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("engine_config", [SingleConfig(), Fsdp2Config()], ids=["single", "fsdp2"])
+@pytest.mark.parametrize("engine", ["single", "fsdp2"])
 @pytest.mark.parametrize("model", MODELS)
-def test_no_step_waits_for_a_gpu(model, engine_config, tmp_path):
-    assert run_loop(MODELS[model], engine_config, "cuda", "bf16", ErrorIfCudaWaits, tmp_path) == NUM_STEPS
+def test_no_step_waits_for_a_gpu(model, engine, tmp_path):
+    overrides = [*MODELS[model], f"engine.kind={engine}", "train.precision=bf16", "train.device=cuda"]
+    assert run_loop(ErrorIfCudaWaits, tmp_path, *overrides) == NUM_STEPS
 
 
 @pytest.mark.parametrize("wait", [torch.Tensor.item, torch.nonzero, bool, lambda x: x[x > 0]])

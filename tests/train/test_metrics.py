@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gmlp_scale.train.evaluate import perplexity
-from gmlp_scale.train.metrics import Metrics, _duration, peak_tflops, read_metrics
+from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops, read_metrics
 from gmlp_scale.world import start_world
 
 
@@ -21,7 +21,7 @@ def make_metrics(run_dir, world, start_step, **changes) -> Metrics:
         "num_steps": 100, "tokens_per_step": 512, "rows_per_step": 8, "rows_per_epoch": 16,
         "flops_per_step": 10**9, "peak_tflops_per_device": None,
     }  # fmt: skip
-    return Metrics(run_dir, world, start_step=start_step, **{**sizes, **changes})
+    return Metrics(run_dir, world, start_step=start_step, start_up=StartUp(0.0), **{**sizes, **changes})
 
 
 def test_resume_cuts_the_file_after_the_checkpoint_and_drops_a_half_written_line(tmp_path, world):
