@@ -15,9 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-from gmlp_scale.analysis.heldout import evaluate_models, table
-from gmlp_scale.analysis.probe import load_probe, probe
-from gmlp_scale.analysis.tensorboard import add_scalars, replace_scalars
+from gmlp_scale.analysis.heldout import evaluate_models, table, write_curve
+from gmlp_scale.analysis.probe import add_probe_scores, load_probe
 from gmlp_scale.files import write_text
 from gmlp_scale.finetune.finetuning import USER_ERRORS
 from gmlp_scale.tasks.table import TASKS
@@ -69,14 +68,9 @@ def _evaluate(options: argparse.Namespace, world: World) -> dict:
         models = read_all_steps(options.run) if options.all_steps else [read_run(options.run, options.step)]
     content = evaluate_models(models, options.shards, options.rows, world)
     if options.all_steps:
-        tags = ("loss", "perplexity", "accuracy")
-        scalars = {row["step"]: {f"eval/{tag}": row[tag] for tag in tags} for row in content["models"]}
-        replace_scalars(options.run / "tensorboard" / "evaluation", scalars)
+        write_curve(content, options.run)
     if probe_config:
-        name = f"probe_{probe_config.task}_{probe_config.task_row.main_score}"
-        for row in content["models"]:
-            row[name] = probe(options.run, row["step"], probe_config, world)
-            add_scalars(options.run / "tensorboard" / "probe", {row["step"]: {f"eval/{name}": row[name]}})
+        add_probe_scores(content, options.run, probe_config, world)
     return content
 
 

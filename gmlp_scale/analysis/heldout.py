@@ -2,17 +2,21 @@
 
 from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from gmlp_scale.analysis.tensorboard import replace_scalars
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.evaluate import Evaluation, evaluate, unigram_predictor
 from gmlp_scale.trained import TrainedModel, TrainedModelError
 from gmlp_scale.world import World
+
+_FIGURES = ("loss", "perplexity", "accuracy")
 
 
 def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, world: World) -> dict[str, Any]:
@@ -44,16 +48,22 @@ def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, 
 
 def table(content: dict[str, Any]) -> str:
     """The figures as text: a line for unigram frequencies, and one for each model."""
-    rows = [{"step": "unigram", **content["unigram"]}, *content["models"]]
+    evaluated = [{"step": "unigram", **content["unigram"]}, *content["models"]]
     columns = [column for column in content["models"][0] if column != "place"]
     widths = [max(12, len(column) + 2) for column in columns]
     lines = [[f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)]]
-    for row in rows:
-        values = [row.get(column, "") for column in columns]
+    for figures in evaluated:
+        values = [figures.get(column, "") for column in columns]
         texts = [f"{value:.4f}" if isinstance(value, float) else str(value) for value in values]
         lines.append([f"{text:>{width}}" for text, width in zip(texts, widths, strict=True)])
     heading = f"{content['num_masked_tokens']:,} masked tokens of {content['shards']}"
     return "\n".join([heading, *("".join(line) for line in lines)])
+
+
+def write_curve(content: dict[str, Any], run_dir: Path) -> None:
+    """Writes the models' figures to RUN_DIR/tensorboard/evaluation, in place of what was there."""
+    scalars = {of["step"]: {f"eval/{tag}": of[tag] for tag in _FIGURES} for of in content["models"]}
+    replace_scalars(run_dir / "tensorboard" / "evaluation", scalars)
 
 
 def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[list[MaskedBatch], torch.Tensor]:
@@ -75,4 +85,4 @@ def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[li
 
 
 def _figures(evaluation: Evaluation) -> dict[str, float]:
-    return {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}
+    return {name: getattr(evaluation, name) for name in _FIGURES}

@@ -2,7 +2,9 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from gmlp_scale.analysis.tensorboard import add_scalars
 from gmlp_scale.config import ConfigError, load_config
 from gmlp_scale.export.pretrained import export_pretrained
 from gmlp_scale.finetune.config import FinetuneConfig
@@ -25,6 +27,14 @@ def load_probe(recipe: Path, overrides: list[str]) -> FinetuneConfig:
             str(recipe), [f"{override}: a probe decides this by itself; leave it out" for override in own]
         )
     return load_config(FinetuneConfig, recipe, [*BUDGET, *overrides])
+
+
+def add_probe_scores(content: dict[str, Any], run_dir: Path, config: FinetuneConfig, world: World) -> None:
+    """Probes each model of heldout.evaluate_models; adds its score there and in RUN_DIR/tensorboard/probe."""
+    name = f"probe_{config.task}_{config.task_row.main_score}"
+    for of_model in content["models"]:
+        of_model[name] = probe(run_dir, of_model["step"], config, world)
+        add_scalars(run_dir / "tensorboard" / "probe", {of_model["step"]: {f"eval/{name}": of_model[name]}})
 
 
 def probe(run_dir: Path, step: int, config: FinetuneConfig, world: World) -> float:
