@@ -4,8 +4,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from gmlp_scale.models.backbone import Recompute
-
 
 class EngineConfigError(ValueError):
     """The recipe asks an engine for what it cannot do: here, or beside the user's DeepSpeed file."""
@@ -34,7 +32,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     compile: Literal[True, False, "reduce-overhead"] = True
     """torch.compile for each block. reduce-overhead: replayed as CUDA graphs too, which pays where a rank has so few
     tokens that a GPU waits for the host to start its kernels."""
-    recompute: Recompute = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again to save memory: selective, all but the results of matrix products; full,
     the whole block from its input."""
     log_every_steps: int = Field(50, gt=0)

@@ -26,7 +26,7 @@ from gmlp_scale.models import build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.run import USER_ERRORS as RUN_USER_ERRORS
 from gmlp_scale.run import run_task
-from gmlp_scale.tasks.predictions import summarize_all
+from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.trained import ExportError, fill
 from gmlp_scale.world import World

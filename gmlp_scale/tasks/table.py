@@ -19,9 +19,17 @@ The rows of a part have
                             writes the predictions in their official form
 """
 
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gmlp_scale.models.heads import LabelledBatch, SpanBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
 from gmlp_scale.tasks.records import Hub
+from gmlp_scale.world import World
 
 FinetuneTask = ClassificationTask | QuestionTask
 TaskRows = ClassificationRows | QuestionRows
@@ -78,3 +86,24 @@ TASKS: dict[str, FinetuneTask] = {
         ),
     )
 }
+
+
+def summarize_all(
+    rows: TaskRows, predict: Callable[[LabelledBatch | SpanBatch], Tensor], world: World, batch_size: int
+) -> np.ndarray:
+    """What scoring needs of every row's logits, float32 [num_rows, summary_size], on every rank.
+
+    The ranks take batches in turn. Every rank takes the same number of batches, since an engine may need all ranks to
+    predict; the rows that fill up the last batches are left out.
+    """
+    summaries = np.zeros((rows.num_rows, rows.summary_size))
+    for start in range(0, rows.num_rows, batch_size * world.size):
+        row_indices = np.arange(batch_size) + start + world.rank * batch_size
+        batch = rows.batch(np.minimum(row_indices, rows.num_rows - 1))
+        with torch.no_grad():
+            result = rows.summarize(predict(batch.to(world.device))).cpu().numpy()
+        is_row = row_indices < rows.num_rows
+        summaries[row_indices[is_row]] = result[is_row]
+    if world.size > 1:
+        summaries = np.array(world.sum(summaries.ravel().tolist())).reshape(summaries.shape)
+    return summaries.astype(np.float32)

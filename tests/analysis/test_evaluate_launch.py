@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gmlp_scale.data.tokenizer import train_tokenizer
-from gmlp_scale.export.pretrained import export_pretrained
+from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.train.metrics import read_metrics
 from launch.evaluate import main
 from tests.analysis.pretrained_runs import write_shards

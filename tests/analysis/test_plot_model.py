@@ -7,7 +7,7 @@ import matplotlib.image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gmlp_scale.export.pretrained import export_pretrained
+from gmlp_scale.export.folder import export_pretrained
 from launch.plot_model import main
 
 TEXTS = ["--text-a", "abcde $fgh$", "--text-b", "klmno"]

@@ -204,7 +204,7 @@ def test_pretraining_from_a_bucket(s3, server, shards_to_read, tmp_path):
         f"data.cache_dir={tmp_path}/cache", f"output_dir={tmp_path}", "model.sequence_length=32",
         "model.vocab_size=400", "train.num_steps=6", "train.evaluate_every_steps=6",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "smoke/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
-from gmlp_scale.export.tokenizer import write_tokenizer
+from gmlp_scale.export.fast_tokenizer import write_tokenizer
 
 VALID = Path(__file__).parents[3] / "shared" / "data" / "pretrain" / "valid-00000-of-00001.jsonl.gz"
 NAMES = ["<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "<0x41>", "<0xE2><0x96><0x81>", "<s>"]
