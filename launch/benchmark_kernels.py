@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from gmlp_scale.benchmark.kernels import load_recipe, measure_kernels
+from gmlp_scale.benchmark.kernel_times import load_recipe, measure_kernels
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.run import USER_ERRORS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.benchmark.kernels import pieces_of
+from gmlp_scale.benchmark.kernel_times import pieces_of
 from gmlp_scale.config import load_run_config
 from tests.triton_interpreter import run_interpreted
 
