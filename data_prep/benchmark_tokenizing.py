@@ -104,7 +104,7 @@ def sentencepiece(options: JobOptions, rank: int) -> dict:
 def tokenizers(options: JobOptions, rank: int) -> dict:
     import tokenizers
 
-    from gmlp_scale.export.tokenizer import write_tokenizer
+    from gmlp_scale.export.fast_tokenizer import write_tokenizer
 
     ours = Tokenizer(options.tokenizer)
     exported = Path(options.output) / f"exported-{rank}"

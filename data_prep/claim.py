@@ -44,7 +44,7 @@ def hold_folder(output: str, claims: str) -> Iterator[None]:
 
 def _take(url: str, output: str, mine: dict) -> int:
     """The number of the claim that is now ours."""
-    number = max(_numbers(url), default=0)
+    number = max((int(name.removesuffix(".json")) for name in json_names(url)), default=0)
     if number:
         _see_that_it_is_gone(_name(url, number), output)
     try:
@@ -93,14 +93,15 @@ def _beat(name: str, mine: dict) -> None:
         write_file(name, _encoded(mine))
 
 
-def _numbers(url: str) -> list[int]:
+def json_names(url: str) -> list[str]:
+    """The sorted names of a folder's JSON files; none where there is no such folder."""
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
     try:
         paths = with_retries(lambda: filesystem.ls(path, detail=False), f"listing {url}")
     except FileNotFoundError:
         return []
-    return [int(path.rsplit("/", 1)[-1].removesuffix(".json")) for path in paths if path.endswith(".json")]
+    return sorted(path.rsplit("/", 1)[-1] for path in paths if path.endswith(".json"))
 
 
 def _name(url: str, number: int) -> str:

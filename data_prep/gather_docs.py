@@ -1,10 +1,10 @@
-"""Gathers a corpus that needs no download: the English prose of the installed Python packages' documentation.
+"""Gathers a corpus without a download: the English prose in the documentation of the installed Python packages.
 
 python data_prep/gather_docs.py --output docs.jsonl
 
-Takes docstrings and .md, .rst and .txt files in an order that mixes the packages, until there is enough; drops code
-blocks, doctests, tables, lists of parameters and every paragraph seen before. One JSON line per source file: {"text",
-"source"}. The same packages give the same bytes.
+Takes docstrings and .md, .rst and .txt files in an order that mixes the packages, until there is enough text. Drops
+code blocks, doctests, tables, lists of parameters and paragraphs seen before. Writes one JSON line per source file:
+{"text", "source"}. The same packages give the same bytes.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def find_files(folder: Path) -> list[str]:
-    """Documentation and Python files, relative to `folder`; without tests, licences and what packaging leaves."""
+    """Documentation and Python files, relative to `folder`, without tests, licences and files of the packaging."""
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _PASSED_OVER]
@@ -87,7 +87,7 @@ def gather(folder: Path, files: list[str], max_bytes: int) -> list[dict[str, str
 
 
 def new_paragraphs(path: Path, seen: set[bytes]) -> list[str]:
-    """The file's paragraphs of prose that are not in `seen`, which they are added to."""
+    """The file's paragraphs of prose that are not in `seen` yet; adds them to it."""
     content = path.read_text(encoding="utf-8", errors="ignore")
     texts = docstrings(content) if path.suffix.startswith(".py") else [_FENCED_BLOCK.sub("", content)]
     paragraphs = []
@@ -104,9 +104,9 @@ def _digest(text: str) -> bytes:
 
 
 def docstrings(source: str) -> list[str]:
-    """Docstrings of a Python file in the order of its text; none where it does not parse."""
+    """The docstrings of a Python file in their order; none where the file does not parse."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes in other people's strings
+        warnings.simplefilter("ignore")  # about escapes in other people's strings
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError):
@@ -115,7 +115,7 @@ def docstrings(source: str) -> list[str]:
 
 
 def _docstrings_below(node: ast.AST) -> Iterator[str]:
-    """Of modules, classes and functions; statements and expressions, which are most of a tree, are not visited."""
+    """The docstrings of modules, classes and functions. Other nodes, most of the tree, are not visited."""
     if text := ast.get_docstring(node):
         yield text
     for child in node.body:
@@ -124,12 +124,12 @@ def _docstrings_below(node: ast.AST) -> Iterator[str]:
 
 
 def prose_paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs that read as English sentences, each on one line, without markup."""
+    """The paragraphs that read as English sentences, each on one line, without markup."""
     for block in re.split(r"\n\s*\n", text.expandtabs()):
         lines = block.strip("\n").splitlines()
         if not lines or any(map(_NOT_PROSE_LINE.match, lines)):
             continue
-        paragraph = _without_markup(_without_markup(" ".join(block.split())))  # which may hold one another
+        paragraph = _without_markup(_without_markup(" ".join(block.split())))  # twice: markup may hold markup
         if is_prose(paragraph):
             yield paragraph
 
@@ -139,7 +139,7 @@ def _without_markup(text: str) -> str:
 
 
 def is_prose(paragraph: str) -> bool:
-    """A sentence or more of at least eight words, mostly plain lower-case letters, that is not a licence's."""
+    """Whether a paragraph has at least eight words, mostly of plain lower-case letters, and is not from a licence."""
     words = paragraph.split()
     if len(words) < 8 or not paragraph[0].isalpha() or paragraph[-1] not in ".:!?)":
         return False

@@ -1,6 +1,6 @@
-"""Finding and reading input: JSON lines, Parquet and text files by glob or URL, and what is wrong with them.
+"""Finding and reading input files: JSON lines, Parquet and text, by glob or URL.
 
-A record that cannot be read is never an exception and never silence: it comes out as a BadRecord with its place.
+A record that cannot be read comes out as a BadRecord with its place, never as an exception, and is never left out.
 """
 
 import io
@@ -19,8 +19,8 @@ from data_prep.job_folder import JobError
 from gmlp_scale.files import open_filesystem, with_retries
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
-_CHUNK_BYTES = 1 << 15  # of compressed input decompressed at a time
-_BLOCK_BYTES = 8 << 20  # fetched from a store at a time
+_CHUNK_BYTES = 1 << 15  # compressed bytes that are read and decompressed at a time
+_BLOCK_BYTES = 8 << 20  # bytes that are fetched from a store at a time
 _SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".tsv": "text"}
 
 
@@ -28,7 +28,7 @@ _SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "
 class InputFile:
     url: str
     num_bytes: int
-    """As stored, that is compressed."""
+    """The size as stored, so compressed where the file is."""
 
     @property
     def kind(self) -> str | None:
@@ -41,7 +41,7 @@ class InputFile:
 class Record:
     text: str
     line: int
-    """Number of the line, or of the Parquet row or part of a text file, from 1."""
+    """The number of the line, counted from 1; in a Parquet file of the entry, in a text file of the part."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,12 @@ class BadRecord:
     line: int
     reason: str
     excerpt: str
-    """How it begins."""
+    """The record's beginning."""
 
 
 def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFile]:
-    """Files of the globs and URLs, each source's sorted by name. ValueError where one matches nothing readable."""
+    """The files of the globs and URLs, each source's sorted by name. ValueError where a source matches none, a file's
+    format is unknown, or a file is named twice."""
     found = []
     for source in sources:
         filesystem, pattern = open_filesystem(source)
@@ -80,9 +81,9 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
 
 
 class FileReader:
-    """Reads one input file; `bytes_read` says how far, in stored bytes.
+    """Reads one input file; `bytes_read` is how many stored bytes it has read.
 
-    part, num_parts: records are dealt out to the parts in turn, and this reader takes those of `part`.
+    part, num_parts: the parts take the records in turn, and this reader takes those of `part`.
     """
 
     def __init__(self, file: InputFile, *, text_field: str, max_record_bytes: int, part: int = 0, num_parts: int = 1):
@@ -164,7 +165,7 @@ class FileReader:
         return Record(text, line)
 
     def _text_parts(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
-        """The whole text, or parts of it that end where a line does; \\r\\n and the like stay as they are."""
+        """The whole text, or parts of it that end at the end of a line. Line ends such as \\r\\n stay as they are."""
         file = _decompressed(raw, self._file.url)
         lines = iter(lambda: file.readline(self._max_record_bytes), b"")
         for number in itertools.count(1):
@@ -186,7 +187,7 @@ class FileReader:
 
 
 class CorruptFileError(Exception):
-    """A file that ends or breaks in the middle."""
+    """A file ends too early or is broken."""
 
 
 def _open(url: str) -> BinaryIO:
@@ -197,7 +198,7 @@ def _open(url: str) -> BinaryIO:
 
 
 class _RetriedFile(io.RawIOBase):
-    """A remote file whose reads are tried again."""
+    """A remote file that tries a read again when it fails."""
 
     def __init__(self, file: BinaryIO, url: str):
         self._file = file
@@ -242,9 +243,9 @@ def _decompressed(raw: BinaryIO, url: str) -> BinaryIO:
 
 
 class _Frames(io.RawIOBase):
-    """Decompresses any number of frames one after the other; EOFError where the last is cut short.
+    """Decompresses any number of frames one after the other. EOFError where the last one is cut short.
 
-    `raw` is read in small chunks, so that its position tells how much was needed.
+    It reads `raw` in small chunks, so the position in `raw` tells how much of the file was used.
     """
 
     def __init__(self, raw: BinaryIO, start_frame: Callable):

@@ -2,8 +2,8 @@
 
 python data_prep/inspect_batch.py --config configs/pretrain/gmlp_base.yaml --step 1000 data.shards=SHARDS_DIR
 
-For each row: its position in the order, its epoch, shard and row, the text with <mask> where training masks it, and the
-masked tokens as `position:original>shown`.
+For each row it prints the row's place in the order, its epoch, its shard and its number there; the text, with <mask>
+where training masks it; and the masked tokens as `position:original>shown`.
 """
 
 import argparse

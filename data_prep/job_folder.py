@@ -1,4 +1,4 @@
-"""The job folder inside an output folder: what was asked for, which tasks are done, what they counted and refused.
+"""The job folder inside an output folder: the job's settings, its finished tasks, their counts and refused records.
 
 OUTPUT/job/job.json                 the settings and inputs; another job cannot continue here
 OUTPUT/job/claims/000001.json       host and process of each job that ran here, one at a time
@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from data_prep.claim import hold_folder
-from gmlp_scale.files import open_filesystem, read_file, with_retries, write_file
+from data_prep.claim import hold_folder, json_names
+from gmlp_scale.files import open_filesystem, read_file, write_file
 
 
 class JobError(ValueError):
-    """A job that cannot start or end as asked, in words for its user."""
+    """A job cannot start or end as asked. The message is for its user."""
 
 
 class JobFolder:
@@ -32,9 +32,9 @@ class JobFolder:
 
     @contextmanager
     def begun(self, settings: dict) -> Iterator[None]:
-        """Hold the folder for this process while the body runs, with the settings recorded.
+        """Record the settings and hold the folder for this process while the body runs.
 
-        Raises JobError where they are not those of the job that began here, ClaimedError where another job holds it.
+        Raises JobError where a job with other settings began here, ClaimedError where another job holds the folder.
         """
         if self._is_foreign():
             raise JobError(f"--output {self.output} is there and is not the output of a job like this: choose another")
@@ -43,7 +43,7 @@ class JobFolder:
             yield
 
     def _is_foreign(self) -> bool:
-        """Whether something else than a job's output is there."""
+        """Whether the output folder is there but is not a job's."""
         filesystem, path = open_filesystem(self.output)
         if not filesystem.exists(path) or filesystem.exists(f"{path.rstrip('/')}/job"):
             return False
@@ -74,21 +74,12 @@ class JobFolder:
 
     def read_all(self, folder: str, prefix: str = "") -> list[dict]:
         """The JSON files of a folder whose names begin with `prefix`, in the order of their names."""
-        filesystem, path = open_filesystem(f"{self.url}/{folder}")
-        filesystem.invalidate_cache()
-        try:
-            paths = with_retries(lambda: filesystem.ls(path, detail=False), f"listing {self.url}/{folder}")
-        except FileNotFoundError:
-            return []
-        names = sorted(path.rsplit("/", 1)[-1] for path in paths)
-        return [self.read(f"{folder}/{name}") for name in names if name.startswith(prefix) and not name.startswith(".")]
+        names = json_names(f"{self.url}/{folder}")
+        return [self.read(f"{folder}/{name}") for name in names if name.startswith(prefix)]
 
     def total_counts(self, step: str) -> Counter:
-        """The sums over the tasks of what a step counted."""
-        total = Counter()
-        for counts in self.read_all("counts", f"{step}-"):
-            total.update(counts)
-        return total
+        """What a pipeline step counted, summed over the tasks."""
+        return sum(map(Counter, self.read_all("counts", f"{step}-")), Counter())
 
 
 def _brief(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The pipeline steps that read documents: from files of any kind, and from data sets of the Hugging Face hub."""
+"""The pipeline steps that read documents, from files or from a data set of the Hugging Face hub."""
 
 import json
 import time
@@ -14,13 +14,13 @@ from data_prep.job_folder import JobError, JobFolder
 from data_prep.job_options import JobOptions
 from gmlp_scale.files import write_file
 
-_MOST_QUARANTINED = 10_000  # records that a task keeps to show; all are counted
+_MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
 _CHECK_AFTER_RECORDS = 10_000
 _PROGRESS_EVERY_SECONDS = 2.0
 
 
 def inputs_of_task(files: list[InputFile], rank: int, num_tasks: int) -> list[tuple[InputFile, int, int]]:
-    """(file, part, number of parts) for each file that a task reads: every num_tasks-th, or a part of one."""
+    """(file, part, number of parts) for each file that a task reads: every num_tasks-th file, or a part of one file."""
     if num_tasks <= len(files):
         return [(file, 0, 1) for file in files[rank::num_tasks]]
     index = rank % len(files)
@@ -28,7 +28,7 @@ def inputs_of_task(files: list[InputFile], rank: int, num_tasks: int) -> list[tu
 
 
 class ReadDocuments(BaseReader):
-    """Yields the documents of this task's input files; quarantines and counts what cannot be read."""
+    """Yields the documents of a task's input files. Counts what cannot be read and puts it into quarantine."""
 
     name = "Documents"
 
@@ -69,7 +69,7 @@ class ReadDocuments(BaseReader):
         self._job.write(f"{self._progress}/{rank:05d}.json", progress)
 
     def _check_bad_fraction(self, counts: Counter, first: dict) -> None:
-        """End a hopeless task early; the whole job is checked at its end."""
+        """End a task early that has too many bad records. The whole job is checked at its end."""
         num_bad, allowed = num_bad_records(counts), self._options.max_bad_fraction
         num_records = counts["documents"] + num_bad
         if num_records >= _CHECK_AFTER_RECORDS and num_bad > allowed * num_records:

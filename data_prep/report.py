@@ -1,6 +1,5 @@
 """The end of a tokenizing job: the manifest from the receipts, report.json and the printed table."""
 
-import json
 from pathlib import Path
 
 from data_prep.job_folder import JobError, JobFolder
@@ -79,10 +78,6 @@ def check_bad_fraction(job: JobFolder, max_bad_fraction: float) -> None:
             f"{num_bad} of {read['documents'] + num_bad} records are bad, more than --max-bad-fraction "
             f"{max_bad_fraction}; they are listed in {job.url}/quarantine"
         )
-
-
-def write_report(job: JobFolder, report: dict) -> None:
-    write_file(f"{job.output}/report.json", (json.dumps(report, indent=1) + "\n").encode())
 
 
 def print_table(report: dict) -> None:

@@ -9,6 +9,7 @@ writes the same bytes as a job that was never disturbed. The manifest is written
 """
 
 import argparse
+import json
 import sys
 import time
 
@@ -16,7 +17,7 @@ from data_prep.dedup import DEDUPLICATIONS
 from data_prep.estimate import estimate
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.job_options import JobOptions
-from data_prep.report import check_bad_fraction, make_report, print_table, write_manifest, write_report
+from data_prep.report import check_bad_fraction, make_report, print_table, write_manifest
 from data_prep.run_job import run_passes
 from data_prep.write_shards import PACKINGS
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
@@ -90,7 +91,7 @@ def finish(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> None:
     check_bad_fraction(job, options.max_bad_fraction)
     write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
     report = make_report(job, options)
-    write_report(job, report)
+    write_file(f"{options.output}/report.json", (json.dumps(report, indent=1) + "\n").encode())
     write_manifest(job, options, tokenizer)
     print_table(report)
 

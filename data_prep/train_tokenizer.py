@@ -2,8 +2,8 @@
 
 python data_prep/train_tokenizer.py --input 'corpus/*.jsonl.gz' --vocab-size 32000 --output TOKENIZER_DIR
 
-Reads the beginnings of all files, up to ten times the sample, and keeps the documents whose seeded hashes are smallest.
-The same input, options and version of sentencepiece give the same tokenizer.
+Reads the beginnings of all files, up to ten times the size of the sample, and keeps the documents with the smallest
+seeded hashes. The same input, options and version of sentencepiece give the same tokenizer.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Checks everything that the manifest of a folder of shards says: checksums, counts, ids, tokenizer.
+"""Checks a folder of shards against its manifest: checksums, counts, token ids and the tokenizer.
 
 python data_prep/verify_shards.py SHARDS_DIR
 
-Exit code 0 if all is well, 1 naming each bad shard, 2 where there is no valid manifest.
+The exit code is 0 if all is well, 1 if a shard or the tokenizer is bad (each is named), 2 without a valid manifest.
 """
 
 import argparse

@@ -19,8 +19,8 @@ _BATCH_CHARACTERS = 1_000_000
 
 
 class PackedRows:
-    """Rows `<cls> document <sep> document <sep> ...`: one stream of documents cut every N-1 tokens, each row after a
-    <cls>. Only the last row is padded."""
+    """Rows `<cls> document <sep> document <sep> ...`: the documents are one stream of tokens, cut every N - 1 tokens.
+    Each row begins with <cls>; only the last row is padded."""
 
     def __init__(self, sequence_length: int):
         self._row_tokens = sequence_length - 1
@@ -37,7 +37,7 @@ class PackedRows:
         return _with_cls(stream[: num_rows * self._row_tokens].reshape(num_rows, self._row_tokens))
 
     def take_last(self) -> np.ndarray:
-        """What is left as one padded row, or none."""
+        """The full rows and what is left as one padded row, uint16 [R, N]."""
         full = self.take()
         (rest,) = self._waiting
         last = np.full((1 if len(rest) else 0, self._row_tokens), PAD_ID)
@@ -46,7 +46,7 @@ class PackedRows:
 
 
 class DocumentRows:
-    """Rows `<cls> document <sep> <pad>...`: each row holds one document, or a part of one that is too long."""
+    """Rows `<cls> document <sep> <pad>...`: each row holds one document, or a part of a document that is too long."""
 
     def __init__(self, sequence_length: int):
         self._row_tokens = sequence_length - 2
@@ -139,7 +139,7 @@ class WriteShards(PipelineStep):
 
 
 def is_heldout(content: bytes, fraction: float) -> bool:
-    """Whether a document is held out: decided by its UTF-8 text alone, so that equal documents are on the same side."""
+    """Whether a document is held out. Its UTF-8 text alone decides, so equal documents get the same answer."""
     return xxhash.xxh3_64_intdigest(content) < fraction * 2**64
 
 
