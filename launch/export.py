@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gmlp_scale.export.pretrained import export_pretrained
+from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.finetune.finetuning import USER_ERRORS
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gmlp_scale.analysis.tensorboard import add_scalars
 from gmlp_scale.config import ConfigError, load_config
-from gmlp_scale.export.pretrained import export_pretrained
+from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.inputs import read_inputs
