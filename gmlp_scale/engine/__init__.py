@@ -1,14 +1,14 @@
 """Engines: how a model is spread over the ranks, differentiated and updated.
 
 `single` is the reference; `zero` (DeepSpeed, stages 1 to 3) and `fsdp2` give its losses and gradient norms.
-An engine knows of a model only `.blocks`, `.encode`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
+An engine uses of a model only `.blocks`, `.encode`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
 
-An engine's config says, beside its fields,
-    needs_process_group    also in one process
+Beside its fields, an engine's config has
+    needs_process_group    whether it needs one even for a single process
     supports_cuda_graphs   whether train.compile may be reduce-overhead
-    mistakes(train)        what of a `train` section it cannot do, in the words of gmlp_scale/config.py
-    state_bytes(model, weight_bytes, world_size, accumulates=...)   bytes of parameters (of `weight_bytes` each),
-                           gradients, float32 masters and moments on the rank that holds the most, without activations
+    mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
+    state_bytes(model, weight_bytes, world_size, accumulates=...)   bytes of parameters (`weight_bytes` each),
+                           gradients, float32 masters and moments on the rank that holds the most; no activations
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gmlp_scale.engine.fsdp2 import Fsdp2Config, Fsdp2Engine
-from gmlp_scale.engine.masters import Piece, ReadRows
+from gmlp_scale.engine.masters import Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.engine.single import SingleConfig, SingleEngine
 from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
@@ -33,7 +33,7 @@ __all__ = [
     "Fsdp2Config",
     "OptimizerConfig",
     "Piece",
-    "ReadRows",
+    "ReadSlice",
     "SingleConfig",
     "TrainConfig",
     "ZeroConfig",
@@ -41,9 +41,8 @@ __all__ = [
 ]
 
 COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
-"""Inductor keeps a result of more operations than these instead of computing it in each place of use. With its own 30
-or 50, GELU and its derivative are computed twice in the backward pass of a LayerNorm: 12 instead of 7 ms a block of
-gMLP base."""
+"""Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
+it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""
 
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
 
@@ -55,7 +54,7 @@ class Engine(Protocol):
     """Call it with a batch for the loss of this rank's micro-batch."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradient of loss / num_micro_batches; `is_last` on the step's last micro-batch."""
+        """Adds the gradient of loss / num_micro_batches. `is_last`: this is the step's last micro-batch."""
 
     def step(self, learning_rate: float) -> Tensor:
         """One update. Returns the global gradient norm before clipping, 0-d float32.
@@ -67,13 +66,14 @@ class Engine(Protocol):
         """The model's logits without gradients and without dropout."""
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        """This rank's pieces of model.<name>, optimizer.<name>.exp_avg and .exp_avg_sq; over all ranks each row once.
+        """This rank's pieces of model.<name>, optimizer.<name>.exp_avg and .exp_avg_sq.
 
-        Every rank must run it to its end: getting a piece may need all of them.
+        Together, the ranks' pieces hold every element once. Every rank must run it to its end: getting a piece may need
+        all of them.
         """
 
-    def load_state(self, read: ReadRows, step: int) -> None:
-        """Takes masters and moments from `read`, refreshes the low-precision weights and sets AdamW's step count."""
+    def load_state(self, read: ReadSlice, step: int) -> None:
+        """Reads masters and moments with `read`, refreshes the bfloat16 weights and sets AdamW's step count."""
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole float32 parameter on the CPU), one at a time on rank 0; nothing on the other ranks.
@@ -82,13 +82,13 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Must come before the world is stopped."""
+        """To be called before the world is stopped."""
 
 
 def build_engine(
     model: nn.Module, world: World, *, engine: EngineConfig, train: TrainConfig, optimizer: OptimizerConfig
 ) -> Engine:
-    """Applies every technique in the one order that works, and gives the engine.
+    """Applies recompute, compilation and sharding in the one order that works, and returns the engine.
 
     Args:
         model: float32, on the CPU, with the same weights on every rank.
@@ -100,7 +100,7 @@ def build_engine(
     compile = train.compile
     if compile == "reduce-overhead" and world.device.type == "cpu":
         raise EngineConfigError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
-    # 1. Recompute, inside the blocks, so that what is compiled knows what to keep.
+    # 1. Recompute, inside the blocks, so that the compiler sees what to keep.
     model.set_recompute(train.recompute)
     # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
     if compile:
@@ -112,7 +112,7 @@ def build_engine(
     if compile == "reduce-overhead":
         # Each block is a graph of its own; their results live on until the next pass through the model begins.
         model.encode = _marking_the_begin(model.encode)
-    # 3. Shard, which replaces the parameters; 4. build the optimizer over what each rank has to update.
+    # 3. Shard, which replaces the parameters; 4. build the optimizer over the parameters that each rank updates.
     match engine:
         case SingleConfig():
             return SingleEngine(model, world, train=train, optimizer=optimizer)

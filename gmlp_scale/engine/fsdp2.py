@@ -1,6 +1,6 @@
-"""PyTorch's fully sharded data parallelism (fully_shard): parameters, gradients and moments cut by rows.
+"""PyTorch's fully sharded data parallelism: fully_shard cuts parameters, gradients and moments along dimension 0.
 
-torch.distributed.fsdp takes a second to import, so that is done when an engine is built.
+torch.distributed.fsdp is slow to import, so only building an engine imports it.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import get_total_norm
 
-from gmlp_scale.engine.masters import Master, Masters, Piece, ReadRows
+from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.world import World
@@ -24,25 +24,25 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     timeout_seconds: float = Field(600, gt=0)
     """How long a collective waits for the other ranks before the run fails."""
     blocks_per_group: int = Field(8, gt=0)
-    """Blocks that are gathered together. One of gMLP base is 4.7 MB in bf16: alone it would be bound by latency."""
+    """How many blocks to gather together. One block alone is so small that latency would decide."""
     reshard_after_forward: bool = False
-    """Free a group's gathered parameters after its forward pass and gather them again for the backward pass (ZeRO-3);
-    otherwise only gradients, masters and moments are sharded between steps (ZeRO-2)."""
+    """True frees a group's gathered parameters after its forward pass and gathers them again for the backward pass
+    (ZeRO-3). False shards only gradients, masters and moments between steps (ZeRO-2)."""
 
     needs_process_group: ClassVar[bool] = True
     supports_cuda_graphs: ClassVar[bool] = False
-    """A graph reads parameters where they were when it was recorded, and FSDP2 gathers them to another place."""
+    """A CUDA graph reads parameters at the address of its recording, but FSDP2 gathers them to other addresses."""
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
-        """Nothing in a `train` section is beyond this engine but CUDA graphs."""
+        """None beyond CUDA graphs, which RunConfig checks."""
         yield from ()
 
     def state_bytes(
         self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
     ) -> dict[str, float]:
-        """Everything is sharded but the parameters gathered to compute with: all of them, or, with
-        `reshard_after_forward`, those outside of blocks, of one group of blocks and of the next. Gradients are whole
-        while micro-batches accumulate."""
+        """All is sharded except the parameters that are gathered to compute with, and gradients while micro-batches
+        accumulate. Gathered are all parameters or, with `reshard_after_forward`, those of two groups of blocks and
+        those outside the blocks."""
         num_parameters, num_in_blocks = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks))
         num_gathered = num_parameters
         if self.reshard_after_forward:
@@ -60,13 +60,7 @@ class Fsdp2Engine:
     """Works with one process too. In bf16, gathers are in bfloat16 and gradients are reduced in float32."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: Fsdp2Config,
-        world: World,
-        *,
-        train: TrainConfig,
-        optimizer: OptimizerConfig,
+        self, model: nn.Module, config: Fsdp2Config, world: World, *, train: TrainConfig, optimizer: OptimizerConfig
     ):
         self.config = config
         self.world = world
@@ -75,9 +69,9 @@ class Fsdp2Engine:
         self.module = _shard(model.to(world.device), config, world, train.precision)
         masters = {}
         for name, parameter in self.module.named_parameters():
-            rows = parameter.detach().to_local()  # the same memory, without DTensor's cost per operation
-            if len(rows):
-                masters[name] = Master(nn.Parameter(rows), tuple(parameter.shape), _first_row(parameter, world))
+            tensor = parameter.detach().to_local()  # the same memory, without DTensor's cost per operation
+            if len(tensor):
+                masters[name] = Master(nn.Parameter(tensor), tuple(parameter.shape), _first_index(parameter, world))
         self.masters = Masters(masters, optimizer, decayed)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
@@ -89,10 +83,10 @@ class Fsdp2Engine:
     def step(self, learning_rate: float) -> Tensor:
         for name, parameter in self.module.named_parameters():
             if name in self.masters.masters and parameter.grad is not None:
-                self.masters.masters[name].rows.grad = parameter.grad.to_local()
+                self.masters.masters[name].tensor.grad = parameter.grad.to_local()
             parameter.grad = None
-        local_gradients = [m.rows.grad for m in self.masters.masters.values() if m.rows.grad is not None]
-        squared_norm = get_total_norm(local_gradients).to(self.world.device).square()  # on the CPU if there is none
+        local_gradients = [m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None]
+        squared_norm = get_total_norm(local_gradients).to(self.world.device).square()  # on the CPU if it is of none
         dist.all_reduce(squared_norm)
         norm = squared_norm.sqrt()
         self.masters.step(learning_rate, norm)
@@ -109,7 +103,7 @@ class Fsdp2Engine:
     def state(self) -> Iterator[tuple[str, Piece]]:
         return self.masters.pieces()
 
-    def load_state(self, read: ReadRows, step: int) -> None:
+    def load_state(self, read: ReadSlice, step: int) -> None:
         self.masters.load(read, step)
         self._reshard()
 
@@ -120,10 +114,10 @@ class Fsdp2Engine:
                 yield name, full.cpu()
 
     def close(self) -> None:
-        """Nothing to end: the process group is the world's."""
+        """Does nothing: the process group is the world's."""
 
     def _reshard(self) -> None:
-        """Frees gathered parameters, which no backward pass follows to free, before they can go stale."""
+        """Frees the gathered parameters, since no backward pass comes to do so before they are out of date."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
@@ -147,7 +141,7 @@ def _shard(model: nn.Module, config: Fsdp2Config, world: World, precision: str) 
     return model
 
 
-def _first_row(parameter: Tensor, world: World) -> int:
-    """Where this rank's rows of a DTensor begin: fully_shard cuts dimension 0 like torch.chunk."""
-    rows_per_rank = -(-parameter.shape[0] // world.size)
-    return min(world.rank * rows_per_rank, parameter.shape[0])
+def _first_index(parameter: Tensor, world: World) -> int:
+    """Where this rank's slice of a DTensor begins. fully_shard cuts dimension 0 as torch.chunk does."""
+    chunk = -(-parameter.shape[0] // world.size)
+    return min(world.rank * chunk, parameter.shape[0])

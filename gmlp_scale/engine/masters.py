@@ -1,6 +1,7 @@
-"""Float32 master weights with their AdamW moments, and the pieces of them that a checkpoint is made of.
+"""Float32 master weights with their AdamW moments, and the pieces of them that make up a checkpoint.
 
-`single` and `fsdp2` keep what is here; `zero` keeps its own inside DeepSpeed and shares only the keys and Piece.
+`single` and `fsdp2` keep their masters in these classes. `zero` keeps its own inside DeepSpeed, and uses only the keys
+and Piece.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,20 +14,20 @@ from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_mom
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-ReadRows = Callable[[str, int, int], Tensor]
-"""(key, first_row, stop_row) -> float32 CPU tensor of these rows."""
+ReadSlice = Callable[[str, int, int], Tensor]
+"""(key, first, stop) -> the float32 CPU tensor of the indices [first, stop) along dimension 0."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [first_row, first_row + len(tensor)) along dimension 0 of a tensor of `shape`, in float32.
+    """The indices [first, first + len(tensor)) along dimension 0 of a tensor of `shape`, in float32.
 
-    The tensor may be the live one: copy it before the next step.
+    The engine may go on updating `tensor`: copy it before the next step.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
-    first_row: int
+    first: int
 
 
 def model_key(name: str) -> str:
@@ -39,15 +40,11 @@ def moment_key(name: str, moment: str) -> str:
 
 @dataclass(frozen=True)
 class Master:
-    """This rank's rows of one parameter: what AdamW updates."""
+    """This rank's slice of one parameter along dimension 0, which AdamW updates."""
 
-    rows: nn.Parameter
+    tensor: nn.Parameter
     shape: tuple[int, ...]
-    first_row: int
-
-    @property
-    def stop_row(self) -> int:
-        return self.first_row + len(self.rows)
+    first: int
 
 
 class Masters:
@@ -55,27 +52,28 @@ class Masters:
 
     def __init__(self, masters: dict[str, Master], config: OptimizerConfig, decayed: set[str]):
         self.masters = masters
-        self.optimizer = build_adamw(((name, master.rows) for name, master in masters.items()), config, decayed)
+        self.optimizer = build_adamw(((name, master.tensor) for name, master in masters.items()), config, decayed)
         self.gradient_clipping = config.gradient_clipping
-        create_moments(self.optimizer, (master.rows for master in masters.values()))
+        create_moments(self.optimizer, (master.tensor for master in masters.values()))
 
     def step(self, learning_rate: float, norm: Tensor) -> None:
-        """Updates the masters from their gradients, of global norm `norm`, and drops the gradients."""
+        """Updates the masters from their gradients, whose global norm is `norm`, and drops the gradients."""
         update(self.optimizer, learning_rate, norm, self.gradient_clipping)
         self.optimizer.zero_grad()
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
         for name, master in self.masters.items():
-            yield model_key(name), Piece(master.rows.detach(), master.shape, master.first_row)
+            yield model_key(name), Piece(master.tensor.detach(), master.shape, master.first)
             for moment in MOMENTS:
-                tensor = self.optimizer.state[master.rows][moment]
-                yield moment_key(name, moment), Piece(tensor, master.shape, master.first_row)
+                tensor = self.optimizer.state[master.tensor][moment]
+                yield moment_key(name, moment), Piece(tensor, master.shape, master.first)
 
     @torch.no_grad()
-    def load(self, read: ReadRows, step: int) -> None:
+    def load(self, read: ReadSlice, step: int) -> None:
         for name, master in self.masters.items():
-            master.rows.copy_(read(model_key(name), master.first_row, master.stop_row))
-            state = self.optimizer.state[master.rows]
+            stop = master.first + len(master.tensor)
+            master.tensor.copy_(read(model_key(name), master.first, stop))
+            state = self.optimizer.state[master.tensor]
             state["step"].fill_(step)
             for moment in MOMENTS:
-                state[moment].copy_(read(moment_key(name, moment), master.first_row, master.stop_row))
+                state[moment].copy_(read(moment_key(name, moment), master.first, stop))

@@ -1,4 +1,4 @@
-"""AdamW as BERT and the paper use it: linear warm-up and decay, and no weight decay on vectors."""
+"""AdamW as BERT and the paper use it: the rate climbs and falls linearly, and vectors have no weight decay."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
-    """Defaults are the main recipe's (section 4 of the paper)."""
+    """The defaults are the main recipe's (section 4 of the paper)."""
 
     peak_learning_rate: float = Field(1e-4, gt=0)
     warmup_steps: int = Field(10_000, ge=0)
@@ -16,7 +16,7 @@ class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.01, ge=0)
-    """On matrices only: LayerNorms, biases and the Toeplitz vector are left out."""
+    """On matrices only: not on LayerNorms, biases and the Toeplitz vector."""
     gradient_clipping: float | None = Field(None, gt=0)
     """Largest global gradient norm; null never clips."""
 
@@ -36,9 +36,9 @@ def decayed_names(model: nn.Module) -> set[str]:
 def build_adamw(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, decayed: set[str]
 ) -> torch.optim.AdamW:
-    """Fused AdamW with two groups, decayed and not.
+    """Fused AdamW with two groups: the names in `decayed`, and the rest.
 
-    `decayed` goes by name because an engine may hand over shards, which have lost their shape.
+    It goes by names because an engine may pass shards, whose shape no longer tells a matrix from a vector.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in named_parameters:
@@ -56,7 +56,7 @@ def build_adamw(
 
 
 def create_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
-    """Gives every parameter the zero moments that AdamW would otherwise create at its first step."""
+    """Gives every parameter zero moments, which AdamW would otherwise create at its first step."""
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -66,10 +66,10 @@ def create_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -
 
 
 def update(optimizer: torch.optim.AdamW, learning_rate: float, norm: Tensor, max_norm: float | None) -> None:
-    """One AdamW step on gradients of global norm `norm`, clipped to `max_norm`; no step at all if it is not finite.
+    """One AdamW step on gradients of global norm `norm`, clipped to `max_norm`; no step if the norm is not finite.
 
-    The decision stays on the device: fused AdamW reads `found_inf` and `grad_scale` (it divides by it) in its kernel,
-    and takes its step count back (torch/optim/adam.py, _fused_adam), so that the host need not wait for the norm.
+    The host does not wait for the norm. Fused AdamW's kernel divides by `grad_scale` and reads `found_inf`: if that is
+    set, it skips the update and takes its step count back (torch/optim/adam.py, _fused_adam).
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

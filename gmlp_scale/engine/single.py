@@ -1,4 +1,4 @@
-"""One process on one device: the reference that the other engines are held to."""
+"""One process on one device. The tests compare the other engines with this one."""
 
 from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal
@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from gmlp_scale.engine.masters import Master, Masters, Piece, ReadRows
+from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.world import World
@@ -19,19 +19,19 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
 
     kind: Literal["single"] = "single"
     timeout_seconds: float = 600
-    """Has no effect in one process; every engine has it, so that an override of engine.kind alone is a valid run."""
+    """Has no effect in one process. Every engine has it, so that overriding engine.kind alone gives a valid recipe."""
 
     needs_process_group: ClassVar[bool] = False
     supports_cuda_graphs: ClassVar[bool] = True
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
-        """Nothing in a `train` section is beyond this engine."""
+        """None: this engine can do all that a `train` section asks for."""
         yield from ()
 
     def state_bytes(
         self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
     ) -> dict[str, float]:
-        """As Engine's configs all have it: see gmlp_scale/engine."""
+        """See gmlp_scale/engine: every engine's config has this method."""
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         return {
             "parameters": num_parameters * weight_bytes,
@@ -42,7 +42,7 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class SingleEngine:
-    """In bf16 the module holds bfloat16 copies of the float32 masters, and gradients are summed in float32."""
+    """In bf16 the module holds bfloat16 copies of the float32 masters, and gradients add up in float32."""
 
     def __init__(self, model: nn.Module, world: World, *, train: TrainConfig, optimizer: OptimizerConfig):
         assert world.size == 1
@@ -51,20 +51,20 @@ class SingleEngine:
         self.copies: dict[str, nn.Parameter] = {}  # the module's bfloat16 parameters
         masters = {}
         for name, parameter in model.named_parameters():
-            rows = parameter
+            master = parameter
             if train.precision == "bf16":
-                rows = nn.Parameter(parameter.detach().clone())
+                master = nn.Parameter(parameter.detach().clone())
                 parameter.data = parameter.data.bfloat16()
-                parameter.register_post_accumulate_grad_hook(_adds_gradient_to(rows))
+                parameter.register_post_accumulate_grad_hook(_adds_gradient_to(master))
                 self.copies[name] = parameter
-            masters[name] = Master(rows, tuple(parameter.shape), 0)
+            masters[name] = Master(master, tuple(parameter.shape), 0)
         self.masters = Masters(masters, optimizer, decayed_names(model))
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         (loss / self.num_micro_batches).backward()
 
     def step(self, learning_rate: float) -> Tensor:
-        norm = get_total_norm([m.rows.grad for m in self.masters.masters.values() if m.rows.grad is not None])
+        norm = get_total_norm([m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None])
         self.masters.step(learning_rate, norm)
         self._refresh_copies()
         return norm
@@ -79,21 +79,22 @@ class SingleEngine:
     def state(self) -> Iterator[tuple[str, Piece]]:
         return self.masters.pieces()
 
-    def load_state(self, read: ReadRows, step: int) -> None:
+    def load_state(self, read: ReadSlice, step: int) -> None:
         self.masters.load(read, step)
         self._refresh_copies()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self.masters.masters.items():
-            yield name, master.rows.detach().cpu()
+            yield name, master.tensor.detach().cpu()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: one process has no group to leave."""
 
     @torch.no_grad()
     def _refresh_copies(self) -> None:
         if self.copies:
-            torch._foreach_copy_(list(self.copies.values()), [self.masters.masters[name].rows for name in self.copies])
+            masters = [self.masters.masters[name].tensor for name in self.copies]
+            torch._foreach_copy_(list(self.copies.values()), masters)
 
 
 def _adds_gradient_to(master: nn.Parameter) -> Callable[[nn.Parameter], None]:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 
 class EngineConfigError(ValueError):
-    """The recipe asks an engine for what it cannot do: here, or beside the user's DeepSpeed file."""
+    """The engine cannot do what the recipe asks: not on this device, or not with the user's DeepSpeed file."""
 
 
 def _is_positive_or_auto(value: Any) -> Any:
@@ -19,31 +19,31 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     num_steps: int = Field(gt=0)
     """The length of the schedule in optimizer updates."""
     stop_after_step: int | None = Field(None, gt=0)
-    """Leave there with a checkpoint, as if stopped by a signal; the same command without it goes on."""
+    """Stop after this step with a checkpoint, as on a signal; the same command without it goes on."""
     global_batch_size: int = Field(gt=0)
     """Rows per step over all ranks."""
     micro_batch_size: Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]
-    """Rows per forward pass on one rank; what is missing to the global batch is accumulated. auto: the most that fit
-    into memory, found out when the run starts; another number changes losses by rounding only."""
+    """Rows per forward pass on one rank; a step accumulates as many passes as the global batch needs. auto: the most
+    rows that fit into memory, found when the run starts. The number changes losses by rounding only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["float32", "bf16"] = "bf16"
     """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32."""
     compile: Literal[True, False, "reduce-overhead"] = True
-    """torch.compile for each block. reduce-overhead: replayed as CUDA graphs too, which pays where a rank has so few
-    tokens that a GPU waits for the host to start its kernels."""
+    """torch.compile for each block. reduce-overhead also replays CUDA graphs, which pays where a rank has so few tokens
+    that its GPU waits for the host to start kernels."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory: selective, all but the results of matrix products; full,
+    """What the backward pass computes again to save memory. selective: all but the results of matrix products; full:
     the whole block from its input."""
     log_every_steps: int = Field(50, gt=0)
     evaluate_every_steps: int = Field(10_000, gt=0)
     num_evaluation_rows: int = Field(10_000, gt=0)
     """Held-out rows per evaluation: the first ones, or as many as there are."""
     peak_tflops_per_device: float | None = Field(None, gt=0)
-    """Data-sheet peak that perf/mfu divides by; null looks the device up and leaves MFU out where it is not known."""
+    """Data-sheet peak that perf/mfu divides by. null looks the device up; without a known peak there is no perf/mfu."""
     allow_changed_on_resume: list[str] = []
-    """Fields that may differ from the checkpoint's although they change the run (optimizer.peak_learning_rate)."""
+    """Fields that may differ from the checkpoint's although they change the run, as optimizer.peak_learning_rate."""
 
     def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank and step; the config has been checked to divide evenly."""
+        """Micro-batches per rank and step. Recipe.rows_per_rank has checked that the division is exact."""
         return self.global_batch_size // (world_size * self.micro_batch_size)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 1 to 3. The only file that knows DeepSpeed (0.19.8), imported when an engine is built.
+"""DeepSpeed's ZeRO, stages 1 to 3. Only this file knows DeepSpeed (0.19.8), and only building an engine imports it.
 
 Stage 1 shards masters and moments, stage 2 gradients as well, stage 3 the parameters too.
 """
@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
-from gmlp_scale.engine.masters import MOMENTS, Piece, ReadRows, model_key, moment_key
+from gmlp_scale.engine.masters import MOMENTS, Piece, ReadSlice, model_key, moment_key
 from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, decayed_names
 from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
 from gmlp_scale.world import World
@@ -31,14 +31,14 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     timeout_seconds: float = Field(600, gt=0)
     """How long a collective waits for the other ranks before the run fails."""
     deepspeed_config: FilePath | None = None
-    """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). What the recipe
-    decides may stand in it only with the recipe's value."""
+    """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). It must agree with
+    what the recipe decides."""
 
     needs_process_group: ClassVar[bool] = True
     supports_cuda_graphs: ClassVar[bool] = True
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
-        """What of a `train` section stage 3 cannot do."""
+        """What stage 3 cannot do of a `train` section."""
         if self.stage < 3:
             return
         if train.compile:
@@ -47,7 +47,7 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
                 "break every compiled block"
             )
         if train.recompute == "selective":
-            # DeepSpeed's own F.linear: the kept product would have its bias twice, and the gradients be wrong.
+            # With DeepSpeed's own F.linear the kept product would get its bias twice, and gradients would be wrong.
             yield (
                 "train.recompute: found selective; needed: none or full with engine.stage=3, whose linear layers add "
                 "their bias in place to the very result that selective keeps"
@@ -68,16 +68,10 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class ZeroEngine:
-    """Works with one process too. In bf16 the masters are float32, and gradients are summed and reduced in float32."""
+    """Works with one process too. In bf16 masters are float32, and gradients add up and are reduced in float32."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: ZeroConfig,
-        world: World,
-        *,
-        train: TrainConfig,
-        optimizer: OptimizerConfig,
+        self, model: nn.Module, config: ZeroConfig, world: World, *, train: TrainConfig, optimizer: OptimizerConfig
     ):
         self.stage = config.stage
         self.world = world
@@ -92,14 +86,14 @@ class ZeroEngine:
                 required=_required_settings(config.stage, world.size, train, optimizer.gradient_clipping),
             ),
         )
-        # DeepSpeed makes a process group of its own, with torch's default timeout.
+        # DeepSpeed makes its own process group with torch's default timeout.
         self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=config.timeout_seconds))
         self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around ours
         self.adamw: torch.optim.AdamW = self.zero.optimizer
         self.parameters = dict(self.module.module.named_parameters())
         self._create_moments()
         if train.precision == "bf16":
-            # DeepSpeed took the masters from weights that it had rounded to bfloat16 already.
+            # DeepSpeed made its masters from weights that it had already rounded to bfloat16.
             for name in self.parameters:
                 self._write(name, None, lambda key, first, stop: initial[key][first:stop])
 
@@ -110,7 +104,7 @@ class ZeroEngine:
     def step(self, learning_rate: float) -> Tensor:
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        self.module.step()  # skips the update where the norm is not finite, and then says that it was infinite
+        self.module.step()  # where the norm is not finite, skips the update and reports an infinite norm
         return torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
 
     @torch.no_grad()
@@ -127,7 +121,7 @@ class ZeroEngine:
 
         owners = self._owners()
         for name, parameter in self.parameters.items():
-            # Each of these gathers on all ranks.
+            # Each of these calls gathers on all ranks.
             tensors = {model_key(name): safe_get_full_fp32_param(parameter)}
             for moment in MOMENTS:
                 tensors[moment_key(name, moment)] = safe_get_full_optimizer_state(parameter, moment)
@@ -135,7 +129,7 @@ class ZeroEngine:
                 for key, tensor in tensors.items():
                     yield key, Piece(tensor, self.shapes[name], 0)
 
-    def load_state(self, read: ReadRows, step: int) -> None:
+    def load_state(self, read: ReadSlice, step: int) -> None:
         for name in self.parameters:
             for moment in (None, *MOMENTS):
                 self._write(name, moment, read)
@@ -155,13 +149,13 @@ class ZeroEngine:
         self.module.destroy()
 
     def _let_modules_read_others(self, is_forward: bool) -> None:
-        """As DeepSpeed's own forward does: stage 3 then gathers a parameter that another module than its own reads."""
+        """As DeepSpeed's own forward does: stage 3 then gathers a parameter that is read by a module not its own."""
         if self.stage == 3:
             for module in self.module.module.modules():
                 module._parameters._in_forward = is_forward
 
     def _create_moments(self) -> None:
-        """DeepSpeed leaves them to the first step, but state and load_state come before it."""
+        """DeepSpeed would create them at the first step, but state and load_state come earlier."""
         if self.stage == 3:
             create_moments(self.adamw, self.zero.fp32_partitioned_groups_flat)
         else:
@@ -169,7 +163,7 @@ class ZeroEngine:
             self.zero._lazy_init_hp_params_optimizer_state()
 
     def _owners(self) -> dict[str, int]:
-        """The rank that keeps each parameter in state(): every next one goes to the rank with the least so far."""
+        """The rank that gives each parameter in state(): always the one with the fewest elements so far."""
         sizes = [0] * self.world.size
         owners = {}
         for name, shape in self.shapes.items():
@@ -178,13 +172,13 @@ class ZeroEngine:
         return owners
 
     @torch.no_grad()
-    def _write(self, name: str, moment: str | None, read: ReadRows) -> None:
-        """Writes this rank's part of a master, or of a moment of it, from the rows that hold it."""
+    def _write(self, name: str, moment: str | None, read: ReadSlice) -> None:
+        """Reads this rank's part of a master (or of its `moment`) and writes it into DeepSpeed's."""
         key = moment_key(name, moment) if moment else model_key(name)
         parameter, shape = self.parameters[name], self.shapes[name]
         if self.stage == 3:
-            # safe_set_full_* fails where the ranks do not divide the parameter (stage3.py, set_full_hp_param), so the
-            # local ones, which take the padding with it.
+            # safe_set_full_* fails where the ranks do not divide the parameter (stage3.py, set_full_hp_param).
+            # safe_set_local_* takes the rank's part with its padding.
             from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
             padded = torch.zeros(parameter.ds_tensor.numel())
@@ -195,13 +189,13 @@ class ZeroEngine:
                 safe_set_local_optimizer_state(parameter, padded, moment)
             else:
                 safe_set_local_fp32_param(parameter, padded)
-        elif mapping := parameter._hp_mapping:  # None where this rank holds nothing of it
+        elif mapping := parameter._hp_mapping:  # None where this rank holds no part of it
             address = mapping.lp_fragment_address
             values = _read_elements(read, key, shape, address.start, address.start + address.numel)
             mapping.get_hp_fragment(moment).copy_(values)
 
     def _refresh_weights(self) -> None:
-        """Makes the weights that the model computes with from the masters, as DeepSpeed does at the end of a step."""
+        """Copies the masters to the weights that the model computes with, as DeepSpeed does after a step."""
         if self.stage < 3:
             self.zero.update_lp_params()
             return
@@ -216,24 +210,23 @@ def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) 
     """deepspeed.initialize, without what it would compile and print."""
     import deepspeed
 
-    # No compiled extensions: DeepSpeed would build one (40 s) for a collective of its inference on CPUs.
+    # No compiled extensions: on a CPU DeepSpeed would build one that only its inference uses.
     deepspeed.ops.__compatible_ops__ = {}
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:  # memory reports of stage 1 in bf16
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # stage 1 in bf16 prints memory reports
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     log.debug("deepspeed.initialize: %s", printed.getvalue())
     return engine
 
 
-def _read_elements(read: ReadRows, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the flattened tensor, reading only the rows that hold them."""
+def _read_elements(read: ReadSlice, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the flattened tensor, reading only the indices of dimension 0 that hold them."""
     if stop <= start:
         return torch.zeros(0)
-    row_size = math.prod(shape[1:])
-    first_row, stop_row = start // row_size, -(-stop // row_size)
-    rows = read(key, first_row, stop_row).flatten()
-    return rows[start - first_row * row_size : stop - first_row * row_size]
+    size = math.prod(shape[1:])  # elements per index
+    first = start // size
+    return read(key, first, -(-stop // size)).flatten()[start - first * size : stop - first * size]
 
 
 def _required_settings(stage: int, world_size: int, train: TrainConfig, gradient_clipping: float | None) -> dict:
@@ -251,16 +244,16 @@ def _required_settings(stage: int, world_size: int, train: TrainConfig, gradient
 
 
 def _deepspeed_settings(config: ZeroConfig, required: dict, num_parameters: int) -> dict:
-    """DeepSpeed's JSON: our defaults, over them the user's file, over that what the recipe decides.
+    """DeepSpeed's JSON: our defaults, then the user's file, then what the recipe decides; the later ones win.
 
     Raises:
-        EngineConfigError: the file contradicts the recipe; names every field.
+        EngineConfigError: naming every field of the file that contradicts the recipe.
     """
     settings = {
         "zero_optimization": {
-            # Off, as wrong gradients under it are what DeepSpeed's users report most; a file may turn it on.
+            # DeepSpeed's users report wrong gradients with it; a file may turn it on.
             "overlap_comm": False,
-            # Elements; DeepSpeed allocates the first whole, whatever the model's size.
+            # In elements. DeepSpeed allocates the reduce bucket whole, however small the model is.
             "reduce_bucket_size": min(num_parameters, 50_000_000),
             "allgather_bucket_size": 50_000_000,
         },

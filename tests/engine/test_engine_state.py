@@ -111,5 +111,5 @@ def test_before_the_first_step_the_state_is_the_initial_float32_weights_and_zero
 def test_the_ranks_share_the_state_evenly(two_ranks):
     largest_parameter = SIZES["vocab_size"] * SIZES["d_model"]
     for run in two_ranks.values():
-        shares = [sum(rows.numel() for rows, _ in pieces.values()) for pieces in run[2]]
+        shares = [sum(tensor.numel() for tensor, _ in pieces.values()) for pieces in run[2]]
         assert abs(shares[0] - shares[1]) <= 3 * largest_parameter

@@ -68,16 +68,16 @@ def micro_batches_of(step: int, world: World) -> list[MaskedBatch]:
 
 
 def pieces_of(engine) -> dict[tuple[str, int], tuple[Tensor, tuple[int, ...]]]:
-    """This rank's state(), copied: (key, first row) -> (rows, shape of the whole)."""
-    return {(key, piece.first_row): (piece.tensor.clone(), piece.shape) for key, piece in engine.state()}
+    """This rank's state(), copied: (key, first) -> (tensor, shape of the whole)."""
+    return {(key, piece.first): (piece.tensor.clone(), piece.shape) for key, piece in engine.state()}
 
 
 def reader(pieces_by_rank: list[dict]):
-    """All ranks' pieces as load_state's `read`; every row must be there exactly once."""
+    """All ranks' pieces as load_state's `read`; every index along dimension 0 must be there exactly once."""
     whole: dict[str, Tensor] = {}
-    rows_seen: dict[str, int] = {}
-    for (key, first_row), (rows, shape) in (item for pieces in pieces_by_rank for item in pieces.items()):
-        whole.setdefault(key, torch.full(shape, torch.nan))[first_row : first_row + len(rows)] = rows
-        rows_seen[key] = rows_seen.get(key, 0) + len(rows)
-    assert all(rows_seen[key] == len(tensor) and tensor.isfinite().all() for key, tensor in whole.items())
-    return lambda key, first_row, stop_row: whole[key][first_row:stop_row].clone()
+    num_seen: dict[str, int] = {}
+    for (key, first), (tensor, shape) in (item for pieces in pieces_by_rank for item in pieces.items()):
+        whole.setdefault(key, torch.full(shape, torch.nan))[first : first + len(tensor)] = tensor
+        num_seen[key] = num_seen.get(key, 0) + len(tensor)
+    assert all(num_seen[key] == len(tensor) and tensor.isfinite().all() for key, tensor in whole.items())
+    return lambda key, first, stop: whole[key][first:stop].clone()
