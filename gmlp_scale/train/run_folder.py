@@ -1,7 +1,7 @@
 """The run folder outputs/<name>: claimed by one job at a time, and resumed only by a run that continues it.
 
-The kernel drops the lock when its process ends, however it ends, so no stale one is ever left. HOLDER only says whose
-it is.
+The kernel drops the lock when its process ends, however it ends, so no stale lock is left. The text of the file LOCK
+only says whose it is.
 """
 
 import contextlib
@@ -14,28 +14,30 @@ from filelock import FileLock, Timeout
 
 
 class RunFolderError(RuntimeError):
-    """The run folder belongs to another job, or to a run that this one does not continue."""
+    """Another job holds the run folder."""
 
 
 @contextlib.contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Holds the run folder (made if absent) for this process.
+    """Creates the run folder if needed and holds it for this process.
 
     Raises:
-        RunFolderError: another process holds it; its host and process are named.
-        OSError, NotImplementedError: the filesystem cannot lock.
+        RunFolderError: another process holds it, whose host and process are named; or the filesystem cannot lock.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    holder = run_dir / "HOLDER"
+    lock = run_dir / "LOCK"
     try:
-        with FileLock(run_dir / "LOCK", blocking=False):
-            holder.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
-            yield
+        held = FileLock(lock, fallback_to_soft=False).acquire(blocking=False)
     except Timeout:
-        found = holder.read_text(encoding="utf-8").strip() if holder.exists() else "another process"
-        raise RunFolderError(
-            f"{run_dir} is in use by {found}; wait for it, stop it, or give this run another name=..."
-        ) from None
+        holder = lock.read_text(encoding="utf-8").strip() or "another process"
+        needed = "wait for it, stop it, or give this run another name=..."
+        raise RunFolderError(f"{run_dir} is in use by {holder}; {needed}") from None
+    except OSError as error:
+        needed = "set output_dir to a filesystem with locks, which keep two jobs from writing to one run"
+        raise RunFolderError(f"{lock} cannot be locked ({error.strerror}); {needed}") from None
+    with held:
+        lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
+        yield
 
 
 def describe_data_change(before: dict, now: dict) -> list[str]:
