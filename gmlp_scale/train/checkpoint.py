@@ -1,25 +1,24 @@
 """Portable checkpoints: written by any engine at any world size, read by any other.
 
-    checkpoints/step_000012000/rank_00000_000.safetensors   float32 row ranges ("pieces") that rank 0 owns,
+    checkpoints/step_000012000/rank_00000_000.safetensors   rank 0's pieces: float32 slices along dimension 0
                                rank_00000_001.safetensors   a new file about every FILE_BYTES
                                rank_00001_000.safetensors   ...
-                               DONE                         JSON: where each tensor's rows lie, each file's bytes and
+                               DONE                         JSON: where each tensor's pieces lie, each file's bytes and
                                                             checksum, step, details, its own checksum (class `_Done`)
 
 Keys are model.<name>, optimizer.<name>.exp_avg and optimizer.<name>.exp_avg_sq. Only safetensors and JSON are read:
-nothing is ever unpickled. A save goes through these events, without a collective in the background:
+nothing is ever unpickled. A save has these steps; those in the background need no collective:
 
  1. `save` copies this rank's pieces to staging buffers on the calling thread; training goes on.
- 2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>
- 3. and then its receipt rank_00000.json there: which rows lie in which file, or the error that stopped it.
- 4. Rank 0's thread waits for all receipts, checks that the pieces hold every row once, writes and fsyncs DONE,
+ 2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>.
+ 3. They then write its receipt rank_00000.json there: which piece lies in which file, or the error that stopped them.
+ 4. Rank 0's thread waits for all receipts, checks that the pieces cover each tensor once, writes and fsyncs DONE,
  5. renames the folder to step_000012000 and fsyncs the parent,
- 6. deletes all but the newest `keep_last`, each renamed to a temporary name first.
+ 6. deletes all but the newest `keep_last` checkpoints, renaming each to a temporary name first.
 
-A kill before 5 leaves a temporary folder, which the next run on this folder removes, as it does one left by 6. The
-rename is the only commit and is atomic in POSIX, so a checkpoint's name is absent or holds the whole. Were DONE written
-after the rename, a kill between the two would leave a folder that has the name, is no checkpoint, and is in the resumed
-run's way. Nor is the filesystem trusted: before a tensor is used, every file that DONE names must have its checksum.
+A kill before 5 or during 6 leaves a temporary folder, which the next run on this folder removes. The rename is the only
+commit, and POSIX makes it atomic: a folder with a checkpoint's name is always whole. That is why DONE comes before it.
+We do not trust the filesystem either: before a tensor is used, every file that DONE names must have its checksum.
 """
 
 import difflib
@@ -29,38 +28,36 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 from safetensors import safe_open
 from torch import Tensor
 
+from gmlp_scale.engine import Engine
 from gmlp_scale.train.checkpoint_files import FileRecord, check_seal, file_problem
-
-if TYPE_CHECKING:
-    from gmlp_scale.engine import Engine
 
 logger = logging.getLogger("gmlp_scale")
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
 PIECE_FILE = re.compile(r"rank_\d{5}_\d{3,}\.safetensors")
 FORMAT_VERSION = 2
-"""Of the files, and of what a resumed run takes for granted: version 1 had other checksums and other masks."""
+"""Of the files, and of the data that a resumed run goes on with: version 1 had other checksums and other masks."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or one that is there cannot be used."""
+    """A checkpoint cannot be written or read."""
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint is of another FORMAT_VERSION, and not damaged for all that is known."""
+    """A checkpoint has another FORMAT_VERSION. It may well be whole."""
 
 
 class _TensorRecord(BaseModel, frozen=True, extra="forbid"):
     shape: tuple[int, ...]
     pieces: list[tuple[str, int, int]]
-    """(file, first_row, num_rows), ascending, without gap or overlap; a 0-d tensor is one row."""
+    """(file, first, count) along dimension 0, ascending, without gap or overlap; a 0-d tensor is a piece of count 1."""
 
 
 class _Done(BaseModel, frozen=True, extra="forbid"):
@@ -85,7 +82,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, verify_files: bool = True) -> "Checkpoint":
-        """Read DONE and check all files against it (unless rank 0 did). CheckpointError names what is wrong."""
+        """Reads DONE and, unless rank 0 did, checks all files against it. CheckpointError names what is wrong."""
         try:
             text = (path / "DONE").read_text(encoding="ascii")
             _check_version(path, text)
@@ -97,7 +94,7 @@ class Checkpoint:
                 raise ValueError(f"it names files that no checkpoint has: {list(done.files)}")
             in_files = {file for tensor in done.tensors.values() for file, *_ in tensor.pieces}
             if unlisted := in_files - done.files.keys():
-                raise ValueError(f"it has rows in files that it does not list: {sorted(unlisted)}")
+                raise ValueError(f"it has pieces in files that it does not list: {sorted(unlisted)}")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path.name} has no DONE") from error
         except (OSError, ValueError) as error:
@@ -110,30 +107,30 @@ class Checkpoint:
     def keys(self) -> list[str]:
         return list(self.tensors)
 
-    def read(self, key: str, first_row: int = 0, stop_row: int | None = None) -> Tensor:
-        """Rows [first_row, stop_row) along dimension 0, float32 on CPU, in their own memory; a 0-d tensor is one row.
+    def read(self, key: str, first: int = 0, stop: int | None = None) -> Tensor:
+        """Indices [first, stop) along dimension 0, float32 on the CPU, as a copy; a 0-d tensor is read whole.
 
-        Raises CheckpointError for an unknown key or rows that the tensor does not have.
+        Raises CheckpointError for an unknown key, and for indices that the tensor does not have.
         """
         if key not in self.tensors:
             near = difflib.get_close_matches(key, self.tensors, n=3)
             raise CheckpointError(f"{self.path} has no {key!r} among {len(self.tensors)} tensors; nearest: {near}")
         shape, pieces = self.tensors[key].shape, self.tensors[key].pieces
-        num_rows = shape[0] if shape else 1
-        stop_row = num_rows if stop_row is None else stop_row
-        if not 0 <= first_row <= stop_row <= num_rows:
-            raise CheckpointError(f"{self.path} has {key!r} of shape {shape}, not its rows {first_row} to {stop_row}")
-        rows = torch.empty((stop_row - first_row, *shape[1:]) if shape else (), dtype=torch.float32, device="cpu")
-        for file, piece_first, num_piece_rows in pieces:
-            low, high = max(first_row, piece_first), min(stop_row, piece_first + num_piece_rows)
+        length = shape[0] if shape else 1
+        stop = length if stop is None else stop
+        if not 0 <= first <= stop <= length:
+            raise CheckpointError(f"{self.path} has {key!r} of shape {shape}, not its indices {first} to {stop}")
+        tensor = torch.empty((stop - first, *shape[1:]) if shape else (), dtype=torch.float32, device="cpu")
+        for file, piece_first, count in pieces:
+            low, high = max(first, piece_first), min(stop, piece_first + count)
             if not shape:
-                rows.copy_(self._file(file).get_tensor(key))
+                tensor.copy_(self._file(file).get_tensor(key))
             elif low < high:
                 piece = self._file(file).get_slice(key)
-                rows[low - first_row : high - first_row] = piece[low - piece_first : high - piece_first]
-        return rows
+                tensor[low - first : high - first] = piece[low - piece_first : high - piece_first]
+        return tensor
 
-    def load_into(self, engine: "Engine") -> None:
+    def load_into(self, engine: Engine) -> None:
         engine.load_state(self.read, self.step)
 
     def _file(self, name: str):
@@ -143,10 +140,10 @@ class Checkpoint:
 
 
 def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[Path]]:
-    """The newest checkpoint whose every checksum holds, and the damaged newer ones, which a warning names.
+    """The newest checkpoint whose checksums all hold, or None, and the newer, damaged ones, which a warning names.
 
-    None where there is no checkpoint; CheckpointError naming each where all are damaged, and where one that would be
-    the newest is of another version. Changes nothing on disk.
+    Changes nothing on disk. Raises CheckpointError if all are damaged, naming each, or if the newest usable one is of
+    another version.
     """
     problems: dict[Path, str] = {}
     for path in reversed(step_folders(directory)):

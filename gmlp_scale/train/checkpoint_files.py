@@ -1,7 +1,7 @@
-"""The files of a checkpoint: hashed from memory while they are written, and on disk when the call returns.
+"""Writes and checks the files of a checkpoint. Each is hashed from memory while it is written, and is fsynced.
 
-The checksum is XXH3 with 128 bits: it guards against damage, as sha256 would, at the speed of memory instead of under
-2 GB/s. It is no guard against forgery, which neither is where whoever can write the files can write DONE.
+The checksum is XXH3 with 128 bits. It guards against damage as sha256 would, and is much faster (docs/LOG.md). Neither
+guards against forgery: whoever can write the files can write DONE too.
 """
 
 import json
@@ -13,7 +13,7 @@ import xxhash
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-READ_BYTES = 2**20  # stays in a core's cache between the copy out of the page cache and the hash
+READ_BYTES = 2**20  # small enough to stay in a core's cache from the read to the hash
 
 
 class FileRecord(BaseModel, frozen=True, extra="forbid"):
@@ -22,10 +22,10 @@ class FileRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> FileRecord:
-    """Write float32 tensors in host memory as a safetensors file, durably.
+    """Writes float32 tensors in host memory as a safetensors file and fsyncs it.
 
-    As the format has it: the header's length in 8 bytes, a JSON header padded with spaces to 8 bytes, the tensors. The
-    `safetensors` package writes the same, but lets nobody hash the bytes on their way.
+    The format: the header's length in 8 bytes, a JSON header padded with spaces to 8 bytes, the tensors. The
+    `safetensors` package writes the same, but cannot hash the bytes on their way.
 
     ValueError names a tensor that is not finite; OSError comes from the disk.
     """
@@ -53,7 +53,7 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path) -> FileRecord:
 
 
 def file_problem(path: Path, record: FileRecord) -> str | None:
-    """What is wrong with a file that should be as `record` says; None if nothing is."""
+    """How a file differs from its record; None if it does not."""
     try:
         if (num_bytes := path.stat().st_size) != record.bytes:
             return f"{path.name} has {num_bytes} of {record.bytes} bytes"
@@ -71,15 +71,15 @@ def file_checksum(path: Path) -> str:
 
 
 def sealed(body: str) -> str:
-    """A JSON object's text with the checksum of that text as its last field."""
+    """A JSON object's text, with the text's checksum added as the last field."""
     return f'{body[:-1]}, "xxh3_128": "{xxhash.xxh3_128_hexdigest(body.encode())}"}}'
 
 
 def check_seal(text: str) -> None:
-    """ValueError if `text` is not as `sealed` made it."""
+    """Raises ValueError unless `sealed` made `text`."""
     body, _, seal = text.rpartition(", ")
     if not seal.startswith('"xxh3_128": '):
-        raise ValueError(f"it ends with {seal[:12]!r}..., where this version writes and knows an xxh3_128 checksum")
+        raise ValueError(f"it ends with {seal[:12]!r}..., where a checkpoint has an xxh3_128 checksum")
     if sealed(body + "}") != text:
         raise ValueError("its own checksum does not hold")
 

@@ -1,5 +1,5 @@
 """Saves checkpoints in the background and finds the one to resume from. gmlp_scale/train/checkpoint.py has the format
-and the order of events."""
+and the steps of a save."""
 
 import json
 import logging
@@ -11,12 +11,13 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 
+from gmlp_scale.engine import Engine, Piece
 from gmlp_scale.files import write_text
 from gmlp_scale.train.checkpoint import (
     FORMAT_VERSION,
@@ -29,43 +30,34 @@ from gmlp_scale.train.checkpoint import (
 )
 from gmlp_scale.train.checkpoint_files import fsync, sealed, write_safetensors
 
-if TYPE_CHECKING:
-    from gmlp_scale.engine import Engine
-
 logger = logging.getLogger("gmlp_scale")
 
-FILE_BYTES = 128 * 2**20  # several files a rank: one is hashed while another is on its way to the disk
+FILE_BYTES = 128 * 2**20  # so that a rank has several files and hashes one while it writes another
 NUM_WRITER_THREADS = 3
 CLOSE_GRACE_SECONDS = 10.0
 
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     save_every_steps: PositiveInt
-    """A checkpoint after every so many steps; one is also written where a run stops."""
+    """Save after every so many steps, and also where the run stops."""
     keep_last: PositiveInt = 3
-    """How many of the newest checkpoints stay on disk."""
+    """How many checkpoints stay on disk: the newest."""
     asynchronous: bool = True
     """Write in the background. False: a save returns once the checkpoint is complete, and raises if it failed."""
-
-
-class _StagedPiece(NamedTuple):
-    key: str
-    rows: Tensor  # float32, in host memory
-    shape: tuple[int, ...]
-    first_row: int
 
 
 class Checkpointer:
     """Saves and finds the checkpoints of one run. Every rank has one and calls the same methods in the same order.
 
-    directory: the run's `checkpoints` folder, on a filesystem that all ranks share; no other run may write there.
-    details: JSON-able; every checkpoint holds them. A resumed run compares them with its own.
-    broadcast: collective; returns rank 0's small JSON-able value on every rank.
-    timeout_seconds: a save that lacks a rank's part so long after its start is given up. `wait` has the other ranks
-        wait for rank 0, so choose it below the process group's own timeout.
+    Args:
+        directory: the run's `checkpoints` folder, on a filesystem that all ranks share; no other run may write there.
+        details: JSON-able; every checkpoint holds them. A resumed run compares them with its own.
+        broadcast: collective; returns rank 0's small JSON-able value on every rank.
+        timeout_seconds: how long a save waits for every rank's part before it fails. In `wait` the other ranks wait for
+            rank 0, so this must be below the process group's timeout.
 
-    A save that fails in the background neither stops training nor touches an earlier checkpoint: it is logged at once,
-    kept as `last_error` until a save succeeds, and raised by `wait`, to be called after the run's last save.
+    A save that fails in the background neither stops training nor touches an earlier checkpoint. The error is logged at
+    once and kept as `last_error` until a save succeeds. `wait`, to be called after the run's last save, raises it.
     """
 
     def __init__(
@@ -93,9 +85,9 @@ class Checkpointer:
         self._token = broadcast(uuid.uuid4().hex[:8])
 
     def newest(self) -> Checkpoint | None:
-        """Collective `newest_checkpoint`: rank 0 verifies, all take the same one.
+        """Collective: rank 0 finds the newest_checkpoint and verifies it, and all ranks open it.
 
-        Damaged ones are set aside under another name, as the run will write its own when it reaches that step again.
+        Renames damaged ones, since the run will save its own when it reaches those steps again.
         """
         name, error = None, None
         if self.rank == 0:
@@ -115,11 +107,10 @@ class Checkpointer:
         self._newest_step = checkpoint.step
         return checkpoint
 
-    def save(self, engine: "Engine", step: int) -> float:
-        """Begin a checkpoint of `engine` after `step` updates; return the seconds that training stood still for it.
+    def save(self, engine: Engine, step: int) -> float:
+        """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
 
-        At most one save is in flight: this one first waits for the one before. A step already saved or resumed from is
-        not saved again.
+        First waits for the save before. Does not save a step again that it has saved or resumed from.
         """
         started = time.monotonic()
         if step == self._newest_step:
@@ -135,7 +126,7 @@ class Checkpointer:
         return time.monotonic() - started
 
     def wait(self) -> None:
-        """Collective: return once the last save is complete; if it failed, raise CheckpointError on every rank."""
+        """Collective: returns once the last save is complete; if it failed, raises CheckpointError on every rank."""
         self._join()
         self.last_error = self._broadcast(self.last_error)
         if self.last_error:
@@ -143,7 +134,7 @@ class Checkpointer:
             raise CheckpointError(self.last_error)
 
     def close(self) -> None:
-        """End the background thread. Not collective: others may be gone; they are waited for CLOSE_GRACE_SECONDS."""
+        """Ends the background thread. Not collective: waits CLOSE_GRACE_SECONDS for other ranks, which may be gone."""
         self._deadline = min(self._deadline, time.monotonic() + CLOSE_GRACE_SECONDS)
         self._join()
 
@@ -152,9 +143,9 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
-    def _stage(self, engine: "Engine") -> list[_StagedPiece]:
-        """Copy this rank's pieces to host buffers that later saves use again (pinned for pieces on an accelerator)."""
-        pieces, accelerator = [], None
+    def _stage(self, engine: Engine) -> dict[str, Piece]:
+        """Copies this rank's pieces to host buffers, pinned if the pieces are on a GPU; later saves use them again."""
+        pieces, gpu = {}, None
         for key, piece in engine.state():
             source = piece.tensor.detach()
             assert source.dtype == torch.float32 and source.shape[1:] == piece.shape[1:], key
@@ -163,14 +154,14 @@ class Checkpointer:
                 buffer = torch.empty(source.shape, dtype=torch.float32, device="cpu", pin_memory=source.is_cuda)
                 self._buffers[key] = buffer
             buffer.copy_(source, non_blocking=True)
-            accelerator = source.device if source.is_cuda else accelerator
-            pieces.append(_StagedPiece(key, buffer, tuple(piece.shape), piece.first_row))
-        if accelerator is not None:
-            torch.cuda.current_stream(accelerator).synchronize()
+            gpu = source.device if source.is_cuda else gpu
+            pieces[key] = Piece(buffer, piece.shape, piece.first)
+        if gpu is not None:
+            torch.cuda.current_stream(gpu).synchronize()
         return pieces
 
-    def _write(self, step: int, pieces: list[_StagedPiece]) -> None:
-        """The background thread: events 2 and 3, and on rank 0 those after them."""
+    def _write(self, step: int, pieces: dict[str, Piece]) -> None:
+        """The background thread: steps 2 and 3 of a save, and on rank 0 all later ones."""
         final = self.directory / folder_name(step)
         folder = final.with_name(f"{final.name}.tmp-{self._token}")
         try:
@@ -179,7 +170,7 @@ class Checkpointer:
                 receipt = _write_pieces(folder, self.rank, pieces)
             except Exception as error:
                 receipt = {"error": f"rank {self.rank}: {error!r}"}
-                for path in folder.glob(f"rank_{self.rank:05d}_*"):  # room for the receipt on a full disk
+                for path in folder.glob(f"rank_{self.rank:05d}_*"):  # makes room for the receipt on a full disk
                     path.unlink()
             write_text(folder / f"rank_{self.rank:05d}.json", json.dumps(receipt))
             if self.rank == 0:
@@ -193,7 +184,7 @@ class Checkpointer:
             logger.error("%s. Earlier checkpoints are untouched", self.last_error)
 
     def _publish(self, folder: Path, final: Path, step: int) -> None:
-        """Turn all ranks' receipts into DONE and the folder into a checkpoint, then delete the oldest ones."""
+        """Turns all ranks' receipts into DONE and the folder into a checkpoint, then deletes the oldest ones."""
         receipts = self._collect_receipts(folder)
         if errors := [receipt["error"] for receipt in receipts if "error" in receipt]:
             raise CheckpointError("; ".join(errors))
@@ -207,28 +198,27 @@ class Checkpointer:
             _remove(old)
 
     def _collect_receipts(self, folder: Path) -> list[dict[str, Any]]:
-        """Wait for every rank's receipt; a rank that says nothing in time is an error like those that ranks report."""
+        """Waits for every rank's receipt. A missing one counts as an error like those that ranks report."""
         names = [f"rank_{rank:05d}.json" for rank in range(self.world_size)]
         while not set(names) <= set(os.listdir(folder)) and time.monotonic() < self._deadline:
             time.sleep(0.05)
         receipts = [json.loads((folder / name).read_text()) for name in names if (folder / name).exists()]
         if silent := [rank for rank, name in enumerate(names) if not (folder / name).exists()]:
-            receipts.append(
-                {"error": f"nothing came in time from ranks {silent}, which must be able to write {folder}"}
-            )
+            found = f"nothing came in time from ranks {silent}, which must be able to write {folder}"
+            receipts.append({"error": found})
         return receipts
 
 
-def _write_pieces(folder: Path, rank: int, pieces: list[_StagedPiece]) -> dict[str, Any]:
-    """Write one rank's pieces durably, a new file about every FILE_BYTES; return its receipt."""
+def _write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
+    """Writes and fsyncs one rank's pieces, a new file about every FILE_BYTES; returns its receipt."""
     contents, tensors, num_bytes = {}, {}, 0
-    for key, rows, shape, first_row in pieces:
+    for key, piece in pieces.items():
         name = f"rank_{rank:05d}_{num_bytes // FILE_BYTES:03d}.safetensors"
-        num_rows = len(rows) if shape else 1
-        tensors[key] = (shape, name, first_row, num_rows)
-        if num_rows:
-            contents.setdefault(name, {})[key] = rows
-            num_bytes += rows.nbytes
+        count = len(piece.tensor) if piece.shape else 1
+        tensors[key] = (piece.shape, name, piece.first, count)
+        if count:
+            contents.setdefault(name, {})[key] = piece.tensor
+            num_bytes += piece.tensor.nbytes
 
     def write(name: str) -> dict[str, Any]:
         return write_safetensors(contents[name], folder / name).model_dump()
@@ -244,22 +234,22 @@ def _merged(receipts: list[dict[str, Any]]) -> dict[str, Any]:
     files, tensors = {}, {}
     for receipt in receipts:
         files.update(receipt["files"])
-        for key, (shape, name, first_row, num_rows) in receipt["tensors"].items():
+        for key, (shape, name, first, count) in receipt["tensors"].items():
             tensor = tensors.setdefault(key, {"shape": shape, "pieces": []})
             assert tensor["shape"] == shape, f"{key} has shape {tensor['shape']} on one rank and {shape} on another"
-            if num_rows:
-                tensor["pieces"].append((name, first_row, num_rows))
+            if count:
+                tensor["pieces"].append((name, first, count))
     for key, tensor in tensors.items():
         tensor["pieces"].sort(key=lambda piece: piece[1])
-        starts = [first_row for _, first_row, _ in tensor["pieces"]]
-        stops = [first_row + num_rows for _, first_row, num_rows in tensor["pieces"]]
-        num_rows = tensor["shape"][0] if tensor["shape"] else 1
-        assert [0, *stops] == [*starts, num_rows], f"{key}: the ranks' pieces do not hold each row once: {tensor}"
+        starts = [first for _, first, _ in tensor["pieces"]]
+        stops = [first + count for _, first, count in tensor["pieces"]]
+        length = tensor["shape"][0] if tensor["shape"] else 1
+        assert [0, *stops] == [*starts, length], f"{key}: the ranks' pieces do not cover the tensor once: {tensor}"
     return {"files": files, "tensors": tensors}
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder. A checkpoint loses its name first, so that half of one is never taken for one."""
+    """Deletes a folder. A checkpoint is renamed first, so that half of one never has its name."""
     try:
         if STEP_FOLDER.fullmatch(folder.name):
             folder = folder.rename(folder.with_name(f"{folder.name}.tmp-deleted"))

@@ -1,4 +1,4 @@
-"""Held-out loss, perplexity and accuracy of masked-token prediction, with the same rows and masks every time."""
+"""Held-out loss, perplexity and accuracy of masked-token prediction, on the same rows and masks every time."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from gmlp_scale.world import World
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Over `num_tokens` masked tokens. Perplexities compare only within one tokenizer."""
+    """Means over `num_tokens` masked tokens. Perplexities compare only within one tokenizer."""
 
     loss: float
     accuracy: float
@@ -29,18 +29,18 @@ class Evaluation:
 
 
 def perplexity(loss: float) -> float:
-    """exp(mean loss); infinite where that overflows."""
+    """exp(loss), or infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def evaluate(predict: Callable[[MaskedBatch], Tensor], batches: Iterable[MaskedBatch], world: World) -> Evaluation:
-    """Evaluates this rank's batches and sums over the ranks, each of which must have as many batches.
+    """Evaluates this rank's batches and sums over the ranks. All ranks must have equally many batches.
 
     Args:
-        predict: an engine's or a model's; gives logits_BMV at the masked positions, any constant added to a row of V.
+        predict: an engine's or a model's; returns logits_BMV at the masked positions.
 
     Raises:
-        ValueError: if no rank has a masked token.
+        ValueError: no rank has a masked token.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, tokens
     for batch in batches:
@@ -62,7 +62,7 @@ def evaluate(predict: Callable[[MaskedBatch], Tensor], batches: Iterable[MaskedB
 def unigram_predictor(token_counts_V: Tensor) -> Callable[[MaskedBatch], Tensor]:
     """Predicts every masked token by its frequency among ordinary tokens, each counted once more than it was seen.
 
-    The floor that a model must get under: it knows nothing of the context.
+    It knows nothing of the context: a model must get below its loss.
     """
     log_frequencies_V = torch.log(token_counts_V.double() + 1)
     log_frequencies_V[:NUM_SPECIAL_TOKENS] = -math.inf

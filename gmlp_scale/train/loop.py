@@ -1,7 +1,7 @@
-"""The training loop: forward and backward for each micro-batch, one update, and what is due after it.
+"""The training loop: forward and backward for each micro-batch, one update, then logs, checkpoint and evaluation.
 
-The learning rate, the rows and the masks are pure functions of the step, so the step is the loop's whole state, and it
-runs from any step to any other. Pretraining and finetuning run this same function.
+The learning rate, the rows and the masks depend on nothing but the step. So the step is the loop's whole state, and the
+loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,24 +18,24 @@ from gmlp_scale.world import World
 
 
 class NotFiniteError(RuntimeError):
-    """A loss or gradient norm that is not finite. The parameters are those of the step before it."""
+    """A loss or gradient norm is not finite. The parameters are still those of the step before."""
 
 
 class BatchLoader(Protocol):
     """Gives one rank its training batches."""
 
     wait_seconds: float
-    """Time that the loop has waited for batches so far."""
+    """How long the loop has waited for batches so far."""
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[Any]]:
-        """The micro-batches of each update after `start_step` finished ones, until `stop_step` are finished."""
+        """The micro-batches of each step, from `start_step` finished steps until `stop_step` are finished."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where train() left: the last finished step, and whether that is the end of the schedule."""
+    """Where train() stopped: the last finished step, and whether the schedule ends there."""
 
     step: int
     finished: bool
@@ -60,20 +60,21 @@ def train(
 ) -> Progress:
     """Trains from `start_step` finished steps to the end of the schedule, `stop_after_step` or a stop signal.
 
-    Each of the three ends with a complete checkpoint of the last finished step.
+    In all three cases it leaves a complete checkpoint of the last finished step.
 
     Args:
         evaluate: called on every rank with the number of finished steps; returns what to log, by tag.
-        seed: what dropout draws from, together with the step and the rank, so that a resumed run draws the same.
+        seed: for dropout, together with the step and the rank, so that a resumed run draws the same.
 
     Raises:
-        NotFiniteError: on every rank, naming the step, the ranks and the positions; nothing non-finite was saved.
+        NotFiniteError: on every rank, naming the step, the ranks and their places in the data order. Nothing that
+            is not finite was saved.
     """
     step, last_step = start_step, config.stop_after_step or config.num_steps
     watch = _FiniteWatch(world, config.global_batch_size)
     loss_sum = torch.zeros((), device=world.device)  # over the steps since the last log
     metrics.start_clock(start_step, loader.wait_seconds)
-    # `step` counts from 1. The rate, the rows and the seed of a step go by the number of steps finished before it.
+    # `step` counts from 1. A step's rate, rows and seed follow from the number of steps finished before it.
     for step, micro_batches in enumerate(staged(loader.steps(start_step, last_step), world.device), start_step + 1):
         rate = learning_rate(
             step - 1, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
@@ -101,7 +102,7 @@ def train(
             (mean_loss,) = (x / world.size for x in world.sum([loss_sum.item() / num_logged]))
             metrics.log_training(step, mean_loss, norm.item(), rate, loader.wait_seconds)
             loss_sum.zero_()
-        if is_save_due:  # before the evaluation: if that fails, or takes longer than a stopped job has, nothing is lost
+        if is_save_due:  # before the evaluation, which may fail or take longer than a stopped job has left
             with metrics.clock_stopped():
                 metrics.checkpoint_stall_seconds += checkpointer.save(engine, step)
         if due(step, config.evaluate_every_steps) or step == config.num_steps:
@@ -114,10 +115,10 @@ def train(
 
 
 def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[Any]]:
-    """Each step's micro-batches (dataclasses, their tensors moved) on the device.
+    """Each step's micro-batches, which are dataclasses with tensors, on the device.
 
-    The host is ahead of a GPU, since no step waits for it: what is given to a stream of its own, from pinned memory, is
-    copied while the step before still computes.
+    The host runs ahead of a GPU, since no step waits for it. So copies from pinned memory on a stream of their own run
+    while the step before still computes.
     """
     if device.type != "cuda":
         yield from steps
@@ -130,7 +131,7 @@ def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[An
         computing.wait_stream(copying)
         for micro_batch in on_device:
             for tensor in _tensors(micro_batch).values():
-                tensor.record_stream(computing)  # its memory is not given away before the step has read it
+                tensor.record_stream(computing)  # so that its memory is not reused before the step has read it
         yield on_device
 
 
@@ -143,27 +144,26 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
 
 
 class _FiniteWatch:
-    """Remembers on the device the first step whose loss or norm was not finite, so that no step waits for the host.
+    """Remembers the first step whose loss or norm was not finite, on the device, so that the host waits for no step.
 
-    The engines leave parameters and moments alone at such a step; check() must come before anything is saved.
+    Engines leave parameters and moments alone at such a step. check() must come before anything is saved.
     """
 
     def __init__(self, world: World, global_batch_size: int):
         self.world = world
         self.global_batch_size = global_batch_size
-        self.first_bad_steps = torch.zeros(
-            2, dtype=torch.int64, device=world.device
-        )  # of this rank's loss, of the norm
+        # Of this rank's loss and of the norm; 0 while all were finite.
+        self.first_bad_steps = torch.zeros(2, dtype=torch.int64, device=world.device)
 
     def see(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         is_bad = ~torch.isfinite(torch.stack([loss, norm.to(loss.device)]))
-        # Not torch.where, which would copy the number to the device and wait for it.
+        # torch.where would copy the number to the device and wait for that.
         self.first_bad_steps += step * (is_bad & (self.first_bad_steps == 0))
 
     def check(self) -> None:
         loss_step, norm_step = self.first_bad_steps.tolist()
         bad_loss_steps = self.world.gather(loss_step)
-        first = min((s for s in [*bad_loss_steps, *self.world.gather(norm_step)] if s), default=None)
+        first = min(filter(None, bad_loss_steps + self.world.gather(norm_step)), default=None)
         if first is None:
             return
         rows_per_rank = self.global_batch_size // self.world.size

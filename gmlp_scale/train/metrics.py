@@ -1,7 +1,7 @@
-"""What a run tells about itself: metrics.jsonl, TensorBoard and one console line, all from one dictionary per step.
+"""Writes a run's metrics to metrics.jsonl, TensorBoard and the console, all from one dictionary per step.
 
-The tags are a contract (README, "What a run leaves behind"). On resume both files are cut after the checkpoint's
-step, so that neither shows a step twice.
+Users rely on the tags (README, "What a run leaves behind"). A resumed run cuts both files after the checkpoint's step,
+so that neither shows a step twice.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 
-# Dense matrix-product peaks of the data sheets in TFLOP/s, by a part of the device's name: (bf16, float32).
+# NVIDIA's data-sheet peaks of dense matrix products in TFLOP/s, by a part of the device's name: (bf16, float32).
 DATA_SHEET_TFLOPS = {
     "B200": (2250.0, 80.0),
     "H200": (989.0, 67.0),
@@ -33,7 +33,7 @@ DATA_SHEET_TFLOPS = {
 
 
 class StartUp:
-    """Where the time from the start of a process to the end of its first step goes.
+    """The parts of the time from a process's start to the end of its first step.
 
     since: when the first part began, in seconds of time.perf_counter().
     """
@@ -41,7 +41,7 @@ class StartUp:
     def __init__(self, since: float):
         self._part_began = since
         self.seconds: dict[str, float] = {}
-        """By part, in the order in which they first ended."""
+        """By part, in the order in which the parts first ended."""
 
     def finish(self, part: str) -> None:
         """Adds the time since the last call to `part`."""
@@ -55,7 +55,7 @@ class StartUp:
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """The device's data-sheet peak in TFLOP/s, or None where this table does not have it (every CPU)."""
+    """The device's data-sheet peak in TFLOP/s, or None if DATA_SHEET_TFLOPS lacks it, as it does every CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -64,12 +64,12 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
 
 
 class Metrics:
-    """Writes what the loop measures. Every rank has one; only the main rank's touches files and the console.
+    """Writes what the loop measures. Every rank has one; only rank 0's writes files and to the console.
 
     Args:
         flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
         peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
-        start_up: what came before the first step, which is its last part.
+        start_up: the parts so far; the first step is the last one.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Metrics:
 
     @contextlib.contextmanager
     def clock_stopped(self) -> Iterator[None]:
-        """What runs inside counts neither as step time nor in tokens per second."""
+        """Keeps what runs inside out of the step time and the tokens per second."""
         before = time.perf_counter()
         yield
         self._clock += time.perf_counter() - before
 
     def log_start_up(self) -> None:
-        """To be called once, when the device has finished the first step."""
+        """Call once, when the device has finished the first step."""
         self.start_up.finish("first step")
         log.info("start-up %s", self.start_up)
 
@@ -120,7 +120,7 @@ class Metrics:
 
     def log_training(self, step: int, loss: float, grad_norm: float, rate: float, data_wait_seconds: float) -> None:
         seconds = time.perf_counter() - self._clock
-        num_steps = step - self._clock_step
+        num_steps = self.steps_since_log(step)
         tflops = self.flops_per_step * num_steps / seconds / self.world.size / 1e12
         values = {
             "train/loss": loss,
@@ -165,7 +165,7 @@ class Metrics:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that the device's allocator has held; on a CPU the most that this process has held resident."""
+    """The most memory that the device's allocator has held; on a CPU, the process's largest resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -175,19 +175,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
-    return rows
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _cut_after(path: Path, step: int):
     """Opens metrics.jsonl for appending, without the lines of steps after `step`."""
     if path.exists():
-        kept = [row for row in read_metrics(path) if row["step"] <= step]
+        kept = [values for values in read_metrics(path) if values["step"] <= step]
         temporary = path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
         os.replace(temporary, path)
     return path.open("a", encoding="utf-8")
 

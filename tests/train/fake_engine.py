@@ -4,11 +4,10 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from gmlp_scale.engine import Piece
 from gmlp_scale.train.checkpoint import Checkpoint
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
 
@@ -21,14 +20,8 @@ SHAPES = {
 }
 
 
-class Piece(NamedTuple):
-    tensor: Tensor
-    shape: tuple[int, ...]
-    first_row: int
-
-
 class FakeEngine:
-    """Owns rows of a few tensors as FSDP2 splits them: equal chunks, the last short or empty. Rank 0 has scalars."""
+    """Owns slices of a few tensors as FSDP2 splits them: equal chunks, the last short or empty. Rank 0 has scalars."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -36,17 +29,17 @@ class FakeEngine:
         self.rank, self.world_size = rank, world_size
         self.num_state_calls = 0
 
-    def owned_rows(self, key: str) -> tuple[int, int]:
-        num_rows = SHAPES[key][0]
-        chunk = -(-num_rows // self.world_size)
-        return min(self.rank * chunk, num_rows), min((self.rank + 1) * chunk, num_rows)
+    def owned_slice(self, key: str) -> tuple[int, int]:
+        length = SHAPES[key][0]
+        chunk = -(-length // self.world_size)
+        return min(self.rank * chunk, length), min((self.rank + 1) * chunk, length)
 
     def state(self):
         self.num_state_calls += 1
         for key, tensor in self.tensors.items():
             if tensor.ndim:
-                first_row, stop_row = self.owned_rows(key)
-                yield key, Piece(tensor[first_row:stop_row], SHAPES[key], first_row)
+                first, stop = self.owned_slice(key)
+                yield key, Piece(tensor[first:stop], SHAPES[key], first)
             elif self.rank == 0:
                 yield key, Piece(tensor, (), 0)
 
@@ -54,9 +47,9 @@ class FakeEngine:
         self.step = step
         for key, tensor in self.tensors.items():
             if tensor.ndim:
-                first_row, stop_row = self.owned_rows(key)
+                first, stop = self.owned_slice(key)
                 self.tensors[key] = torch.full(SHAPES[key], torch.nan)
-                self.tensors[key][first_row:stop_row] = read(key, first_row, stop_row)
+                self.tensors[key][first:stop] = read(key, first, stop)
             else:
                 self.tensors[key] = read(key, 0, None)
 

@@ -56,13 +56,13 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert torch.equal(second["model.embedding.weight"], FakeEngine(seed=12000).tensors["model.embedding.weight"][4:])
 
 
-def test_reads_any_rows(tmp_path):
+def test_reads_any_slice(tmp_path):
     save_steps(tmp_path, [1], world_size=3)
     checkpoint, whole = newest_checkpoint(tmp_path)[0], FakeEngine(seed=1).tensors["model.embedding.weight"]
-    for first_row in range(8):
-        for stop_row in range(first_row, 8):
-            rows = checkpoint.read("model.embedding.weight", first_row, stop_row)
-            assert torch.equal(rows, whole[first_row:stop_row])
+    for first in range(8):
+        for stop in range(first, 8):
+            tensor = checkpoint.read("model.embedding.weight", first, stop)
+            assert torch.equal(tensor, whole[first:stop])
     checkpoint.read("model.embedding.weight").zero_()  # its own memory: the file stays as it is
     assert_holds(Checkpoint.open(checkpoint.path), seed=1)
 
@@ -72,18 +72,18 @@ def test_a_wrong_read_says_what_is_there(tmp_path):
     checkpoint = newest_checkpoint(tmp_path)[0]
     with pytest.raises(CheckpointError, match=r"no 'model.embedding.weigth'.*nearest: .*'model.embedding.weight'"):
         checkpoint.read("model.embedding.weigth")
-    for rows in [(0, 8), (-1, 2), (5, 4)]:
-        with pytest.raises(CheckpointError, match=rf"\(7, 3\), not its rows {rows[0]} to {rows[1]}"):
-            checkpoint.read("model.embedding.weight", *rows)
+    for first, stop in [(0, 8), (-1, 2), (5, 4)]:
+        with pytest.raises(CheckpointError, match=rf"\(7, 3\), not its indices {first} to {stop}"):
+            checkpoint.read("model.embedding.weight", first, stop)
 
 
 def test_pieces_that_leave_a_hole_or_overlap_are_not_saved(tmp_path):
-    for wrong_rows in [slice(0, 6), slice(1, 7)]:
+    for wrong in [slice(0, 6), slice(1, 7)]:
         engine = FakeEngine()
-        piece = Piece(engine.tensors["model.embedding.weight"][wrong_rows], (7, 3), wrong_rows.start)
+        piece = Piece(engine.tensors["model.embedding.weight"][wrong], (7, 3), wrong.start)
         engine.state = lambda piece=piece: iter([("model.embedding.weight", piece)])
         checkpointer = alone(tmp_path)
         checkpointer.save(engine, 1)
-        with pytest.raises(CheckpointError, match=r"model\.embedding\.weight: .* do not hold each row once"):
+        with pytest.raises(CheckpointError, match=r"model\.embedding\.weight: .* do not cover the tensor once"):
             checkpointer.wait()
         assert names_in(tmp_path) == []

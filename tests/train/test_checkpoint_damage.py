@@ -183,7 +183,7 @@ def test_a_done_from_elsewhere_cannot_name_files_outside(tmp_path):
     save_steps(tmp_path / "other", [1])
     folder = tmp_path / "other" / "step_000000001"
     reseal(folder, lambda done: done["tensors"]["model.temperature"]["pieces"].append(["../secret", 0, 1]))
-    with pytest.raises(CheckpointError, match=r"rows in files that it does not list: \['\.\./secret'\]"):
+    with pytest.raises(CheckpointError, match=r"pieces in files that it does not list: \['\.\./secret'\]"):
         Checkpoint.open(folder)
 
 

@@ -6,12 +6,11 @@ import resource
 import signal
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
+from gmlp_scale.engine import Piece
 from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from gmlp_scale.train.checkpoint_files import FileRecord
@@ -19,13 +18,7 @@ from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
 
 WORLD_SIZE = 2  # two ranks, on threads of one process: a kill takes the whole node
 KEYS = ["model.a", "model.b", "model.c"]
-ROWS = 64
-
-
-class Piece(NamedTuple):
-    tensor: Tensor
-    shape: tuple[int, ...]
-    first_row: int
+LENGTH = 64
 
 
 class CountingEngine:
@@ -35,10 +28,10 @@ class CountingEngine:
         self.rank, self.step, self.world_size, self.on_piece = rank, step, world_size, on_piece
 
     def state(self):
-        num_rows = ROWS // self.world_size
+        share = LENGTH // self.world_size
         for key in KEYS:
             self.on_piece()
-            yield key, Piece(torch.full((num_rows, 8), float(self.step)), (ROWS, 8), self.rank * num_rows)
+            yield key, Piece(torch.full((share, 8), float(self.step)), (LENGTH, 8), self.rank * share)
 
 
 def save_step(checkpointers: list[Checkpointer], step: int, on_piece=lambda: None) -> None:
@@ -76,7 +69,7 @@ def start_ranks(directory: Path, world_size: int = WORLD_SIZE) -> list[Checkpoin
 def assert_whole(checkpoint: Checkpoint) -> None:
     assert checkpoint.keys == KEYS
     for key in KEYS:
-        assert torch.equal(checkpoint.read(key), torch.full((ROWS, 8), float(checkpoint.step)))
+        assert torch.equal(checkpoint.read(key), torch.full((LENGTH, 8), float(checkpoint.step)))
 
 
 class Killer:
