@@ -1,10 +1,7 @@
-"""RunConfig: a recipe file and `a.b=c` overrides become one frozen, fully checked object, and go back to YAML.
+"""Reads a recipe file with `a.b=c` overrides into one frozen, checked object: RunConfig, or another Recipe.
 
-load_config() does the same for any other class of recipe, such as FinetuneConfig.
-
-Every section's class stands beside the code that it configures; this file only puts them together, checks what no
-section can check alone, and words the mistakes. All of them are reported at once, each as
-`field: what was found; what is needed`.
+Every section's class stands beside the code that it configures. This file puts the sections together, checks what no
+section can check alone, and reports all mistakes at once, each as `field: what was found; what is needed`.
 """
 
 import difflib
@@ -20,7 +17,7 @@ from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.train.checkpointer import CheckpointConfig
 
-# What a resumed run may change without asking, since neither the rows nor the mathematics of a step depend on it.
+# A resumed run may change these fields: neither the rows nor the mathematics of a step depend on them.
 FREE_ON_RESUME = (
     "name", "output_dir", "engine.", "checkpoint.", "model.kernels",
     "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
@@ -31,7 +28,7 @@ FREE_ON_RESUME = (
 
 
 class ConfigError(ValueError):
-    """Every mistake found in a recipe and its overrides, one a line."""
+    """All mistakes in a recipe and its overrides, one per line."""
 
     def __init__(self, source: str, mistakes: list[str]):
         self.mistakes = mistakes
@@ -40,10 +37,7 @@ class ConfigError(ValueError):
 
 
 class Recipe(BaseModel, frozen=True, extra="forbid"):
-    """What the recipes of pretraining and finetuning have in common.
-
-    Both also have the sections `train`, `optimizer`, `engine` and `checkpoint`.
-    """
+    """What the recipes of pretraining and finetuning share. Both also have train, optimizer, engine and checkpoint."""
 
     free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
 
@@ -51,14 +45,14 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     """The run folder is output_dir/name."""
     output_dir: Path = Path("outputs")
     seed: int = Field(ge=0, lt=2**32)
-    """Of the initial weights, the order of the rows, the masks and dropout."""
+    """For the initial weights, the order of the rows, the masks and dropout."""
 
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.name
 
     def rows_per_rank(self, world_size: int) -> int:
-        """Rows per rank and step. Raises ConfigError where the recipe does not fit so many ranks."""
+        """Rows per rank and step. Raises ConfigError if the recipe does not fit this number of ranks."""
         batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
         if world_size > 1 and not self.engine.needs_process_group:
             found = f"found {self.engine.kind} with {world_size} ranks; use zero or fsdp2, or start one process"
@@ -75,7 +69,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def mistakes(self) -> Iterable[str]:
-        """What no section can see alone."""
+        """The mistakes that no section can see alone."""
         train = self.train
         if train.micro_batch_size != "auto" and train.global_batch_size % train.micro_batch_size:
             needed = f"must divide train.global_batch_size = {train.global_batch_size}"
@@ -105,16 +99,15 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
         return self.train.global_batch_size * self.model.sequence_length
 
     def accumulates(self, world_size: int) -> bool:
-        """Whether a step has several micro-batches; while their size is `auto`, that it may have."""
+        """Whether a step has several micro-batches. True also while micro_batch_size is `auto`, as it may have."""
         return self.train.micro_batch_size != self.rows_per_rank(world_size)
 
     def with_micro_batch_size(self, num_rows: int) -> "RunConfig":
-        """This run with a number in the place of `auto`. Raises ConfigError if it is 0: not even one row fits."""
+        """This run with a number instead of `auto`. Raises ConfigError if it is 0, as not even one row fits."""
         if not num_rows:
+            found = "found auto, but not one row fits"
             needed = "train.recompute=full, more memory, or more ranks with engine.kind zero or fsdp2"
-            raise ConfigError(
-                self.name, [f"train.micro_batch_size: found auto, but not one row fits; needed: {needed}"]
-            )
+            raise ConfigError(self.name, [f"train.micro_batch_size: {found}; needed: {needed}"])
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
 
     def mistakes(self) -> Iterable[str]:
@@ -127,7 +120,7 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
         if train.compile == "reduce-overhead" and (
             train.device == "cpu" or train.precision == "float32" or not self.engine.supports_cuda_graphs
         ):
-            # Float32 gradients, which no engine copies, would stay in memory that the next micro-batch's graphs write.
+            # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
             yield (
                 "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
                 "engine.kind single or zero"
@@ -145,8 +138,8 @@ def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
 def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iterable[str] = ()) -> AnyConfig:
     """Reads a recipe, applies `a.b=c` overrides (values are YAML) and checks everything.
 
-    An override of `engine.kind` or `model.kind` leaves out those fields of the file's section that the new kind does
-    not have; a field that is itself an override and does not fit is a mistake like any other.
+    An override of `engine.kind` or `model.kind` drops the fields of the file's section that the new kind lacks. An
+    override of a field that it lacks is a mistake.
 
     Raises:
         ConfigError: with every mistake at once.
@@ -155,24 +148,28 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
-        raise ConfigError(
-            str(path), [f"cannot be read ({error.strerror}); give a recipe, such as those in configs/"]
-        ) from None
+        mistake = f"cannot be read ({error.strerror}); give a recipe, such as those in configs/"
+        raise ConfigError(str(path), [mistake]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(content, dict):
         raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
     mistakes = _apply_overrides(content, list(overrides))
-    run, found = _validate(config_class, content)
-    if mistakes or found:
-        raise ConfigError(str(path), mistakes + found)
+    try:
+        run = config_class.model_validate(content)
+    except ValidationError as error:
+        mistakes += [_word(config_class, mistake) for mistake in error.errors()]
+    else:
+        mistakes += [*run.mistakes(), *_unknown_exceptions(run)]
+    if mistakes:
+        raise ConfigError(str(path), mistakes)
     return run
 
 
 def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...]) -> list[str]:
-    """Compares a checkpoint's resolved config with the run's.
+    """One line for each field in which a checkpoint's resolved config differs from the run's and that is not in `free`.
 
-    Returns one line for every field that differs and is not among `free`; "engine." there means the whole section.
+    "engine." in `free` stands for the whole section.
     """
     old, new = dict(_flatten(before)), dict(_flatten(now))
     return [
@@ -184,7 +181,7 @@ def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...]) -> lis
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Plain YAML without aliases (a recipe needs none, and nested ones grow without bound) or repeated keys."""
+    """Refuses repeated keys, and aliases, which a recipe does not need and which can expand without bound."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -225,14 +222,6 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
     return mistakes
 
 
-def _validate(config_class: type[AnyConfig], content: dict) -> tuple[AnyConfig | None, list[str]]:
-    try:
-        run = config_class.model_validate(content)
-    except ValidationError as error:
-        return None, [_word(config_class, mistake) for mistake in error.errors()]
-    return run, [*run.mistakes(), *_unknown_exceptions(run)]
-
-
 def _unknown_exceptions(run: AnyConfig) -> Iterable[str]:
     known = {field for field, _ in _flatten(run.model_dump(mode="json"))}
     for field in run.train.allow_changed_on_resume:
@@ -244,7 +233,7 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
     """One pydantic error as `field: what was found; what is needed`."""
     location = [str(part) for part in mistake["loc"]]
     fields = config_class.model_fields
-    if location and location[0] in _UNIONS:  # pydantic puts the union's kind behind the section's name
+    if location and location[0] in _UNIONS:  # pydantic puts the kind after the section's name
         classes = _UNIONS[location[0]]
         if len(location) > 1 and location[1] in classes:
             fields = classes[location.pop(1)].model_fields
@@ -259,8 +248,7 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
         case "union_tag_not_found":
             return f"{name}.kind: missing; one of {', '.join(_UNIONS[location[0]])}"
         case "union_tag_invalid":
-            kinds = _UNIONS[location[0]]
-            return f"{name}.kind: found {mistake['ctx']['tag']!r}; one of {', '.join(kinds)}"
+            return f"{name}.kind: found {mistake['ctx']['tag']!r}; one of {', '.join(_UNIONS[location[0]])}"
         case _:
             needed = mistake["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             return f"{name}: found {mistake['input']!r}; needed: {needed}"
@@ -280,7 +268,7 @@ def _flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _kinds(union: Any) -> dict[str, type[BaseModel]]:
-    """The classes of a discriminated union by their `kind`."""
+    """A discriminated union's classes by their `kind`."""
     members = get_args(get_args(union)[0])
     return {get_args(member.model_fields["kind"].annotation)[0]: member for member in members}
 

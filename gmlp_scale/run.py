@@ -1,7 +1,6 @@
-"""Assembles one run of any task, resumes it where it was left, and trains.
+"""Assembles one run of any task, resumes it where it stopped, and trains.
 
-This is the one place where the eight nouns meet: RunConfig, World, Loader (of Batches), Model, Engine, Checkpointer,
-Task, and the loop.
+Here a Task meets the World, its loader, model and Engine, the Checkpointer, Metrics and the loop.
 """
 
 import logging
@@ -17,7 +16,7 @@ from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError
+from gmlp_scale.train.checkpoint import CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.loop import BatchLoader, NotFiniteError, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
@@ -27,54 +26,45 @@ from gmlp_scale.world import DeviceError, OtherRankError, World, set_up_logging,
 log = logging.getLogger(__name__)
 
 USER_ERRORS = (
-    ConfigError,
-    EngineConfigError,
-    ShardError,
-    DataError,
-    OSError,
-    RunFolderError,
-    CheckpointError,
-    NotFiniteError,
-    DeviceError,
-    OtherRankError,
-    KernelsError,
-)
-"""What a user can put right: each is one message that says what was found, what is needed and what to change."""
+    ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
+    DeviceError, OtherRankError, KernelsError,
+)  # fmt: skip
+"""Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 
 
 class Task(Protocol):
-    """What differs between pretraining and finetuning. All ranks call every method together."""
+    """All that differs between pretraining and finetuning. All ranks call every method together."""
 
     config: Recipe
     train: TrainConfig
-    """The config's `train` section, with everything decided that the data or the memory decide."""
+    """The config's `train` section, with what was left to the data or to the memory filled in."""
     optimizer: OptimizerConfig
     num_rows: int
-    """Training rows, which make an epoch."""
+    """Training rows in an epoch."""
     tokens_per_step: int
     flops_per_step: int
     """Training FLOPs of one global batch: 3 x the forward pass."""
     fingerprint: dict[str, Any]
-    """Of the data; a resumed run must find it again. JSON-able."""
+    """Identifies the data: a resumed run must have the same. JSON-able."""
 
     def open_loader(self, world: World) -> BatchLoader:
-        """Comes first, once the run folder is claimed; what stands above may be known only after it."""
+        """Called first. The attributes above may be known only after it."""
 
     def build_model(self) -> Backbone:
-        """The model with its head, float32 and not initialised."""
+        """The model with its head, in float32, not initialised."""
 
     def initialise(self, model: Backbone) -> None:
         """Fills a new run's weights in place: the same on every rank."""
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
-        """What to log after `step`, by tag."""
+        """The values to log after `step`, by tag."""
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
-        """Writes what is to be there after the last step of the schedule."""
+        """Writes the task's results after the schedule's last step."""
 
 
 def pretrain(config: RunConfig) -> Progress:
-    """Joins the processes that the launcher started and runs a pretraining recipe there. Raises as `run_task` does."""
+    """Joins the processes that the launcher started and runs a pretraining recipe. Raises as `run_task` does."""
     start_up = StartUp(since=IMPORTED_AT_SECONDS)
     start_up.finish("imports")
     engine = config.engine
@@ -85,7 +75,7 @@ def pretrain(config: RunConfig) -> Progress:
 
 
 def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
-    """Trains to the end of the schedule, `train.stop_after_step` or a stop signal, from the newest good checkpoint.
+    """Trains from the newest good checkpoint to the end of the schedule, `train.stop_after_step` or a stop signal.
 
     Raises:
         One of USER_ERRORS: the recipe does not fit the ranks, the data or the checkpoint; another job holds the run
@@ -118,7 +108,11 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)
         start_up.finish("model and engine")
-        start_step = _resume(checkpoint, engine)
+        start_step = 0
+        if checkpoint:
+            checkpoint.load_into(engine)
+            start_step = checkpoint.step
+            log.info("resuming from %s", checkpoint.path)
         start_up.finish("checkpoint")
         metrics = _build_metrics(task, world, start_step, start_up)
         stack.callback(metrics.close)
@@ -144,7 +138,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
 
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
-    """The engine of a task's model. A checkpoint is to fill the weights, unless the run is new."""
+    """The engine of a task's model. Initialises the weights of a new run; a checkpoint fills the others'."""
     model, config = task.build_model(), task.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
@@ -156,27 +150,16 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
 
 
 def check_continues(config: Recipe, place: str, before: dict, now: dict) -> None:
-    """Raises ConfigError with every difference that would make this another run than the one at `place`."""
+    """Raises ConfigError with every difference that makes this another run than the one at `place`."""
     allowed = tuple(config.train.allow_changed_on_resume)
     differences = check_unchanged(before["config"], now["config"], config.free_on_resume + allowed)
     differences += describe_data_change(before["data"], now["data"])
     if differences:
-        differences.append(
-            "give the run another name=..., or the old values and data; train.allow_changed_on_resume lists what may "
-            "differ"
-        )
+        needed = "give the run another name=..., or the old values and data"
+        differences.append(f"{needed}; train.allow_changed_on_resume lists what may differ")
         raise ConfigError(f"{place} belongs to another run", differences)
     for field in allowed:
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
-
-
-def _resume(checkpoint: Checkpoint | None, engine: Engine) -> int:
-    """The number of finished steps."""
-    if checkpoint is None:
-        return 0
-    checkpoint.load_into(engine)
-    log.info("resuming from %s", checkpoint.path)
-    return checkpoint.step
 
 
 def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp) -> Metrics:

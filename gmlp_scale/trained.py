@@ -1,7 +1,7 @@
-"""A trained model, read from a run's checkpoint or from an export: to evaluate, draw, export or finetune it.
+"""Reads a trained model from a run's checkpoint or from an export, to evaluate, draw, export or finetune it.
 
-gmlp_scale/export/folder.py has what an export's folder holds. Only safetensors and JSON are read: nothing in a folder
-that came from elsewhere is run or unpickled.
+gmlp_scale/export/folder.py describes an export's folder. Only safetensors and JSON are read: nothing in a downloaded
+folder is run or unpickled.
 """
 
 import json
@@ -31,7 +31,7 @@ Head = Literal["masked_language_model", "sequence_classification", "question_ans
 
 MODEL_TYPE = "gmlp_scale"
 PREFIX = "model."
-"""Before the parameter names, in checkpoints and in exports."""
+"""Of the parameter names in checkpoints and exports."""
 WEIGHTS_NAME = "model.safetensors"
 CLASS_OF_HEAD: dict[Head, str] = {
     "masked_language_model": "GmlpScaleForMaskedLM",
@@ -41,11 +41,11 @@ CLASS_OF_HEAD: dict[Head, str] = {
 
 
 class TrainedModelError(ValueError):
-    """A trained model that cannot give what was asked for; the message says why."""
+    """A trained model does not have what was asked for."""
 
 
 class ExportError(ValueError):
-    """A folder that is no export, or that none can be written to."""
+    """A folder is not an export, or an export cannot be written to it."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class TrainedModel:
     tokenizer_folder: str
     tokenizer_sha256: str
     row_length: int | None
-    """Finetuning padded rows to this length; None for a pretrained model."""
+    """The length to which finetuning padded rows; None for a pretrained model."""
     details: dict[str, Any]
-    """Where the weights came from. Of a pretraining run: config, data and step."""
+    """Where the weights came from; for a pretraining run its config, data and step."""
 
     @property
     def step(self) -> int | None:
-        """Of pretraining; None where an export does not say."""
+        """The pretraining step; None if an export does not say."""
         return self.details.get("step")
 
     @property
     def recipe(self) -> RunConfig | None:
-        """Of the pretraining run; None for an export that holds none, such as a finetuned one."""
+        """The pretraining run's; None for an export without one, such as a finetuned model's."""
         try:
             return RunConfig.model_validate(self.details.get("config"))
         except ValidationError:
@@ -85,7 +85,7 @@ class TrainedModel:
         return model.eval()
 
     def tokenizer(self) -> Tokenizer:
-        """Raises TrainedModelError where another tokenizer lies in its place."""
+        """Raises TrainedModelError if the folder now holds another tokenizer."""
         tokenizer = Tokenizer(self.tokenizer_folder)
         if tokenizer.sha256 != self.tokenizer_sha256:
             raise TrainedModelError(
@@ -96,14 +96,14 @@ class TrainedModel:
 
 @torch.no_grad()
 def fill(model: Backbone, weights: Mapping[str, Tensor]) -> None:
-    """Copies each of the weights into the model's parameter of that name."""
+    """Copies each weight into the model's parameter of the same name."""
     parameters = dict(model.named_parameters())
     for name, weight in weights.items():
         parameters[name].copy_(weight)
 
 
 def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
-    """A run's newest good checkpoint, or the one after `step`.
+    """Reads a run's newest good checkpoint, or the one after `step`.
 
     Raises:
         ConfigError, CheckpointError: the recipe or the checkpoint cannot be read.
@@ -117,7 +117,7 @@ def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
         raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
     return TrainedModel(
         place=checkpoint.path,
-        config=with_kernels(run.model, "auto"),  # the run may have had a GPU, and this machine none
+        config=with_kernels(run.model, "auto"),  # the run may have had a GPU that this machine lacks
         head="masked_language_model",
         labels=(),
         weights={key.removeprefix(PREFIX): checkpoint.read(key) for key in checkpoint.keys if key.startswith(PREFIX)},
@@ -129,26 +129,26 @@ def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
 
 
 def read_all_steps(run_dir: Path) -> Iterator[TrainedModel]:
-    """Every complete checkpoint of a run, by its step; damaged ones are named and passed over.
+    """Every complete checkpoint of a run, in the order of steps. A warning names each damaged one.
 
     Raises:
-        CheckpointError: there is no complete one.
+        CheckpointError: no checkpoint is complete.
     """
-    num_complete = 0
+    found = False
     for folder in step_folders(run_dir / "checkpoints"):
         try:
             trained = read_run(run_dir, int(folder.name.removeprefix("step_")))
         except CheckpointError as error:
             log.warning("checkpoint passed over: %s", error)
             continue
-        num_complete += 1
+        found = True
         yield trained
-    if not num_complete:
+    if not found:
         raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
 
 
 def read_export(folder: str | Path) -> TrainedModel:
-    """What write_export wrote, or transformers' save_pretrained with the tokenizer.model copied beside it.
+    """Reads a folder of write_export, or of transformers' save_pretrained with tokenizer.model copied into it.
 
     Raises:
         FileNotFoundError, ExportError: naming the file and what is wrong with it.
@@ -174,7 +174,7 @@ def read_export(folder: str | Path) -> TrainedModel:
 
 
 def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
-    """What build_model takes as its head; num_classes is for sequence classification."""
+    """The `head` argument of build_model; only sequence classification uses num_classes."""
     match head:
         case "masked_language_model":
             return MaskedLanguageModel
@@ -185,14 +185,14 @@ def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
 
 
 def expected_shapes(model: ModelConfig, head: Head, num_classes: int) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of a model and its head, by their names."""
+    """The shapes of the parameters of a model with its head, by name."""
     with torch.device("meta"):
         parameters = build_model(model, head=head_class(head, num_classes)).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
 def difference(found: dict[str, tuple], expected: dict[str, tuple]) -> str:
-    """The first few parameters that are missing, unknown or of another shape."""
+    """Names the first three parameters that are missing, unknown or of another shape."""
     lines = [
         f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
         for name in sorted(found.keys() | expected.keys())
@@ -205,9 +205,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"no export at {path.parent}: {path} does not exist; launch/export.py writes it"
-        ) from None
+        message = f"no export at {path.parent}: {path} does not exist; launch/export.py writes it"
+        raise FileNotFoundError(message) from None
     except ValueError as error:
         raise ExportError(f"{path} is not JSON ({error}): export the model again") from error
     found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
@@ -247,7 +246,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that the index of a save_pretrained in several files names."""
+    """model.safetensors; or, where save_pretrained wrote several files, those that its index names."""
     index = folder / "model.safetensors.index.json"
     if (folder / WEIGHTS_NAME).exists() or not index.exists():
         return [folder / WEIGHTS_NAME]

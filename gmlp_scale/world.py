@@ -1,6 +1,6 @@
-"""The processes of a run: who this one is, its device, the process groups, stop signals and logging.
+"""The processes of a run: this one's rank and device, the process groups, stop signals and logging.
 
-Nothing else in the package reads the environment.
+No other module of the package reads the environment.
 """
 
 import ctypes
@@ -19,24 +19,24 @@ import torch
 import torch.distributed as dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm sends some time before it ends a job (--signal=USR1@120)."""
-
+"""Slurm sends SIGUSR1 some time before it ends a job (--signal=USR1@120)."""
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h, in bytes: free memory that is kept, and the size from which a tensor is given back at once."""
+"""Options of glibc's malloc.h, in bytes: how much free memory to keep, and the size from which a freed block goes back
+to the kernel at once."""
 
 
 class OtherRankError(RuntimeError):
-    """This rank is well but another one is not; the other one's message says why."""
+    """Another rank failed; its own message says why."""
 
 
 class DeviceError(RuntimeError):
-    """The device that was asked for is not there."""
+    """The machine lacks the device that the recipe asks for."""
 
 
 def launched_world_size() -> int:
-    """The number of processes that the launcher started (torchrun and deepspeed both set WORLD_SIZE); 1 without one."""
+    """How many processes the launcher started: WORLD_SIZE, which torchrun and deepspeed set; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -52,11 +52,11 @@ def start_world(
         timeout_seconds: how long a collective waits for the other ranks before it raises.
         device: "auto" takes the GPU of this process's local rank where there is one.
         init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
-        hear_stop_signals: turn them into the answer of `stop_requested`; for those who ask it.
+        hear_stop_signals: catch them for `stop_requested`; False where nobody asks it.
 
     Raises:
         ValueError: the launcher's variables are incomplete.
-        DeviceError: "cuda" was asked for and there is none, or fewer GPUs than local ranks.
+        DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
     """
     size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
     if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -69,8 +69,8 @@ def start_world(
         raise DeviceError("train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # DeepSpeed reads these two: it would find the GPU where the run was asked to stay on the CPU, and it insists on a
-    # local rank even where no launcher gave one.
+    # DeepSpeed reads these two. Without the first it would take a GPU for a run on the CPU; it needs the second even
+    # without a launcher.
     os.environ["DS_ACCELERATOR"] = device
     os.environ["LOCAL_RANK"] = str(local_rank)
     if device == "cuda":
@@ -91,25 +91,26 @@ def start_world(
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
     if size > 1:
-        # Of its own, so that what the host agrees on cannot meet an engine's collectives in another order.
+        # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
         host_group = dist.new_group(backend="gloo", timeout=timeout)
     stop_signal = _StopSignal(store, STOP_SIGNALS if hear_stop_signals else ())
     return World(rank, size, local_rank, torch_device, host_group, stop_signal)
 
 
 def _keep_freed_memory() -> None:
-    """Has the C library keep what tensors free, and the kernel back large tensors with huge pages.
+    """Makes glibc keep the memory of freed tensors, and the kernel give large tensors huge pages.
 
-    A step allocates and frees gigabytes. By default glibc returns every tensor of more than 32 MiB to the kernel, which
-    clears each 4 KiB page of it anew: a tenth of a step of gMLP base's blocks. Other C libraries are left alone. Huge
-    pages are had only if no tensor was allocated before.
+    A step allocates and frees gigabytes. By default glibc returns large tensors to the kernel, which clears their pages
+    anew each time (docs/LOG.md has the cost). Other C libraries are left alone. Huge pages need that no tensor was
+    allocated before.
     """
     if _HUGE_PAGES not in os.environ:
         os.environ[_HUGE_PAGES] = "1"
-        torch.empty(1)  # when torch asks; child processes are not to
+        torch.empty(1)  # torch reads the variable now; child processes must not
         del os.environ[_HUGE_PAGES]
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Before glibc 2.35 at most 32 MiB are taken; with neither, the other option would give back all above 128 KiB.
+    # Before glibc 2.35 this option is at most 32 MiB. If it fails, leave the other one alone: setting that would fix
+    # this one at 128 KiB.
     if mallopt and (mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -134,7 +135,7 @@ class World:
             dist.barrier(self._host_group)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element by element over all ranks, in float64 on the host; every rank gets the sums."""
+        """Sums element by element over all ranks, in float64 on the host; every rank gets the sums."""
         total = torch.tensor(values, dtype=torch.float64)
         if self._host_group:
             dist.all_reduce(total, group=self._host_group)
@@ -142,14 +143,14 @@ class World:
 
     def gather(self, value: int) -> list[int]:
         """Every rank's value, by rank, on every rank."""
-        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         if self._host_group is None:
             return [value]
+        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(values, torch.tensor([value]), group=self._host_group)
         return [v.item() for v in values]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, small and JSON-able, on every rank."""
+        """Returns rank 0's value, which must be small and JSON-able, on every rank."""
         if self._host_group is None:
             return value
         text = json.dumps(value).encode() if self.is_main else b""
@@ -163,7 +164,7 @@ class World:
         """Runs `action` on rank 0 while the others wait for it.
 
         Raises:
-            Whatever `action` raises, on rank 0; OtherRankError on the other ranks, so that none goes on alone.
+            What `action` raises, on rank 0; OtherRankError on the other ranks, so that none goes on alone.
         """
         error = None
         if self.is_main:
@@ -178,23 +179,23 @@ class World:
             raise OtherRankError("rank 0 could not go on; its own message says why")
 
     def wait_for_device(self) -> None:
-        """Until the device has done all that it was given: for a clock, never in an ordinary step."""
+        """Waits until the device is idle. For clocks; an ordinary step must not wait."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def stop_requested(self) -> bool:
-        """Whether the run is to end after this step: the same answer on every rank at the same call.
+        """Whether to end the run after this step; every rank gets the same answer at the same call.
 
-        To be called by all ranks after each step. A signal to any rank is answered at the call after the one that
-        notices it; the ranks must meet in between, as they do over the next step's gradients.
+        All ranks call it after each step. One call notices a signal to any rank, and the next call answers True. The
+        ranks must meet in between, as they do over the next step's gradients.
         """
         return self._stop_signal.next_answer()
 
     def stop(self) -> None:
         """Ends the process groups once all ranks are here. Engines must be closed before.
 
-        Without it a gloo thread may come back to an interpreter that has gone and abort the process ("terminate called
-        without an active exception"); this waits for those threads.
+        It waits for gloo's threads. Without it, one may outlive the interpreter and abort the process ("terminate
+        called without an active exception").
         """
         self._stop_signal.restore()
         self.barrier()
@@ -208,14 +209,14 @@ class World:
         if exception_type is None:
             self.stop()
         else:
-            self._stop_signal.restore()  # the other ranks may never come: leave without them
+            self._stop_signal.restore()  # the other ranks may never come: do not wait for them
 
 
 class _StopSignal:
     """Turns a signal to any rank into one answer for all, through the launcher's key-value store.
 
-    Not through an overlapped all_reduce: a process cannot end while one of its collectives is pending, so a rank that
-    failed would stay until the timeout, unnoticed by the launcher and by the other ranks.
+    An overlapped all_reduce would not do: a process cannot end while one of its collectives is pending. A failed rank
+    would stay until the timeout, and neither the launcher nor the other ranks would notice.
     """
 
     def __init__(self, store: dist.Store | None, numbers: Iterable[signal.Signals]):
@@ -226,7 +227,7 @@ class _StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_signalled and number == signal.SIGINT:
-            raise KeyboardInterrupt  # asked a second time: do not wait for the end of the step
+            raise KeyboardInterrupt  # the second Ctrl-C: do not wait for the end of the step
         self.is_signalled = True
 
     def next_answer(self) -> bool:
@@ -234,8 +235,8 @@ class _StopSignal:
         if self.store is None:
             return self.is_signalled
         if self.is_signalled:
-            # The first to ask decides. No rank can pass its next call before this one takes part in the next step, by
-            # when the store has confirmed this.
+            # The first rank to ask decides. No other rank gets past its next call before this rank takes part in the
+            # next step, and by then the store has confirmed the value.
             stop_call = self.store.compare_set("stop_call", "", str(self.num_calls + 1))
         elif self.store.check(["stop_call"]):
             stop_call = self.store.get("stop_call")
@@ -249,7 +250,7 @@ class _StopSignal:
 
 
 def set_up_logging(world: World) -> None:
-    """Sends the package's log to standard error: all of rank 0's, the others' warnings, each line with its rank."""
+    """Sends the package's log to standard error: all lines of rank 0, warnings of the others, each with its rank."""
     rank = f" rank {world.rank}" if world.size > 1 else ""
     line = logging.StreamHandler(sys.stderr)
     line.setFormatter(logging.Formatter(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%H:%M:%S"))

@@ -26,20 +26,6 @@ from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
 from gmlp_scale.engine.zero import ZeroConfig, ZeroEngine
 from gmlp_scale.world import World
 
-__all__ = [
-    "Engine",
-    "EngineConfig",
-    "EngineConfigError",
-    "Fsdp2Config",
-    "OptimizerConfig",
-    "Piece",
-    "ReadSlice",
-    "SingleConfig",
-    "TrainConfig",
-    "ZeroConfig",
-    "build_engine",
-]
-
 COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
 """Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
 it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""

@@ -1,10 +1,10 @@
-"""The Hugging Face folder of a model.
+"""Writes a model as a Hugging Face folder.
 
     model.safetensors      float32, our parameter names under "model."; the output matrix is the embedding, kept once
     config.json            the recipe's model section, the classes to load (auto_map) and where the weights came from
-    modeling_gmlp.py, configuration_gmlp.py ...    code that needs torch and transformers, and not this package
+    modeling_gmlp.py, configuration_gmlp.py ...    code that needs torch and transformers, but not this package
     tokenizer.json, tokenizer_config.json          the tokenizer for transformers
-    tokenizer.model        the same one for this package
+    tokenizer.model        the same tokenizer for this package
     README.md              the model card
 
 gmlp_scale/trained.py reads it back.
@@ -43,17 +43,17 @@ from gmlp_scale.trained import (
 
 
 def export_pretrained(run_dir: Path, step: int | None, folder: Path) -> Path:
-    """Writes the model of a run's newest good checkpoint, or of the one after `step`; returns that checkpoint's path.
+    """Writes the model of a run's newest good checkpoint, or of the one after `step`; returns the checkpoint's folder.
 
-    Its details are the step, the last held-out evaluation until then, the data's fingerprint and the resolved config.
+    The export's details are the step, the last held-out evaluation up to it, the data's fingerprint and the config.
 
     Raises:
         ConfigError, CheckpointError: the run or the checkpoint cannot be read.
-        ExportError, TrainedModelError: the folder is taken, or the run's tokenizer is no longer beside its shards.
+        ExportError, TrainedModelError: `folder` is not empty, or the run's tokenizer is no longer beside its shards.
     """
     check_is_free(folder)
     trained = read_run(run_dir, step)
-    trained.tokenizer()  # raises where it is another one
+    trained.tokenizer()  # raises if it has changed
     write_export(
         folder,
         trained.config,
@@ -79,15 +79,15 @@ def write_export(
     """Writes the folder whole or not at all.
 
     Args:
-        weights: float32 by our parameter names, those of build_model(model, head=head_class(head, len(labels))).
+        weights: float32, by the parameter names of build_model(model, head=head_class(head, len(labels))).
         details: JSON-able; kept in config.json and shown in the card.
-        row_length: what every row was padded to in finetuning.
-        document_stride: of question answering: tokens from one window to the next in finetuning.
+        row_length: the length to which finetuning padded every row.
+        document_stride: for question answering, the tokens from one window to the next in finetuning.
         tokenizer_folder: a path or a URL.
 
     Raises:
-        ExportError: if the folder is there and not empty.
-        FileNotFoundError: if there is no tokenizer in tokenizer_folder.
+        ExportError: the folder is not empty.
+        FileNotFoundError: tokenizer_folder has no tokenizer.
     """
     tokenizer = Tokenizer(tokenizer_folder)
     expected = expected_shapes(model, head, len(labels))
@@ -138,14 +138,13 @@ def write_export(
 
 def check_is_free(folder: Path) -> None:
     """Raises ExportError unless `folder` is absent or empty."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder} is there already: remove it, or name another folder")
 
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A sibling that takes the folder's place when the block ends well, and is removed when it does not."""
-    folder = Path(folder)
+    """A sibling that takes the folder's place if the block succeeds, and is removed if it fails."""
     check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
@@ -159,8 +158,8 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _heldout_result(run_dir: Path, step: int) -> dict[str, float] | None:
-    """The last evaluation up to `step`: its step, loss, perplexity and accuracy. None where there is none."""
+    """The last evaluation up to `step`: its step, loss, perplexity and accuracy; None if there is none."""
     path = run_dir / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
-    evaluations = [row for row in rows if "eval/perplexity" in row and row["step"] <= step]
+    lines = read_metrics(path) if path.exists() else []
+    evaluations = [line for line in lines if "eval/perplexity" in line and line["step"] <= step]
     return {name.removeprefix("eval/"): value for name, value in evaluations[-1].items()} if evaluations else None

@@ -1,8 +1,8 @@
-"""Finetuning as a task of gmlp_scale/run.py. A run folder holds, beside what every run's does,
+"""Finetuning as a task of gmlp_scale/run.py. Beside what every run's folder holds, it writes
 
-best/, last/          exports with the head: of the evaluation with the best dev score, and of the end
-predictions/PART/     in the official form, of the last weights
-scores.json           written last: the run is done
+best/, last/          exports with the head: the weights with the best dev score, and the last ones
+predictions/PART/     the last weights' predictions in the benchmark's official format
+scores.json           written last: a run that has it is done
 """
 
 import functools
@@ -35,9 +35,9 @@ USER_ERRORS = (*RUN_USER_ERRORS, ExportError)
 
 
 def finetune(config: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
-    """Finetunes from the newest good checkpoint on, as gmlp_scale.run.run_task does, and raises as it does.
+    """Finetunes from the newest good checkpoint with run_task, and raises as it does.
 
-    Returns the content of scores.json, or None where it stopped before the end.
+    Returns the content of scores.json, or None if it stopped before the end.
     """
     task = Finetuning(config, inputs)
     run_task(task, world, StartUp(since=time.perf_counter()))
@@ -48,7 +48,7 @@ class Finetuning:
     """The Task of a finetuning recipe: it scores the dev parts, keeps the best weights, and writes the predictions.
 
     Raises:
-        ConfigError: train.stop_after_step is after the last step that the data give.
+        ConfigError: train.stop_after_step is after the last step, which depends on the number of rows.
     """
 
     def __init__(self, config: FinetuneConfig, inputs: Inputs):
@@ -58,7 +58,7 @@ class Finetuning:
         self.optimizer: OptimizerConfig = config.optimizer_config(self.num_rows)
         self.tokens_per_step: int = config.tokens_per_step
         self.content: dict | None = None
-        """Of scores.json, once it is written."""
+        """What scores.json holds; None until it is written."""
         self._evaluated_step: int | None = None
         self._summaries: dict[str, np.ndarray] = {}
 
@@ -69,10 +69,9 @@ class Finetuning:
     @cached_property
     def flops_per_step(self) -> int:
         """At the length of the rows, which may be less than the model's."""
+        update = {"sequence_length": self.config.data.sequence_length}
         with torch.device("meta"):
-            shortened = self.inputs.pretrained.config.model_copy(
-                update={"sequence_length": self.config.data.sequence_length}
-            )
+            shortened = self.inputs.pretrained.config.model_copy(update=update)
             model = build_model(shortened, head=self.config.task_row.head)
         return 3 * model.flops_per_sample() * self.train.global_batch_size
 
@@ -90,7 +89,7 @@ class Finetuning:
         return build_model(self.inputs.pretrained.config, head=self.config.task_row.head, dropout=self.config.dropout)
 
     def initialise(self, model: Backbone) -> None:
-        """Random weights by the seed; then, if `pretrained`, the trunk's from the export, whatever head that has."""
+        """Random weights from the seed; then, if `pretrained`, the export's trunk, whatever head that has."""
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
         if self.config.pretrained:
             with torch.device("meta"):
@@ -98,7 +97,7 @@ class Finetuning:
             fill(model, {name: self.inputs.pretrained.weights[name] for name, _ in trunk.named_parameters()})
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
-        """Scores by tag; writes best/ where the dev score is the best so far."""
+        """Scores by tag. Writes best/ if the dev score is the best so far."""
         if self._evaluated_step is None:
             self.best = world.broadcast(self._read_best(step) if world.is_main else None)
         self._evaluated_step, self._summaries = step, {}
@@ -110,7 +109,7 @@ class Finetuning:
         return by_name(scores, "eval/")
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
-        """last/, predictions/ and scores.json of the weights after the last step."""
+        """Writes last/, predictions/ and scores.json."""
         if self._evaluated_step != step:
             self.evaluate(engine, world, step)
         scores = self._dev_scores(engine, world)
@@ -132,7 +131,7 @@ class Finetuning:
         world.on_main(lambda: write_text(self.config.run_dir / "scores.json", text))
 
     def _summary(self, part: str, engine: Engine, world: World) -> np.ndarray:
-        """Of the weights that were evaluated last, once."""
+        """A part's summaries by the weights of the last evaluation, computed once."""
         if part not in self._summaries:
             rows, batch_size = self.inputs.rows[part], self.train.micro_batch_size
             self._summaries[part] = summarize_all(rows, engine.predict, world, batch_size)
@@ -148,7 +147,7 @@ class Finetuning:
         self.inputs.rows[part].write_predictions(summaries, folder)
 
     def _write_weights(self, name: str, engine: Engine, world: World, step: int, scores: dict) -> None:
-        weights = dict(engine.full_weights())  # all ranks take part; rank 0 has them
+        weights = dict(engine.full_weights())  # all ranks take part; only rank 0 gets them
         config = self.config.model_dump(mode="json")
         details = {
             "finetuned": {"task": self.config.task, "step": step, "scores": scores, "config": config},
@@ -157,7 +156,7 @@ class Finetuning:
         world.on_main(lambda: self._replace_export(self.config.run_dir / name, weights, details))
 
     def _replace_export(self, folder: Path, weights: dict[str, Tensor], details: dict) -> None:
-        """The new one takes the old one's name when it is whole."""
+        """Writes the new export beside the old one, and gives it the old one's name once it is whole."""
         unfinished, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
         for leftover in (unfinished, old):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -179,22 +178,22 @@ class Finetuning:
         shutil.rmtree(old, ignore_errors=True)
 
     def _read_best(self, step: int) -> dict | None:
-        """The step and score of best/ as the evaluations before `step` left it.
+        """The step and score of best/, for evaluations from `step` on.
 
-        None if best/ is of `step` or a later one: a killed run wrote it, and this run comes there again.
+        None if best/ is of `step` or a later one: a killed run wrote it, and this run will evaluate that step again.
         """
         try:
             details = json.loads((self.config.run_dir / "best" / "config.json").read_text(encoding="utf-8"))["details"]
         except FileNotFoundError:
             return None
-        found = details["finetuned"]
-        if found["step"] >= step:
+        best = details["finetuned"]
+        if best["step"] >= step:
             return None
-        return {"step": found["step"], "score": found["scores"]["dev"][self.config.task_row.main_score]}
+        return {"step": best["step"], "score": best["scores"]["dev"][self.config.task_row.main_score]}
 
 
 def by_name(scores: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:
-    """Scores of the dev parts in one dictionary: accuracy, and accuracy_mismatched of part dev_mismatched."""
+    """The dev parts' scores in one dictionary: accuracy, and accuracy_mismatched for part dev_mismatched."""
     return {
         f"{prefix}{name}{part.removeprefix('dev')}": value
         for part, of_part in scores.items()

@@ -1,4 +1,4 @@
-"""What the blocks keep for the backward pass, counted by running one of them."""
+"""Counts what the blocks keep for the backward pass, by running one of them."""
 
 import torch
 from torch import Tensor
@@ -11,34 +11,33 @@ from gmlp_scale.models.backbone import Recompute
 
 
 def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Recompute) -> float:
-    """Of all blocks, for each token of a micro-batch: what is alive between the forward and the backward pass.
+    """Bytes of all blocks that are alive between the forward and the backward pass, per token of a micro-batch.
 
-    In plain PyTorch, for rows without padding; torch.compile and fused kernels keep less. Without the embedding and
-    the head, and without what a function keeps beside its result: the statistics of LayerNorms and softmaxes, and
-    copies of transposed operands, which Mixer and the Transformer with relative positions only have (a seventh of their
-    activations).
+    Counted in plain PyTorch for rows without padding; torch.compile and fused kernels keep less. The embedding and the
+    head are left out, and so is what a function keeps beside its result: the statistics of LayerNorms and softmaxes,
+    and the copies of transposed operands that Mixer and the Transformer with relative positions make.
     """
     config = with_kernels(model.model_copy(update={"num_blocks": 1}), "torch")
-    one_block = build_model(config)  # on the CPU: meta imports a compiler
+    one_block = build_model(config)  # on the CPU, since the meta device imports a compiler
     one_block.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(recompute)
 
     def kept_bytes(num_rows: int) -> int:
         shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), one_block.norm.weight.dtype
         x_BND = torch.zeros(shape_BND, dtype=dtype, requires_grad=True)
         with _Results() as results:
-            output_BND = one_block.blocks[0](x_BND)  # stands for this block's input, which is no result of it
+            output_BND = one_block.blocks[0](x_BND)  # counted in place of the input, which is no result
         size = results.bytes_alive()
-        del output_BND  # it holds all the rest until here
+        del output_BND  # until here it keeps all the others alive
         return size
 
-    # The difference leaves out what there is once for all rows, such as the matrix of a Toeplitz vector.
+    # The difference leaves out what all rows share, such as the matrix of a Toeplitz vector.
     return model.num_blocks * (kept_bytes(2) - kept_bytes(1)) / model.sequence_length
 
 
 class _Results(TorchFunctionMode):
-    """Remembers the memory of every tensor that a function returns, and which of it is still in use.
+    """Records the storage of every tensor that a function returns, and knows which are still in use.
 
-    Not a TorchDispatchMode, which would also see statistics: it imports a compiler.
+    A TorchDispatchMode would see statistics too, but it imports a compiler.
     """
 
     def __init__(self):

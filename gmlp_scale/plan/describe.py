@@ -1,4 +1,4 @@
-"""What a run would be and need, computed without starting it; the text of --dry-run."""
+"""Computes what a run would be and need without starting it; --dry-run prints it."""
 
 import math
 from pathlib import Path
@@ -29,10 +29,7 @@ def flops_per_step(run: RunConfig) -> int:
 def state_bytes_per_rank(
     model: nn.Module, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
 ) -> dict[str, float]:
-    """Bytes of parameters, gradients, float32 masters and moments on the rank that holds the most.
-
-    Activations are not counted.
-    """
+    """Bytes of parameters, gradients, float32 masters and moments on the rank that holds the most; no activations."""
     weight_bytes = 2 if precision == "bf16" else 4
     return engine.state_bytes(model, weight_bytes, world_size, accumulates=accumulates)
 
@@ -41,15 +38,14 @@ def describe(run: RunConfig, world_size: int) -> str:
     """The resolved config and what follows from it.
 
     Raises:
-        ConfigError: if the recipe does not fit `world_size` ranks.
-        ShardError: if the shards are there but do not fit the recipe.
+        ConfigError: the recipe does not fit `world_size` ranks.
+        ShardError: the shards do not fit the recipe.
     """
-    accumulates, num_parameters = run.accumulates(world_size), count_parameters(run)
-    model_flops = flops_per_step(run)
+    accumulates, model_flops = run.accumulates(world_size), flops_per_step(run)
     lines = [
         run.to_yaml(),
         f"ranks                   {world_size}, {_describe_micro_batches(run, world_size)}",
-        f"parameters              {num_parameters:,}",
+        f"parameters              {count_parameters(run):,}",
         f"FLOPs per step          {short(model_flops)} ({short(model_flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
         f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
@@ -83,10 +79,8 @@ def _describe_activations(run: RunConfig) -> str:
     if train.micro_batch_size != "auto":
         whole = per_token * run.model.sequence_length * train.micro_batch_size
         per_token_text = f"{short(whole)}B ({per_token_text})"
-    return (
-        f"activations per rank    {per_token_text} of the blocks in plain PyTorch; torch.compile and fused kernels "
-        f"keep less"
-    )
+    where = "of the blocks in plain PyTorch; torch.compile and fused kernels keep less"
+    return f"activations per rank    {per_token_text} {where}"
 
 
 def _meta_model(run: RunConfig) -> nn.Module:
@@ -111,6 +105,6 @@ def describe_resume(run_dir: Path) -> str:
 
 
 def short(value: float) -> str:
-    """Four digits and an SI prefix."""
+    """`value` with four digits and an SI prefix."""
     exponent = min(5, max(0, math.floor(math.log10(max(value, 1)) / 3)))
     return f"{value / 1000**exponent:.4g} {' kMGTP'[exponent].strip()}"

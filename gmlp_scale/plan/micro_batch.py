@@ -1,4 +1,4 @@
-"""`train.micro_batch_size: auto`: the largest micro-batch that fits into the memory of every rank's GPU."""
+"""Finds `train.micro_batch_size: auto`, the largest micro-batch that fits into the memory of every rank's GPU."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ MEMORY_MARGIN = 0.05
 
 
 def largest_micro_batch_size(run: RunConfig, world: World) -> int:
-    """Rows, a divisor of a rank's rows per step, found by trying; 0 if not even one row fits.
+    """Tries the divisors of a rank's rows per step and returns the largest that fits; 0 if not even one row does.
 
     All ranks call it together, before the engine takes its memory.
 
@@ -43,21 +43,21 @@ def _fits(run: RunConfig, world: World, num_rows: int) -> bool:
         fits = True
     except torch.OutOfMemoryError:
         fits = False
-    # Out here, where the error's traceback no longer holds what the attempt had allocated.
+    # Out here, the error's traceback no longer holds the tensors of the attempt.
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()  # memory/peak_gib is to be the run's own
+    torch.cuda.reset_peak_memory_stats()  # memory/peak_gib must not show the attempt
     return fits
 
 
 def _run_micro_batches(run: RunConfig, world: World) -> None:
-    """Training and evaluation of a plain model beside the room for the engine's states and the margin."""
+    """Trains and evaluates a plain model, with memory set aside for the rest of the engine's states and the margin."""
     device, num_rows, precision = world.device, run.train.micro_batch_size, run.train.precision
     with torch.device(device):
         model = build_model(run.model)
     states = state_bytes_per_rank(model, precision, run.engine, world.size, accumulates=run.accumulates(world.size))
     model.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(run.train.recompute)
-    own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # with the gradients
+    own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # parameters and gradients
     margin = MEMORY_MARGIN * torch.cuda.get_device_properties(device).total_memory
     room = max(0, sum(states.values()) - own_states) + margin
     reserved = torch.empty(int(room), dtype=torch.uint8, device=device)
@@ -67,9 +67,9 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     positions_BM = torch.arange(num_masked, device=device).expand(num_rows, -1)
     labels_BM = token_ids_BN.gather(1, positions_BM)
     batch = MaskedBatch(token_ids_BN, positions_BM, labels_BM, padded=run.data.padded)
-    for _ in range(2):  # the second finds the gradients of the first, as when micro-batches are accumulated
+    for _ in range(2):  # the second adds to the first one's gradients, as accumulated micro-batches do
         model(batch).backward()
     with torch.no_grad():
-        model.predict(batch).clone().log_softmax(-1)  # an evaluation's memory
+        model.predict(batch).clone().log_softmax(-1)  # as an evaluation does
     torch.cuda.synchronize(device)
-    del reserved  # not before
+    del reserved  # only now

@@ -7,7 +7,7 @@ import torch
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import ShardError
-from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
+from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.plan.describe import flops_per_step
@@ -21,22 +21,16 @@ class Pretraining:
 
     def __init__(self, config: RunConfig):
         self.config = config
+        self.optimizer = config.optimizer
+        self.tokens_per_step = config.tokens_per_step
 
     @property
     def train(self) -> TrainConfig:
         return self.config.train
 
     @property
-    def optimizer(self) -> OptimizerConfig:
-        return self.config.optimizer
-
-    @property
     def num_rows(self) -> int:
         return self.loader.rows
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.tokens_per_step
 
     @cached_property
     def flops_per_step(self) -> int:
@@ -47,14 +41,14 @@ class Pretraining:
         return self.loader.fingerprint()
 
     def open_loader(self, world: World) -> Loader:
-        """Also decides a micro_batch_size of auto. ShardError where nothing is held out."""
+        """Also replaces a micro_batch_size of auto. Raises ShardError if no rows are held out."""
         if self.config.train.micro_batch_size == "auto":
             self.config = self.config.with_micro_batch_size(largest_micro_batch_size(self.config, world))
         self.loader = build_loader(self.config, rank=world.rank, world_size=world.size)
         if not self.loader.manifest.num_rows("heldout"):
             self.loader.close()
-            found = f"{self.config.data.shards} has no held-out rows to evaluate on"
-            raise ShardError(f"{found}: write it with --heldout-fraction")
+            shards = self.config.data.shards
+            raise ShardError(f"{shards} has no held-out rows to evaluate on: write it with --heldout-fraction")
         return self.loader
 
     def build_model(self) -> MaskedLanguageModel:
@@ -69,7 +63,7 @@ class Pretraining:
         return evaluate(engine.predict, batches, world).by_tag()
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
-        """The last checkpoint is all that a pretraining run leaves."""
+        """Does nothing: the last checkpoint is the result."""
 
 
 def build_loader(run: RunConfig, *, rank: int, world_size: int) -> Loader:
