@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gmlp_scale.benchmark.contender import Contender, Turn
-from gmlp_scale.benchmark.timing import medians, say, time_in_turns
+from gmlp_scale.benchmark.timing import Contender, Turn, medians, say, time_in_turns
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.cache import ShardFiles

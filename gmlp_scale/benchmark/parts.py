@@ -1,15 +1,16 @@
 """Measures the chosen parts of the benchmark, recipe by recipe, on one device."""
 
 import platform
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
-from gmlp_scale.benchmark.dry_run import measure_start_up
 from gmlp_scale.benchmark.loading import measure_loading
 from gmlp_scale.benchmark.step import measure_step
-from gmlp_scale.benchmark.timing import say
+from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.config import ConfigError, RunConfig, load_run_config
 from gmlp_scale.world import World, start_world
 
@@ -70,3 +71,19 @@ def describe_machine(world: World) -> dict:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict:
+    """How long a dry run takes in a fresh process, beside importing torch alone."""
+    commands = {
+        "python": ["-c", ""],
+        "import_torch": ["-c", "import torch"],
+        "dry_run": ["launch/pretrain.py", "--config", recipe, "--dry-run", *overrides],
+    }
+    calls = {name: lambda command=command: run_python(command) for name, command in commands.items()}
+    seconds = medians(time_in_turns(turns_of(calls, torch.device("cpu")), num_rounds))
+    return {"seconds": seconds, "costs": {"dry_run_over_import_torch": seconds["dry_run"] / seconds["import_torch"]}}
+
+
+def run_python(command: list[str]) -> None:
+    subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)

@@ -10,10 +10,9 @@ from functools import partial
 import torch
 
 from gmlp_scale.benchmark.ceilings import captured_products, copy_call, fewest_bytes, matrix_calls
-from gmlp_scale.benchmark.contender import Contender, Turn
 from gmlp_scale.benchmark.peers import Step, bert_step, g_mlp_pytorch_step, modernbert_step
 from gmlp_scale.benchmark.time_split import time_split
-from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
+from gmlp_scale.benchmark.timing import Contender, Turn, medians, say, time_in_turns, turns_of
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
 from gmlp_scale.engine import Engine

@@ -1,17 +1,21 @@
-"""Times calls that take turns."""
+"""Times calls that take turns, in this process or in contenders' own."""
 
+import contextlib
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
-from gmlp_scale.benchmark.contender import Turn
-
 NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
 CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between them, as in training
+
+Turn = Callable[[], float]
+"""Runs once, timed, and returns the seconds."""
 
 
 def turns_of(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Turn]:
@@ -54,3 +58,53 @@ def wait_for(device: torch.device) -> None:
 def say(what: str) -> None:
     """Progress, on stderr: stdout is for the JSON."""
     print(what, file=sys.stderr, flush=True)
+
+
+class Contender:
+    """Someone's code in its own process, as its users start it: with its own memory, threads and settings.
+
+    Calls `prepare(*arguments)` -> (turn, description) in a new process, which ends with this one.
+
+    Raises:
+        ImportError: `prepare` needs a package that is not installed.
+        ChildProcessError: the process died; its own error is on stderr.
+    """
+
+    def __init__(self, name: str, prepare: Callable[..., tuple[Turn, dict]], *arguments: object):
+        self._name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=True).start()
+        theirs.close()
+        missing, self.description = self._received()
+        if missing:
+            raise ImportError(missing)
+
+    def take_turn(self) -> float:
+        with contextlib.suppress(ConnectionError):  # if the process is dead, receiving says so
+            self._pipe.send("go")
+        return self._received()
+
+    def _received(self) -> object:
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise ChildProcessError(
+                f"the benchmark's process of {self._name} died, of the error above: mend or uninstall what it names, "
+                "or leave its part out of --parts"
+            ) from None
+
+
+def _serve(pipe: Connection, prepare: Callable[..., tuple[Turn, dict]], arguments: tuple) -> None:
+    try:
+        turn, description = prepare(*arguments)
+    except ImportError as error:
+        pipe.send((f"not installed: {error}", {}))
+        return
+    pipe.send((None, description))
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        pipe.send(turn())

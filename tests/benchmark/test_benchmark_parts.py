@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gmlp_scale.benchmark import dry_run, loading, step
+from gmlp_scale.benchmark import loading, parts, step
 from gmlp_scale.benchmark.ceilings import captured_products, fewest_bytes
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.loading import batched, measure_loading
@@ -126,9 +126,9 @@ def test_a_loader_that_dies_is_named(tmp_path, monkeypatch, capfd):
 
 def test_start_up_times_a_dry_run_that_works(monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands, run_python = [], dry_run.run_python
-    monkeypatch.setattr(dry_run, "run_python", commands.append)
-    report = dry_run.measure_start_up(str(SMOKE), ["engine.kind=single"], 1)
+    commands, run_python = [], parts.run_python
+    monkeypatch.setattr(parts, "run_python", commands.append)
+    report = parts.measure_start_up(str(SMOKE), ["engine.kind=single"], 1)
     assert report["seconds"].keys() == {"python", "import_torch", "dry_run"}
     command = next(command for command in commands if "--dry-run" in command)
     assert str(SMOKE) in command and "engine.kind=single" in command
