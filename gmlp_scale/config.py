@@ -55,8 +55,8 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         """Rows per rank and step. Raises ConfigError if the recipe does not fit this number of ranks."""
         batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
         if world_size > 1 and not self.engine.needs_process_group:
-            found = f"found {self.engine.kind} with {world_size} ranks; use zero or fsdp2, or start one process"
-            raise ConfigError(self.name, [f"engine.kind: {found}"])
+            needed = f"use {_engines('needs_process_group')}, or start one process"
+            raise ConfigError(self.name, [f"engine.kind: found {self.engine.kind} with {world_size} ranks; {needed}"])
         if micro_batch == "auto" and batch % world_size:
             found = f"found {batch}; must be a multiple of the number of ranks, {world_size}"
             raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
@@ -106,7 +106,8 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
         """This run with a number instead of `auto`. Raises ConfigError if it is 0, as not even one row fits."""
         if not num_rows:
             found = "found auto, but not one row fits"
-            needed = "train.recompute=full, more memory, or more ranks with engine.kind zero or fsdp2"
+            more_ranks = f"more ranks with engine.kind {_engines('needs_process_group')}"
+            needed = f"train.recompute=full, more memory, or {more_ranks}"
             raise ConfigError(self.name, [f"train.micro_batch_size: {found}; needed: {needed}"])
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
 
@@ -123,7 +124,7 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
             # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
             yield (
                 "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
-                "engine.kind single or zero"
+                f"engine.kind {_engines('supports_cuda_graphs')}"
             )
 
 
@@ -274,3 +275,8 @@ def _kinds(union: Any) -> dict[str, type[BaseModel]]:
 
 
 _UNIONS = {"model": _kinds(ModelConfig), "engine": _kinds(EngineConfig)}
+
+
+def _engines(ability: str) -> str:
+    """The kinds of engine that have it, as a message lists them."""
+    return " or ".join(kind for kind, engine in _UNIONS["engine"].items() if getattr(engine, ability))

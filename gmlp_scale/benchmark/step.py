@@ -17,6 +17,7 @@ from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
 from gmlp_scale.engine import Engine
 from gmlp_scale.models import GmlpConfig, with_kernels
+from gmlp_scale.models.gmlp import FUSED_GATING
 from gmlp_scale.plan.describe import count_parameters, flops_per_step
 from gmlp_scale.run import build_engine_of
 from gmlp_scale.tasks.pretraining import Pretraining
@@ -126,7 +127,8 @@ def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
 def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
     """The recipe's own variants: not compiled, and without the fused kernels if it would use them."""
     forms = {"eager": run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})}
-    if isinstance(run.model, GmlpConfig) and run.model.kernels != "torch" and device.type == "cuda":
+    is_fused = isinstance(run.model, GmlpConfig) and run.model.gating == FUSED_GATING and run.model.kernels != "torch"
+    if is_fused and device.type == "cuda":
         forms["plain_compiled"] = plain(run, compile=True)
     return {name: form for name, form in forms.items() if form != run}
 

@@ -41,7 +41,7 @@ _MNLI_SPLITS = {
     "test": "test_matched",
     "test_mismatched": "test_mismatched",
 }
-_SST2_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
+_GLUE_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
 _SQUAD_SPLITS = {"train": "train", "dev": "validation"}
 
 TASKS: dict[str, FinetuneTask] = {
@@ -64,7 +64,7 @@ TASKS: dict[str, FinetuneTask] = {
         ),
         ClassificationTask(
             name="sst2",
-            hub=Hub("nyu-mll/glue", "sst2", _SST2_SPLITS),
+            hub=Hub("nyu-mll/glue", "sst2", _GLUE_SPLITS),
             text_columns=(("sentence",),),
             label_columns=("label",),
             labels=("0", "1"),

@@ -13,18 +13,9 @@ import sys
 
 import torch
 
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.world import start_world
-from tests.engine.trained_engines import GMLP, start_engine, train
+from tests.engine.trained_engines import ENGINES, GMLP, start_engine, train
 from tests.gloo_ranks import free_port
-
-ENGINES = {
-    "single": SingleConfig(),
-    "fsdp2": Fsdp2Config(),
-    "zero1": ZeroConfig(stage=1),
-    "zero2": ZeroConfig(stage=2),
-    "zero3": ZeroConfig(stage=3),
-}
 
 
 def main(engine_name: str, num_starts: int) -> int:

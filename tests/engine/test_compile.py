@@ -17,17 +17,13 @@ from gmlp_scale.engine import (
     ZeroConfig,
     build_engine,
 )
-from gmlp_scale.models import MixerConfig, TransformerConfig, build_model
+from gmlp_scale.models import build_model
 from gmlp_scale.world import start_world
-from tests.engine.trained_engines import AMLP, GMLP, SIZES, micro_batches_of, start_engine, train
+from tests.engine.trained_engines import GMLP, SIZES, micro_batches_of, start_engine, train
 from tests.gloo_ranks import run_ranks
+from tests.models.every_kind import FAMILIES, tiny_config
 
-MODELS = {
-    "gmlp": GMLP,
-    "amlp": AMLP,
-    "bert": TransformerConfig(**SIZES, num_heads=3, positions="relative"),
-    "mixer": MixerConfig(**SIZES, d_spatial=8),
-}
+MODELS = {kind: tiny_config(kind, **SIZES | {"d_model": 16}) for kind in FAMILIES}
 
 
 def _count_graphs(engine_config, recompute: str) -> dict[str, list[int]]:

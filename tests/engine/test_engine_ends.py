@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.trained_engines import ENGINES
+
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("engine", ["single", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_twenty_starts_end_cleanly(engine):
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
     finished = subprocess.run(

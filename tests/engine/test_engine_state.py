@@ -6,19 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.engine import Fsdp2Config
 from gmlp_scale.models import build_model
 from gmlp_scale.world import World, start_world
-from tests.engine.trained_engines import AMLP, SIZES, pieces_of, reader, start_engine, train
+from tests.engine.trained_engines import AMLP, ENGINES, SIZES, pieces_of, reader, start_engine, train
 from tests.gloo_ranks import run_ranks
 
-SINGLE = {"single": SingleConfig()}
-SHARDED = {
-    "fsdp2": Fsdp2Config(blocks_per_group=2),
-    "zero 1": ZeroConfig(stage=1),
-    "zero 2": ZeroConfig(stage=2),
-    "zero 3": ZeroConfig(stage=3),
-}
+SINGLE = {"single": ENGINES["single"]}
+SHARDED = {name: config for name, config in ENGINES.items() if name not in SINGLE}
+SHARDED["fsdp2"] = Fsdp2Config(blocks_per_group=2)
 OPTIONS = {"float32": {}, "bf16, recomputing": {"precision": "bf16", "recompute": "full"}}
 
 

@@ -6,13 +6,11 @@ import math
 import pytest
 import torch
 
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.world import World, start_world
-from tests.engine.trained_engines import AMLP, micro_batches_of, pieces_of, start_engine, train
+from tests.engine.trained_engines import AMLP, ENGINES, SHARDED, micro_batches_of, pieces_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 
-SINGLE = {"single": SingleConfig()}
-SHARDED = {"fsdp2": Fsdp2Config(), **{f"zero {stage}": ZeroConfig(stage=stage) for stage in (1, 2, 3)}}
+SINGLE = {"single": ENGINES["single"]}
 
 
 def _bad_step(engine, world: World, factor: float) -> float:

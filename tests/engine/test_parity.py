@@ -1,24 +1,30 @@
 """Every engine, on any number of ranks, gives the losses, gradient norms and predictions of one process."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig
 from gmlp_scale.models import heads
 from gmlp_scale.world import start_world
-from tests.engine.trained_engines import AMLP, BERT, GMLP, OPTIMIZER, SIZES, micro_batches_of, start_engine, train
+from tests.engine.trained_engines import (
+    AMLP,
+    BERT,
+    ENGINES,
+    GMLP,
+    OPTIMIZER,
+    SHARDED,
+    SIZES,
+    micro_batches_of,
+    start_engine,
+    train,
+)
 from tests.gloo_ranks import run_ranks
 
 MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT}
-SHARDED = {
-    "fsdp2": Fsdp2Config(),
-    "fsdp2 resharding": Fsdp2Config(blocks_per_group=2, reshard_after_forward=True),
-    "zero 1": ZeroConfig(stage=1),
-    "zero 2": ZeroConfig(stage=2),
-    "zero 3": ZeroConfig(stage=3),
-}
+ALL_SHARDED = SHARDED | {"fsdp2 resharding": Fsdp2Config(blocks_per_group=2, reshard_after_forward=True)}
 OPTIONS = {
     "float32": {},
     "recompute": {"recompute": "full"},
@@ -27,7 +33,7 @@ OPTIONS = {
 }
 CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute"), ("amlp", "bf16")]
 SELECTIVE = [("amlp", "selective")]
-WITHOUT_ZERO_3 = {name: config for name, config in SHARDED.items() if name != "zero 3"}
+WITHOUT_ZERO_3 = {name: config for name, config in ALL_SHARDED.items() if name != "zero 3"}
 
 
 def _train_each(cases: list, engine_configs: dict) -> dict:
@@ -59,12 +65,12 @@ def single() -> dict:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict]:
-    return run_ranks(_train_each, 2, CASES, SHARDED)
+    return run_ranks(_train_each, 2, CASES, ALL_SHARDED)
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict:
-    return run_ranks(_train_each, 1, CASES[1:2], SHARDED)[0]
+    return run_ranks(_train_each, 1, CASES[1:2], ALL_SHARDED)[0]
 
 
 def _assert_close(run: dict, expected: dict) -> None:
@@ -76,7 +82,7 @@ def _assert_close(run: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize(("model", "option"), CASES[:4])
-@pytest.mark.parametrize("engine", SHARDED)
+@pytest.mark.parametrize("engine", ALL_SHARDED)
 def test_engines_agree_in_float32_on_two_ranks(single, two_ranks, model, option, engine):
     expected = single[model, "float32", "single"]
     assert min(expected["norms"]) > OPTIMIZER.gradient_clipping  # so every step is clipped
@@ -90,12 +96,12 @@ def test_selective_recomputation_changes_nothing(single):
         _assert_close(runs["amlp", "selective", engine], single["amlp", "float32", "single"])
 
 
-@pytest.mark.parametrize("engine", SHARDED)
+@pytest.mark.parametrize("engine", ALL_SHARDED)
 def test_engines_agree_in_float32_on_one_rank(single, one_rank, engine):
     _assert_close(one_rank["amlp", "float32", engine], single["amlp", "float32", "single"])
 
 
-@pytest.mark.parametrize("engine", SHARDED)
+@pytest.mark.parametrize("engine", ALL_SHARDED)
 def test_engines_stay_near_each_other_in_bf16(single, two_ranks, engine):
     expected, exact = single["amlp", "bf16", "single"], single["amlp", "float32", "single"]
     assert expected["losses"] == pytest.approx(exact["losses"], rel=3e-3)
@@ -112,3 +118,7 @@ def test_ranks_agree_and_the_main_one_alone_has_the_whole_weights(two_ranks):
         other = two_ranks[1][key]
         assert (run["losses"], run["norms"]) == (other["losses"], other["norms"])
         assert run["weights"] and not other["weights"]
+
+
+def test_every_engine_is_in_the_table():
+    assert {type(config) for config in ENGINES.values()} == set(get_args(get_args(EngineConfig)[0]))

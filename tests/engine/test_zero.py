@@ -1,11 +1,10 @@
-import dataclasses
 import json
 
 import pytest
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from gmlp_scale.engine import SingleConfig, ZeroConfig
+from gmlp_scale.engine import ZeroConfig
 from gmlp_scale.world import start_world
 from tests.engine.trained_engines import GMLP, start_engine, train
 from tests.gloo_ranks import run_ranks
@@ -77,8 +76,3 @@ def test_every_process_group_has_the_timeout_of_the_config_and_nothing_is_printe
         assert timeouts == [61] * 3  # the ranks' own, the host's, DeepSpeed's
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
-
-
-def test_single_refuses_several_processes():
-    with start_world(60, "cpu") as world, pytest.raises(ValueError, match="but 2 were started"):
-        start_engine(dataclasses.replace(world, size=2), GMLP, SingleConfig())

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
-from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig, build_engine
+from gmlp_scale.engine import (
+    EngineConfig,
+    Fsdp2Config,
+    OptimizerConfig,
+    SingleConfig,
+    TrainConfig,
+    ZeroConfig,
+    build_engine,
+)
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 from gmlp_scale.world import World
 
@@ -17,6 +25,14 @@ AMLP = AmlpConfig(**SIZES, d_attn=6)
 BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
 OPTIMIZER = OptimizerConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 2
+SHARDED = {
+    "fsdp2": Fsdp2Config(),
+    "zero 1": ZeroConfig(stage=1),
+    "zero 2": ZeroConfig(stage=2),
+    "zero 3": ZeroConfig(stage=3),
+}
+ENGINES = {"single": SingleConfig()} | SHARDED
+"""The one table of engines for tests."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from gmlp_scale import world
+from gmlp_scale.tasks.table import TASKS
 from launch import finetune as launcher
 from tests.finetune.small_recipes import RECIPES, sentiment_run
 
@@ -73,7 +74,7 @@ def test_a_gpu_that_is_not_there_is_missed(launch, monkeypatch):
     assert code == 1 and "train.device is cuda, but torch finds no CUDA device here" in error
 
 
-@pytest.mark.parametrize("task", ["mnli", "sst2", "squad_v1", "squad_v2"])
+@pytest.mark.parametrize("task", TASKS)
 def test_recipes_name_what_is_missing(launch, task):
     code, _, error = launch("--dry-run", config=RECIPES / f"{task}.yaml")
     assert code == 2 and "no export at exports/gmlp_base" in error

@@ -6,21 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter
 
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
-from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
+from tests.models.every_kind import KINDS, tiny_config
 
-TINY = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 12, "vocab_size": 40}
-KINDS = {
-    "gmlp": {"kind": "gmlp"},
-    "amlp": {"kind": "amlp", "d_attn": 8},
-    "bert-absolute": {"kind": "transformer", "num_heads": 2, "positions": "absolute"},
-    "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},
-    "bert-relative-only": {"kind": "transformer", "num_heads": 2, "positions": "relative_only"},
-    "mixer": {"kind": "mixer", "d_spatial": 10},
-}
 ALL = pytest.mark.parametrize("kind", KINDS)
 CLASSIFIER = functools.partial(SequenceClassifier, num_classes=3)
 TOKEN_IDS_BN = torch.randint(5, 40, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -29,8 +20,7 @@ SPANS = SpanBatch(TOKEN_IDS_BN, torch.tensor([0, 3, 5, 11]), torch.tensor([0, 4,
 
 
 def tiny(kind: str, head, dropout: float = 0.0):
-    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind])
-    model = build_model(config, head=head, dropout=dropout)
+    model = build_model(tiny_config(kind), head=head, dropout=dropout)
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 
@@ -78,7 +68,7 @@ def test_loss_of_a_batch_is_the_mean_of_its_micro_batches(head, batch):
 @ALL
 @pytest.mark.parametrize("head", [CLASSIFIER, SpanPredictor])
 def test_the_trunk_keeps_its_names_and_dropout_has_no_parameters(kind, head):
-    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind])
+    config = tiny_config(kind)
     with torch.device("meta"):
         pretrained = {name: p.shape for name, p in build_model(config).named_parameters()}
         finetuned = {name: p.shape for name, p in build_model(config, head=head, dropout=0.1).named_parameters()}
@@ -119,7 +109,7 @@ def test_recompute_draws_the_same_dropout_again(kind):
 
 
 def test_pretraining_with_dropout_keeps_its_contract():
-    config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS["amlp"])
+    config = tiny_config("amlp")
     model = build_model(config, dropout=0.2)
     model.init_weights(torch.Generator().manual_seed(0))
     positions_BM = torch.tensor([[1, 4]]).expand(4, 2)

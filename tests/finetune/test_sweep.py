@@ -10,7 +10,7 @@ from gmlp_scale.finetune import sweep as sweep_module
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
-from gmlp_scale.models import GmlpConfig
+from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
 from tests.finetune.small_recipes import sentiment_run
 
 
@@ -123,3 +123,12 @@ def test_papers_numbers_need_the_papers_model_and_data(tmp_path, export):
     assert with_(base, 67_348, 872) is None
     assert with_(base.model_copy(update={"gating": "linear"}), 67_349, 872) is None
     assert with_(base.model_copy(update={"num_blocks": 47}), 67_349, 872) is None
+    assert with_(base.model_copy(update={"vocab_size": 500, "kernels": "torch"}), 67_349, 872)[0] == "gMLP base"
+    sizes = {"d_ffn": 3072, "sequence_length": 512, "vocab_size": 32_000}
+    for d_attn, name in ((64, "aMLP base"), (512, None)):
+        found = with_(AmlpConfig(num_blocks=36, d_model=512, d_attn=d_attn, **sizes), 67_349, 872)
+        assert (found and found[0]) == name
+    for positions, name in (("absolute", "BERT base"), ("relative_only", None)):
+        bert = TransformerConfig(num_blocks=12, d_model=768, num_heads=12, positions=positions, **sizes)
+        found = with_(bert, 67_349, 872)
+        assert (found and found[0]) == name

@@ -88,7 +88,7 @@ def test_inspected_batch_is_that_of_training(story):
     folder, outputs = story
     from gmlp_scale.config import load_run_config
     from gmlp_scale.data.tokenizer import Tokenizer
-    from gmlp_scale.run import build_loader
+    from gmlp_scale.tasks.pretraining import build_loader
 
     run = load_run_config(folder / "outputs/smoke/config.yaml")
     tokenizer = Tokenizer(folder / "shards/tokenizer")

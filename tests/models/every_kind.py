@@ -14,11 +14,13 @@ KINDS = {  # every block family, and every variant of a block
     "gmlp-additive": {"kind": "gmlp", "gating": "additive"},
     "gmlp-multiplicative": {"kind": "gmlp", "gating": "multiplicative"},
     "amlp": {"kind": "amlp", "d_attn": 8},
-    "bert-absolute": {"kind": "transformer", "num_heads": 2, "positions": "absolute"},
     "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},
+    "bert-absolute": {"kind": "transformer", "num_heads": 2, "positions": "absolute"},
     "bert-relative-only": {"kind": "transformer", "num_heads": 2, "positions": "relative_only"},
     "mixer": {"kind": "mixer", "d_spatial": 10},
 }
+FAMILIES = list({fields["kind"]: kind for kind, fields in reversed(KINDS.items())}.values())
+"""The first kind of each block family."""
 
 
 def tiny_config(kind: str, **changes) -> ModelConfig:

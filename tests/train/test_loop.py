@@ -13,6 +13,7 @@ from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.world import World, start_world
+from tests.models.every_kind import FAMILIES, KINDS
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
@@ -23,12 +24,7 @@ RECIPE = [
     "train.log_every_steps=100", "train.evaluate_every_steps=100", "train.num_evaluation_rows=2",
     "optimizer.warmup_steps=1", "optimizer.gradient_clipping=0.5", "checkpoint.save_every_steps=100",
 ]  # fmt: skip
-MODELS = {
-    "gmlp": [],
-    "amlp": ["model.kind=amlp", "model.d_attn=8"],
-    "bert": ["model.kind=transformer", "model.num_heads=2", "model.positions=relative"],
-    "mixer": ["model.kind=mixer", "model.d_spatial=8"],
-}
+MODELS = {kind: [f"model.{field}={value}" for field, value in KINDS[kind].items()] for kind in FAMILIES}
 
 WAITING = {
     torch.ops.aten._local_scalar_dense,  # item, float, int, bool, tolist of a tensor
