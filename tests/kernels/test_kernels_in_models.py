@@ -114,4 +114,4 @@ def test_kernels_are_refused_for_other_gatings():
 
 
 def test_a_resumed_run_may_change_its_kernels():
-    assert check_unchanged({"model": {"kernels": "auto"}}, {"model": {"kernels": "torch"}}, ()) == []
+    assert check_unchanged({"model": {"kernels": "auto"}}, {"model": {"kernels": "torch"}}, FREE_ON_RESUME) == []
