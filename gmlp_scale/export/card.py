@@ -64,7 +64,7 @@ needs torch and transformers and nothing else.
 - The names of special tokens in a text, such as `<mask>`, are read as those tokens, unless the tokenizer is called with
   `split_special_tokens=True`. All other text has the ids of `tokenizer.model`, a SentencePiece model without
   normalisation and with byte fallback: nothing of a text is lost.
-- `gmlp_scale.export.folder.read_export` reads the folder; finetuning with gmlp_scale starts from it.
+- `gmlp_scale.trained.read_export` reads the folder; finetuning with gmlp_scale starts from it.
 
 {_sections(details)}"""
 
