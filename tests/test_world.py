@@ -1,9 +1,11 @@
+import contextlib
 import logging
 import os
 import platform
 import resource
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -72,8 +74,10 @@ def _one_rank_fails() -> str:
             if world.is_main:
                 raise KeyError("something broke")
             world.barrier()
-    except (KeyError, RuntimeError) as error:
-        return type(error).__name__
+    except KeyError:
+        return "KeyError"
+    except RuntimeError:  # of the store or of the barrier, whichever meets the loss first
+        return "RuntimeError"
 
 
 def test_a_rank_that_fails_leaves_at_once_and_the_others_notice():
@@ -83,18 +87,22 @@ def test_a_rank_that_fails_leaves_at_once_and_the_others_notice():
 
 def _wait_for_nobody(timeout_seconds: float) -> float | None:
     world = start_world(timeout_seconds, "cpu")
-    if world.rank == 1:
-        time.sleep(timeout_seconds + 2)
+    store = world._stop_signal.store
+    if world.rank == 1:  # there, but not at the barrier
+        with contextlib.suppress(RuntimeError):  # rank 0 may be gone before its answer is here
+            store.wait(["done"], timedelta(seconds=120))
         return None
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
         world.barrier()
-    return time.monotonic() - start
+    waited = time.monotonic() - start
+    store.set("done", "")
+    return waited
 
 
 def test_a_collective_raises_after_the_timeout():
     waited = run_ranks(_wait_for_nobody, 2, 2.0)[0]
-    assert 1.5 < waited < 4
+    assert 1.5 < waited < 60  # far from the default of half an hour, also on a busy machine
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
