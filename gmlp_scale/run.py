@@ -85,7 +85,6 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     config.rows_per_rank(world.size)
     with ExitStack() as stack:
         world.on_main(lambda: stack.enter_context(claimed(config.run_dir)))
-        recipe = config.to_yaml()
         loader = task.open_loader(world)
         stack.callback(loader.close)
         start_up.finish("data")
@@ -103,7 +102,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         if checkpoint:
             check_continues(config, str(checkpoint.path), checkpoint.details, checkpointer.details)
         start_up.finish("checkpoint")
-        world.on_main(lambda: write_text(config.run_dir / "config.yaml", recipe))
+        world.on_main(lambda: write_text(config.run_dir / "config.yaml", config.to_yaml()))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)

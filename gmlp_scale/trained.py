@@ -64,24 +64,18 @@ class TrainedModel:
     """The length to which finetuning padded rows; None for a pretrained model."""
     details: dict[str, Any]
     """Where the weights came from; for a pretraining run its config, data and step."""
+    recipe: RunConfig | None
+    """The pretraining run's; None for an export without one, such as a finetuned model's."""
 
     @property
     def step(self) -> int | None:
         """The pretraining step; None if an export does not say."""
         return self.details.get("step")
 
-    @property
-    def recipe(self) -> RunConfig | None:
-        """The pretraining run's; None for an export without one, such as a finetuned model's."""
-        try:
-            return RunConfig.model_validate(self.details.get("config"))
-        except ValidationError:
-            return None
-
     def build(self) -> Backbone:
         """The model with its head, float32, on the CPU, in evaluation mode."""
         model = build_model(self.config, head=head_class(self.head, len(self.labels)))
-        fill(model, self.weights)
+        copy_weights(model, self.weights)
         return model.eval()
 
     def tokenizer(self) -> Tokenizer:
@@ -95,7 +89,7 @@ class TrainedModel:
 
 
 @torch.no_grad()
-def fill(model: Backbone, weights: Mapping[str, Tensor]) -> None:
+def copy_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
     """Copies each weight into the model's parameter of the same name."""
     parameters = dict(model.named_parameters())
     for name, weight in weights.items():
@@ -115,6 +109,8 @@ def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
         checkpoint = Checkpoint.open(run_dir / "checkpoints" / folder_name(step))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
+    if run.train.micro_batch_size == "auto":
+        run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
     return TrainedModel(
         place=checkpoint.path,
         config=with_kernels(run.model, "auto"),  # the run may have had a GPU that this machine lacks
@@ -125,6 +121,7 @@ def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
         tokenizer_sha256=checkpoint.details["data"]["tokenizer_sha256"],
         row_length=None,
         details={"step": checkpoint.step, **checkpoint.details},
+        recipe=run,
     )
 
 
@@ -169,8 +166,19 @@ def read_export(folder: str | Path) -> TrainedModel:
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if found != expected:
         raise ExportError(f"{folder}: the weights are not of config.json's model: {difference(found, expected)}")
-    row_length, details = config.get("row_length"), config.get("details", {})
-    return TrainedModel(folder, model, head, labels, weights, str(folder), tokenizer.sha256, row_length, details)
+    details = config.get("details", {})
+    return TrainedModel(
+        place=folder,
+        config=model,
+        head=head,
+        labels=labels,
+        weights=weights,
+        tokenizer_folder=str(folder),
+        tokenizer_sha256=tokenizer.sha256,
+        row_length=config.get("row_length"),
+        details=details,
+        recipe=_recipe(details),
+    )
 
 
 def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
@@ -231,6 +239,13 @@ def _head(config: dict[str, Any], folder: Path) -> Head:
             return head
     known = ", ".join(CLASS_OF_HEAD.values())
     raise ExportError(f"{folder / 'config.json'} has architectures {names!r}; needed is one of {known}")
+
+
+def _recipe(details: dict[str, Any]) -> RunConfig | None:
+    try:
+        return RunConfig.model_validate(details.get("config"))
+    except ValidationError:
+        return None
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from gmlp_scale.run import USER_ERRORS as RUN_USER_ERRORS
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.metrics import StartUp
-from gmlp_scale.trained import ExportError, fill
+from gmlp_scale.trained import ExportError, copy_weights
 from gmlp_scale.world import World
 
 USER_ERRORS = (*RUN_USER_ERRORS, ExportError)
@@ -94,7 +94,7 @@ class Finetuning:
         if self.config.pretrained:
             with torch.device("meta"):
                 trunk = build_model(self.inputs.pretrained.config, head=Backbone)
-            fill(model, {name: self.inputs.pretrained.weights[name] for name, _ in trunk.named_parameters()})
+            copy_weights(model, {name: self.inputs.pretrained.weights[name] for name, _ in trunk.named_parameters()})
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Scores by tag. Writes best/ if the dev score is the best so far."""
