@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Slurm sends SIGUSR1 some time before it ends a job (--signal=USR1@120)."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Slurm sends SIGUSR1 some time before it ends a job (--signal=USR1@120); a terminal that closes sends SIGHUP."""
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -52,7 +52,7 @@ def start_world(
         timeout_seconds: how long a collective waits for the other ranks before it raises.
         device: "auto" takes the GPU of this process's local rank where there is one.
         init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
-        hear_stop_signals: catch them for `stop_requested`; False where nobody asks it.
+        hear_stop_signals: catch them for `is_stop_signalled`; False where nobody asks it.
 
     Raises:
         ValueError: the launcher's variables are incomplete.
@@ -84,7 +84,7 @@ def start_world(
     if device == "cpu":
         _keep_freed_memory()
 
-    store = host_group = None
+    host_group = None
     if size > 1 or init_group:
         timeout = timedelta(seconds=timeout_seconds)
         store = next(dist.rendezvous("env://", timeout=timeout))[0] if size > 1 else dist.HashStore()
@@ -93,7 +93,7 @@ def start_world(
     if size > 1:
         # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
         host_group = dist.new_group(backend="gloo", timeout=timeout)
-    stop_signal = _StopSignal(store, STOP_SIGNALS if hear_stop_signals else ())
+    stop_signal = _StopSignal(STOP_SIGNALS if hear_stop_signals else ())
     return World(rank, size, local_rank, torch_device, host_group, stop_signal)
 
 
@@ -141,6 +141,12 @@ class World:
             dist.all_reduce(total, group=self._host_group)
         return total.tolist()
 
+    def sum_on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values`, which are on this rank's device, over all ranks, in place. A GPU's host does not wait."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
     def gather(self, value: int) -> list[int]:
         """Every rank's value, by rank, on every rank."""
         if self._host_group is None:
@@ -183,13 +189,10 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def stop_requested(self) -> bool:
-        """Whether to end the run after this step; every rank gets the same answer at the same call.
-
-        All ranks call it after each step. One call notices a signal to any rank, and the next call answers True. The
-        ranks must meet in between, as they do over the next step's gradients.
-        """
-        return self._stop_signal.next_answer()
+    @property
+    def is_stop_signalled(self) -> bool:
+        """Whether this rank has received a stop signal. The others learn it from train/step_reports.py."""
+        return self._stop_signal.is_signalled
 
     def stop(self) -> None:
         """Ends the process groups once all ranks are here. Engines must be closed before.
@@ -213,36 +216,17 @@ class World:
 
 
 class _StopSignal:
-    """Turns a signal to any rank into one answer for all, through the launcher's key-value store.
+    """Remembers that one of the signals `numbers` came. One that was ignored before, as nohup's SIGHUP, stays so."""
 
-    An overlapped all_reduce would not do: a process cannot end while one of its collectives is pending. A failed rank
-    would stay until the timeout, and neither the launcher nor the other ranks would notice.
-    """
-
-    def __init__(self, store: dist.Store | None, numbers: Iterable[signal.Signals]):
-        self.store = store
+    def __init__(self, numbers: Iterable[signal.Signals]):
         self.is_signalled = False
-        self.num_calls = 0
-        self.previous = {number: signal.signal(number, self._on_signal) for number in numbers}
+        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        self.previous = {number: signal.signal(number, self._on_signal) for number in heard}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_signalled and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C: do not wait for the end of the step
         self.is_signalled = True
-
-    def next_answer(self) -> bool:
-        self.num_calls += 1
-        if self.store is None:
-            return self.is_signalled
-        if self.is_signalled:
-            # The first rank to ask decides. No other rank gets past its next call before this rank takes part in the
-            # next step, and by then the store has confirmed the value.
-            stop_call = self.store.compare_set("stop_call", "", str(self.num_calls + 1))
-        elif self.store.check(["stop_call"]):
-            stop_call = self.store.get("stop_call")
-        else:
-            return False
-        return self.num_calls >= int(stop_call)
 
     def restore(self) -> None:
         for number, previous in self.previous.items():

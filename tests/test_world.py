@@ -18,29 +18,19 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _agree() -> dict:
-    """stop_requested()'s answers by step; rank 1 is signalled during step 3, each rank at a pace of its own."""
     with start_world(30, "cpu") as world:
-        answers = []
-        for step in range(8):
-            time.sleep(0.02 * world.rank)
-            world.barrier()  # what the gradients of a step are
-            if step == 3 and world.rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            answers.append(world.stop_requested())
         return {
-            "answers": answers,
             "sum": world.sum([world.rank + 0.5, 1.0]),
+            "sum_on_device": world.sum_on_device(torch.tensor([world.rank + 0.5, 1.0])).tolist(),
             "gather": world.gather(world.rank * 2**40),
             "broadcast": world.broadcast({"from": world.rank, "text": "é" * 100}),
             "size": (world.rank, world.size, world.is_main, world.device),
         }
 
 
-def test_all_ranks_stop_at_the_same_step():
-    results = run_ranks(_agree, 3)
-    for rank, result in enumerate(results):
-        assert result["answers"] == [False] * 4 + [True] * 4  # asked for during step 3, answered one call later
-        assert result["sum"] == [0.5 + 1.5 + 2.5, 3.0]
+def test_all_ranks_get_the_same_values():
+    for rank, result in enumerate(run_ranks(_agree, 3)):
+        assert result["sum"] == result["sum_on_device"] == [0.5 + 1.5 + 2.5, 3.0]
         assert result["gather"] == [0, 2**40, 2**41]
         assert result["broadcast"] == {"from": 0, "text": "é" * 100}
         assert result["size"] == (rank, 3, rank == 0, torch.device("cpu"))
@@ -70,7 +60,7 @@ def test_what_fails_on_the_main_rank_fails_on_all():
 def _one_rank_fails() -> str:
     try:
         with start_world(120, "cpu") as world:
-            world.stop_requested()
+            world.sum_on_device(torch.zeros(1))
             if world.is_main:
                 raise KeyError("something broke")
             world.barrier()
@@ -87,7 +77,7 @@ def test_a_rank_that_fails_leaves_at_once_and_the_others_notice():
 
 def _wait_for_nobody(timeout_seconds: float) -> float | None:
     world = start_world(timeout_seconds, "cpu")
-    store = world._stop_signal.store
+    store = torch.distributed.distributed_c10d._get_default_store()
     if world.rank == 1:  # there, but not at the barrier
         with contextlib.suppress(RuntimeError):  # rank 0 may be gone before its answer is here
             store.wait(["done"], timedelta(seconds=120))
@@ -105,7 +95,9 @@ def test_a_collective_raises_after_the_timeout():
     assert 1.5 < waited < 60  # far from the default of half an hour, also on a busy machine
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name
+)
 def test_one_process_needs_no_launcher(monkeypatch, number):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -117,17 +109,29 @@ def test_one_process_needs_no_launcher(monkeypatch, number):
         assert world.gather(3) == [3]
         assert world.broadcast("x") == "x"
         world.barrier()
-        assert not world.stop_requested()
+        assert world.sum_on_device(torch.ones(2)).tolist() == [1.0, 1.0]
+        assert not world.is_stop_signalled
         os.kill(os.getpid(), number)
-        assert world.stop_requested()
+        assert world.is_stop_signalled
     assert signal.getsignal(number) == before
+
+
+def test_an_ignored_signal_stays_ignored(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with start_world(30, "cpu") as world:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not world.is_stop_signalled
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with start_world(30, "cpu") as world:
         os.kill(os.getpid(), signal.SIGINT)
-        assert world.stop_requested()
+        assert world.is_stop_signalled
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 

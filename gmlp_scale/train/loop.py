@@ -4,6 +4,7 @@ The learning rate, the rows and the masks depend on nothing but the step. So the
 loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,11 +15,12 @@ from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.engine.optimizer import learning_rate
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
+from gmlp_scale.train.step_reports import StepReport, StepReports
 from gmlp_scale.world import World
 
 
 class NotFiniteError(RuntimeError):
-    """A loss or gradient norm is not finite. The parameters are still those of the step before."""
+    """A loss or gradient norm is not finite. Its update was left out."""
 
 
 class BatchLoader(Protocol):
@@ -71,9 +73,8 @@ def train(
             is not finite was saved.
     """
     step, last_step = start_step, config.stop_after_step or config.num_steps
-    watch = _FiniteWatch(world, config.global_batch_size)
-    loss_sum = torch.zeros((), device=world.device)  # over the steps since the last log
-    metrics.start_clock(start_step, loader.wait_seconds)
+    reports = StepReports(world)
+    metrics.start_clock(loader.wait_seconds)
     # `step` counts from 1. A step's rate, rows and seed follow from the number of steps finished before it.
     for step, micro_batches in enumerate(staged(loader.steps(start_step, last_step), world.device), start_step + 1):
         rate = learning_rate(
@@ -86,26 +87,26 @@ def train(
             engine.backward(loss, is_last=index == len(micro_batches))
             step_loss += loss.detach() / len(micro_batches)
         norm = engine.step(rate)
-        watch.see(step, step_loss, norm)
+        reports.send(step, step_loss, norm, rate)
         if step == start_step + 1:
             world.wait_for_device()
             metrics.log_start_up()
-        loss_sum += step_loss
 
-        leaving = world.stop_requested() or step == last_step
-        is_log_due = due(step, config.log_every_steps) or leaving
-        is_save_due = due(step, checkpointer.config.save_every_steps) or leaving
-        if is_log_due or is_save_due:
-            watch.check()
-        if is_log_due:
-            num_logged = metrics.steps_since_log(step)
-            (mean_loss,) = (x / world.size for x in world.sum([loss_sum.item() / num_logged]))
-            metrics.log_training(step, mean_loss, norm.item(), rate, loader.wait_seconds)
-            loss_sum.zero_()
-        if is_save_due:  # before the evaluation, which may fail or take longer than a stopped job has left
+        is_save_due = due(step, checkpointer.config.save_every_steps)
+        is_evaluation_due = due(step, config.evaluate_every_steps) or step == config.num_steps
+        must_know_now = is_save_due or is_evaluation_due or step == last_step
+        for report in reports.read(until_step=step if must_know_now else step - reports.lag):
+            if not report.is_finite:
+                raise _not_finite(report, world, config.global_batch_size)
+            metrics.see(report)
+            is_last = report.step == step and (reports.is_stop or step == last_step)
+            if due(report.step, config.log_every_steps) or is_last:
+                metrics.log_training(report, loader.wait_seconds)
+        leaving = reports.is_stop or step == last_step
+        if is_save_due or leaving:  # before the evaluation, which may fail or take longer than a stopped job has left
             with metrics.clock_stopped():
                 metrics.checkpoint_stall_seconds += checkpointer.save(engine, step)
-        if due(step, config.evaluate_every_steps) or step == config.num_steps:
+        if is_evaluation_due:
             with metrics.clock_stopped():
                 metrics.log_evaluation(step, evaluate(step))
         if leaving:
@@ -143,37 +144,16 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
 
-class _FiniteWatch:
-    """Remembers the first step whose loss or norm was not finite, on the device, so that the host waits for no step.
-
-    Engines leave parameters and moments alone at such a step. check() must come before anything is saved.
-    """
-
-    def __init__(self, world: World, global_batch_size: int):
-        self.world = world
-        self.global_batch_size = global_batch_size
-        # Of this rank's loss and of the norm; 0 while all were finite.
-        self.first_bad_steps = torch.zeros(2, dtype=torch.int64, device=world.device)
-
-    def see(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        is_bad = ~torch.isfinite(torch.stack([loss, norm.to(loss.device)]))
-        # torch.where would copy the number to the device and wait for that.
-        self.first_bad_steps += step * (is_bad & (self.first_bad_steps == 0))
-
-    def check(self) -> None:
-        loss_step, norm_step = self.first_bad_steps.tolist()
-        bad_loss_steps = self.world.gather(loss_step)
-        first = min(filter(None, bad_loss_steps + self.world.gather(norm_step)), default=None)
-        if first is None:
-            return
-        rows_per_rank = self.global_batch_size // self.world.size
-        start = (first - 1) * self.global_batch_size
-        firsts = {rank: start + rank * rows_per_rank for rank, s in enumerate(bad_loss_steps) if s == first}
-        places = [f"the loss on rank {rank} (positions {p} to {p + rows_per_rank - 1})" for rank, p in firsts.items()]
-        raise NotFiniteError(
-            f"step {first}: {' and '.join(places) or 'the gradient norm, though not the loss of any rank,'} is not "
-            f"finite. The batch is positions {start} to {start + self.global_batch_size - 1} of the data order "
-            f"(data_prep/inspect_batch.py --step {first - 1} shows it). The update was left out and nothing was saved "
-            f"since: the newest checkpoint is good. Lower optimizer.peak_learning_rate, set "
-            f"optimizer.gradient_clipping, or train in float32."
-        )
+def _not_finite(report: StepReport, world: World, global_batch_size: int) -> NotFiniteError:
+    """All ranks call it together, since only they know whose loss it was."""
+    bad_ranks = [rank for rank, is_bad in enumerate(world.gather(int(not math.isfinite(report.own_loss)))) if is_bad]
+    rows_per_rank = global_batch_size // world.size
+    start = (report.step - 1) * global_batch_size
+    firsts = {rank: start + rank * rows_per_rank for rank in bad_ranks}
+    places = [f"the loss on rank {rank} (positions {p} to {p + rows_per_rank - 1})" for rank, p in firsts.items()]
+    return NotFiniteError(
+        f"step {report.step}: {' and '.join(places) or 'the gradient norm, though not the loss of any rank,'} is not "
+        f"finite. The batch is positions {start} to {start + global_batch_size - 1} of the data order "
+        f"(data_prep/inspect_batch.py --step {report.step - 1} shows it). The update was left out and nothing was "
+        f"saved since. Lower optimizer.peak_learning_rate, set optimizer.gradient_clipping, or train in float32."
+    )

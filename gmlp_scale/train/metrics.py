@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gmlp_scale.train.evaluate import perplexity
+from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
@@ -98,10 +99,12 @@ class Metrics:
 
             self._file = _cut_after(run_dir / "metrics.jsonl", start_step)
             self._tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
-        self.start_clock(start_step, 0.0)
+        self.start_clock(0.0)
 
-    def start_clock(self, step: int, data_wait_seconds: float) -> None:
-        self._clock, self._clock_step, self._clock_wait = time.perf_counter(), step, data_wait_seconds
+    def start_clock(self, data_wait_seconds: float) -> None:
+        """Begins the interval that the next line of the log averages over."""
+        self._clock, self._clock_wait = time.perf_counter(), data_wait_seconds
+        self._losses: list[float] = []
 
     @contextlib.contextmanager
     def clock_stopped(self) -> Iterator[None]:
@@ -115,18 +118,20 @@ class Metrics:
         self.start_up.finish("first step")
         log.info("start-up %s", self.start_up)
 
-    def steps_since_log(self, step: int) -> int:
-        return step - self._clock_step
+    def see(self, report: StepReport) -> None:
+        """Call for every step, in order."""
+        self._losses.append(report.loss)
 
-    def log_training(self, step: int, loss: float, grad_norm: float, rate: float, data_wait_seconds: float) -> None:
-        seconds = time.perf_counter() - self._clock
-        num_steps = self.steps_since_log(step)
+    def log_training(self, report: StepReport, data_wait_seconds: float) -> None:
+        """Writes the report of the step last seen, with the mean loss and the speed since the line before."""
+        step, seconds, num_steps = report.step, time.perf_counter() - self._clock, len(self._losses)
+        loss = sum(self._losses) / num_steps
         tflops = self.flops_per_step * num_steps / seconds / self.world.size / 1e12
         values = {
             "train/loss": loss,
             "train/perplexity": perplexity(loss),
-            "train/grad_norm": grad_norm,
-            "train/learning_rate": rate,
+            "train/grad_norm": report.norm,
+            "train/learning_rate": report.learning_rate,
             "perf/tokens_per_second": self.tokens_per_step * num_steps / seconds,
             "perf/model_tflops_per_device": tflops,
             "perf/step_seconds": seconds / num_steps,
@@ -142,7 +147,7 @@ class Metrics:
         if self.world.is_main:
             log.info(_console_line(step, self.num_steps, values))
         self.checkpoint_stall_seconds = 0.0
-        self.start_clock(step, data_wait_seconds)
+        self.start_clock(data_wait_seconds)
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
         self._write(step, values)

@@ -11,7 +11,10 @@ from gmlp_scale.config import load_run_config
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.train import loop
+from gmlp_scale.train.checkpoint import step_folders
+from gmlp_scale.train.metrics import StartUp, read_metrics
+from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReports
 from gmlp_scale.world import World, start_world
 from tests.models.every_kind import FAMILIES, KINDS
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
@@ -91,6 +94,31 @@ def run_loop(watch: type, tmp_path: Path, *overrides: str) -> int:
 def test_no_step_waits_for_the_device(model, precision, engine, tmp_path):
     overrides = [*MODELS[model], f"engine.kind={engine}", f"train.precision={precision}"]
     assert run_loop(RefusesToWait, tmp_path, *overrides) == NUM_STEPS
+
+
+class ReadAStepLate(StepReports):
+    """As on a GPU."""
+
+    def __init__(self, world: World):
+        super().__init__(world)
+        self.lag = LAG_ON_GPU
+
+
+def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeypatch, tmp_path):
+    places = []
+    for name in ("at_once", "late"):
+        every = ["train.log_every_steps=2", "train.evaluate_every_steps=3", "checkpoint.save_every_steps=3"]
+        assert run_loop(contextlib.nullcontext, tmp_path / name, *every, f"name={name}") == NUM_STEPS
+        places.append(tmp_path / name / name)
+        monkeypatch.setattr(loop, "StepReports", ReadAStepLate)
+    at_once, late = (read_metrics(place / "metrics.jsonl") for place in places)
+    assert [line["step"] for line in late] == [2, 3, 4, 5, 5]
+    assert [_unhurried(line) for line in late] == [_unhurried(line) for line in at_once]
+    assert [step_folders(place / "checkpoints")[0].name for place in places] == ["step_000000003"] * 2
+
+
+def _unhurried(line: dict) -> dict:
+    return {tag: value for tag, value in line.items() if not tag.startswith(("perf/", "memory/"))}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

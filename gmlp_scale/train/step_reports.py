@@ -1,0 +1,72 @@
+"""What all ranks learn of a step together: its mean loss, its gradient norm, and whether to stop.
+
+With NCCL the hosts do not meet at a step: one may be steps ahead of another. So what all ranks must decide alike is
+summed over the devices, within each step, and every host reads it at the same later point of its own program.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gmlp_scale.world import World
+
+LAG_ON_GPU = 1
+"""How many steps later a host reads a report. The GPU then has a whole step queued while its host waits for the report
+of the step before."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The same on every rank, but for `own_loss`."""
+
+    step: int
+    loss: float
+    """Mean over the global batch."""
+    norm: float
+    learning_rate: float
+    own_loss: float
+    """Mean over this rank's rows."""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class StepReports:
+    """All ranks send each step's report and read them in order; between a step's sending and reading no host waits."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.lag = LAG_ON_GPU if world.device.type == "cuda" else 0
+        self.is_stop = False
+        """Whether a report that was read says that a rank has received a stop signal."""
+        self._sent: deque[tuple[int, float, Tensor, torch.cuda.Event | None]] = deque()
+
+    def send(self, step: int, loss: Tensor, norm: Tensor, learning_rate: float) -> None:
+        """loss: the mean over this rank's rows; norm: the global one. Both 0-d, on the device."""
+        # torch.tensor would copy the flag to the device and wait for that.
+        is_stop = torch.full_like(loss, self.world.is_stop_signalled, dtype=torch.float64)
+        summed = self.world.sum_on_device(torch.stack([loss.double() / self.world.size, is_stop]))
+        on_device = torch.cat([summed, torch.stack([norm.double(), loss.double()])])
+        if on_device.device.type == "cpu":
+            self._sent.append((step, learning_rate, on_device, None))
+            return
+        on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+        on_host.copy_(on_device, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._sent.append((step, learning_rate, on_host, copied))
+
+    def read(self, until_step: int) -> Iterator[StepReport]:
+        """The reports not yet read up to that of `until_step`; after one that says to stop, all that were sent."""
+        while self._sent and (self._sent[0][0] <= until_step or self.is_stop):
+            step, learning_rate, values, copied = self._sent.popleft()
+            if copied:
+                copied.synchronize()
+            loss, num_signalled, norm, own_loss = values.numpy().tolist()
+            self.is_stop |= num_signalled > 0
+            yield StepReport(step, loss, norm, learning_rate, own_loss)
