@@ -21,13 +21,13 @@ from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.loop import BatchLoader, NotFiniteError, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
 from gmlp_scale.train.run_folder import RunFolderError, claimed, describe_data_change
-from gmlp_scale.world import DeviceError, OtherRankError, World, set_up_logging, start_world
+from gmlp_scale.world import DeviceError, LostRankError, OtherRankError, World, set_up_logging, start_world
 
 log = logging.getLogger(__name__)
 
 USER_ERRORS = (
     ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
-    DeviceError, OtherRankError, KernelsError,
+    DeviceError, LostRankError, OtherRankError, KernelsError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 
@@ -83,7 +83,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     """
     config = task.config
     config.rows_per_rank(world.size)
-    with ExitStack() as stack:
+    with ExitStack() as stack, world.naming_lost_ranks():
         world.on_main(lambda: stack.enter_context(claimed(config.run_dir)))
         loader = task.open_loader(world)
         stack.callback(loader.close)

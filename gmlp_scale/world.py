@@ -3,13 +3,14 @@
 No other module of the package reads the environment.
 """
 
+import contextlib
 import ctypes
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -17,6 +18,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from gmlp_scale.roll_call import RollCall
+
+log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Slurm sends SIGUSR1 some time before it ends a job (--signal=USR1@120); a terminal that closes sends SIGHUP."""
@@ -29,6 +34,10 @@ to the kernel at once."""
 
 class OtherRankError(RuntimeError):
     """Another rank failed; its own message says why."""
+
+
+class LostRankError(RuntimeError):
+    """A collective failed because a rank did not come to it."""
 
 
 class DeviceError(RuntimeError):
@@ -84,7 +93,7 @@ def start_world(
     if device == "cpu":
         _keep_freed_memory()
 
-    host_group = None
+    host_group = roll_call = None
     if size > 1 or init_group:
         timeout = timedelta(seconds=timeout_seconds)
         store = next(dist.rendezvous("env://", timeout=timeout))[0] if size > 1 else dist.HashStore()
@@ -93,8 +102,9 @@ def start_world(
     if size > 1:
         # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
         host_group = dist.new_group(backend="gloo", timeout=timeout)
+        roll_call = RollCall(store, rank, size)
     stop_signal = _StopSignal(STOP_SIGNALS if hear_stop_signals else ())
-    return World(rank, size, local_rank, torch_device, host_group, stop_signal)
+    return World(rank, size, local_rank, torch_device, host_group, roll_call, stop_signal)
 
 
 def _keep_freed_memory() -> None:
@@ -124,6 +134,7 @@ class World:
     local_rank: int
     device: torch.device
     _host_group: dist.ProcessGroup | None
+    _roll_call: RollCall | None
     _stop_signal: "_StopSignal"
 
     @property
@@ -189,6 +200,25 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def note(self, doing: str) -> None:
+        """What this rank does from now on, as "the norm of step 7": told where a rank is lost."""
+        if self._roll_call:
+            self._roll_call.doing = doing
+
+    @contextlib.contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Raises LostRankError, which names the ranks that are gone, in place of a failed collective's own error."""
+        try:
+            yield
+        except RuntimeError as error:
+            is_of_collective = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+            if not (self._roll_call and is_of_collective):
+                raise
+            missing = self._roll_call.describe_missing()
+            log.debug("the collective that failed:", exc_info=error)
+            why = "their own messages, or their hosts', say why; the same command resumes"
+            raise LostRankError(f"{missing}. {why} from the newest checkpoint ({_first_line(error)})") from None
+
     @property
     def is_stop_signalled(self) -> bool:
         """Whether this rank has received a stop signal. The others learn it from train/step_reports.py."""
@@ -202,6 +232,7 @@ class World:
         """
         self._stop_signal.restore()
         self.barrier()
+        self._end_roll_call()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -213,6 +244,11 @@ class World:
             self.stop()
         else:
             self._stop_signal.restore()  # the other ranks may never come: do not wait for them
+            self._end_roll_call()
+
+    def _end_roll_call(self) -> None:
+        if self._roll_call:
+            self._roll_call.end()
 
 
 class _StopSignal:
@@ -231,6 +267,10 @@ class _StopSignal:
     def restore(self) -> None:
         for number, previous in self.previous.items():
             signal.signal(number, previous)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rpartition("] ")[2]
 
 
 def set_up_logging(world: World) -> None:

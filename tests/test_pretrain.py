@@ -163,13 +163,15 @@ def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
     assert steps == [row for row in undisturbed(engine, world_size) if "train/loss" in row]
 
 
-def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(shards, undisturbed, tmp_path):
+def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_checkpoint(shards, undisturbed, tmp_path):
     recipe = [*RECIPE, *ZERO1, f"data.shards={shards}", f"output_dir={tmp_path}"]
     processes = start(recipe, 2)
     wait_for_step(tmp_path / "smoke", random.Random(0).randrange(3, 6))
-    for process in processes:
-        process.kill()
-        process.communicate()
+    processes[1].kill()
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert processes[0].returncode == 1
+    assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in .* step \d", outputs[0].splitlines()[-1])
+    assert "Traceback" not in outputs[0]
     finish(start(recipe, 2))
     assert logged(tmp_path / "smoke") == undisturbed(ZERO1, 2)
 

@@ -82,10 +82,12 @@ def train(
         )
         torch.manual_seed(((seed * config.num_steps + step - 1) * world.size + world.rank) % 2**63)
         step_loss = torch.zeros((), device=world.device)
+        world.note(f"the loss and gradients of step {step}")
         for index, micro_batch in enumerate(micro_batches, start=1):
             loss = engine.module(micro_batch)
             engine.backward(loss, is_last=index == len(micro_batches))
             step_loss += loss.detach() / len(micro_batches)
+        world.note(f"the norm and update of step {step}")
         norm = engine.step(rate)
         reports.send(step, step_loss, norm, rate)
         if step == start_step + 1:
@@ -104,13 +106,16 @@ def train(
                 metrics.log_training(report, loader.wait_seconds)
         leaving = reports.is_stop or step == last_step
         if is_save_due or leaving:  # before the evaluation, which may fail or take longer than a stopped job has left
+            world.note(f"the save of step {step}")
             with metrics.clock_stopped():
                 metrics.checkpoint_stall_seconds += checkpointer.save(engine, step)
         if is_evaluation_due:
+            world.note(f"the evaluation after step {step}")
             with metrics.clock_stopped():
                 metrics.log_evaluation(step, evaluate(step))
         if leaving:
             break
+    world.note("the end of the last save")
     checkpointer.wait()
     return Progress(step, finished=step == config.num_steps)
 

@@ -1,0 +1,64 @@
+"""A rank that is gone, stopped or elsewhere is named, with what the others waited for."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from gmlp_scale.world import LostRankError, World, start_world
+from tests.gloo_ranks import run_ranks
+
+TIMEOUT_SECONDS = 3
+
+
+def _wait_in_step_7(rank_one_does: str) -> str | None:
+    world = start_world(TIMEOUT_SECONDS, "cpu")
+    pids = world.gather(os.getpid())
+    if world.rank == 1:
+        return {"leaves": _leave, "stops": _stop, "is late": _be_late}[rank_one_does](world)
+    try:
+        with world, world.naming_lost_ranks():
+            world.note("the norm of step 7")
+            world.sum_on_device(torch.zeros(1))
+    except LostRankError as error:
+        return str(error)
+    finally:
+        if world.rank == 0 and rank_one_does == "stops":
+            os.kill(pids[1], signal.SIGCONT)
+    return "no error"
+
+
+def _leave(world: World) -> None:
+    """Its process ends without a word to the others."""
+
+
+def _stop(world: World) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _be_late(world: World) -> None:
+    world.note("the save of step 6")
+    time.sleep(TIMEOUT_SECONDS + 5)
+
+
+@pytest.mark.parametrize("rank_one_does", ["leaves", "stops"])
+def test_a_rank_that_does_not_answer_is_named(rank_one_does):
+    first, _, third = run_ranks(_wait_in_step_7, 3, rank_one_does)
+    assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in the norm of step 7\. ", first), first
+    # The store is rank 0's own here, and may have gone with it.
+    assert "rank 1 (host" in third or "rank 0 or its launcher" in third
+
+
+def test_a_rank_that_answers_from_elsewhere_is_shown():
+    first, *_ = run_ranks(_wait_in_step_7, 3, "is late")
+    assert "all ranks answer" in first
+    assert "rank 0 in the norm of step 7" in first and "rank 1 in the save of step 6" in first
+
+
+def test_other_errors_pass(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with start_world(30, "cpu") as world, pytest.raises(RuntimeError, match="of our own"), world.naming_lost_ranks():
+        raise RuntimeError("of our own")
