@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.train.log_files import read_metrics
 
 
 def main() -> int:

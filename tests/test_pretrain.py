@@ -14,7 +14,7 @@ import pytest
 
 from gmlp_scale.config import load_run_config
 from gmlp_scale.run import pretrain
-from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.trained import read_run
 from tests.gloo_ranks import free_port, run_ranks

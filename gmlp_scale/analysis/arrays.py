@@ -15,7 +15,7 @@ from gmlp_scale.config import load_run_config
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.models.gmlp import GmlpBlock
 from gmlp_scale.plan.describe import count_parameters
-from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import TrainedModel, TrainedModelError
 
 

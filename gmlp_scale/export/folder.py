@@ -28,7 +28,7 @@ from gmlp_scale.export.carried_code import copy_sources
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
 from gmlp_scale.files import read_file
 from gmlp_scale.models import ModelConfig
-from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import (
     CLASS_OF_HEAD,
     MODEL_TYPE,

@@ -5,9 +5,7 @@ so that neither shows a step twice.
 """
 
 import contextlib
-import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import torch
 
 from gmlp_scale.train.evaluate import perplexity
+from gmlp_scale.train.log_files import EventsFile, MetricsFile
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.world import World
 
@@ -93,12 +92,10 @@ class Metrics:
         self.peak_tflops_per_device = peak_tflops_per_device
         self.checkpoint_stall_seconds = 0.0
         self.start_up = start_up
-        self._file = self._tensorboard = None
+        self._files: list[MetricsFile | EventsFile] = []
         if world.is_main:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._file = _cut_after(run_dir / "metrics.jsonl", start_step)
-            self._tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+            self._files = [MetricsFile(run_dir / "metrics.jsonl", start_step)]
+            self._files += [EventsFile(run_dir / "tensorboard", start_step)]
         self.start_clock(0.0)
 
     def start_clock(self, data_wait_seconds: float) -> None:
@@ -155,18 +152,12 @@ class Metrics:
             log.info("step %d  %s", step, "  ".join(f"{tag} {value:.4f}" for tag, value in values.items()))
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        if not self.world.is_main:
-            return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        for tag, value in values.items():
-            self._tensorboard.add_scalar(tag, value, step)
-        self._tensorboard.flush()
+        for file in self._files:
+            file.add(step, values)
 
     def close(self) -> None:
-        if self.world.is_main:
-            self._file.close()
-            self._tensorboard.close()
+        for file in self._files:
+            file.close()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -176,22 +167,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _cut_after(path: Path, step: int):
-    """Opens metrics.jsonl for appending, without the lines of steps after `step`."""
-    if path.exists():
-        kept = [values for values in read_metrics(path) if values["step"] <= step]
-        temporary = path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
-        os.replace(temporary, path)
-    return path.open("a", encoding="utf-8")
 
 
 def _console_line(step: int, num_steps: int, values: dict[str, float]) -> str:

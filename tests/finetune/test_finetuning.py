@@ -12,7 +12,7 @@ from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.finetune.finetuning import Finetuning, finetune
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.tasks.table import summarize_all
-from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import read_export
 from tests.finetune.small_recipes import sentiment_run, tiny_run
 

@@ -13,7 +13,7 @@ from gmlp_scale.plan.describe import count_parameters, describe
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.run import pretrain
 from gmlp_scale.tasks import pretraining
-from gmlp_scale.train.metrics import read_metrics
+from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import read_run
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards

@@ -13,7 +13,8 @@ from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train import loop
 from gmlp_scale.train.checkpoint import step_folders
-from gmlp_scale.train.metrics import StartUp, read_metrics
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReports
 from gmlp_scale.world import World, start_world
 from tests.models.every_kind import FAMILIES, KINDS

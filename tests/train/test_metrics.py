@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gmlp_scale.train.evaluate import perplexity
-from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops, read_metrics
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.world import start_world
 

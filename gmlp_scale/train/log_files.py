@@ -1,0 +1,92 @@
+"""Files that a run adds to: metrics.jsonl and TensorBoard's events. A full disk delays them and never ends the run."""
+
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+from gmlp_scale.files import write_text
+
+log = logging.getLogger(__name__)
+
+
+class GrowingFile:
+    """What the disk refuses is kept, and comes first once there is room."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._is_failing = False
+
+    def write(self, content: bytes) -> None:
+        """Raises nothing: a failure is told once, until a write succeeds again."""
+        self._unwritten += content
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning(
+                    "%s cannot be written (%s): free room there. Training goes on, and what is missing is written with "
+                    "the first line that there is room for",
+                    self.path,
+                    error.strerror,
+                )
+            self._is_failing = True
+
+    def close(self) -> None:
+        self.write(b"")
+        if self._unwritten:
+            log.warning("%s ends %d bytes early", self.path, len(self._unwritten))
+        self._file.close()
+
+
+class MetricsFile(GrowingFile):
+    """metrics.jsonl: the lines of steps after `start_step` are cut off first."""
+
+    def __init__(self, path: Path, start_step: int):
+        if path.exists():
+            kept = [values for values in read_metrics(path) if values["step"] <= start_step]
+            write_text(path, "".join(json.dumps(values) + "\n" for values in kept))
+        super().__init__(path)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        self.write(json.dumps({"step": step, **values}).encode() + b"\n")
+
+
+class EventsFile(GrowingFile):
+    """TensorBoard's: it drops the events of steps after `start_step` that earlier files hold.
+
+    SummaryWriter's thread would end at the first failure and leave half an event, after which nothing is read.
+    """
+
+    def __init__(self, directory: Path, start_step: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(exist_ok=True)
+        super().__init__(directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}")
+        self._records = RecordWriter(self)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._add(Event(step=step, summary=Summary(value=scalars)))
+
+    def _add(self, event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
