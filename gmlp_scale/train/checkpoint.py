@@ -37,13 +37,15 @@ from torch import Tensor
 
 from gmlp_scale.engine import Engine
 from gmlp_scale.train.checkpoint_files import FileRecord, check_seal, file_problem
+from gmlp_scale.train.checkpoint_index import PIECE_FILE, TensorRecord
 
 logger = logging.getLogger("gmlp_scale")
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
-PIECE_FILE = re.compile(r"rank_\d{5}_\d{3,}\.safetensors")
-FORMAT_VERSION = 2
-"""Of the files, and of the data that a resumed run goes on with: version 1 had other checksums and other masks."""
+FORMAT_VERSION = 3
+"""Of the files, and of the data that a resumed run goes on with. Version 2 had an index that named every piece, version
+1 other checksums and other masks."""
+READABLE_VERSIONS = (2, FORMAT_VERSION)
 
 
 class CheckpointError(RuntimeError):
@@ -54,18 +56,12 @@ class CheckpointVersionError(CheckpointError):
     """A checkpoint has another FORMAT_VERSION. It may well be whole."""
 
 
-class _TensorRecord(BaseModel, frozen=True, extra="forbid"):
-    shape: tuple[int, ...]
-    pieces: list[tuple[str, int, int]]
-    """(file, first, count) along dimension 0, ascending, without gap or overlap; a 0-d tensor is a piece of count 1."""
-
-
 class _Done(BaseModel, frozen=True, extra="forbid"):
     format_version: int
     step: int
     details: dict[str, Any]
     files: dict[str, FileRecord]
-    tensors: dict[str, _TensorRecord]
+    tensors: dict[str, TensorRecord]
     xxh3_128: str
     """Of DONE's text without this field."""
 
@@ -77,7 +73,7 @@ class Checkpoint:
     path: Path
     step: int
     details: dict[str, Any]
-    tensors: dict[str, _TensorRecord] = field(repr=False)
+    tensors: dict[str, TensorRecord] = field(repr=False)
     _files: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -85,22 +81,19 @@ class Checkpoint:
         """Reads DONE and, unless rank 0 did, checks all files against it. CheckpointError names what is wrong."""
         try:
             text = (path / "DONE").read_text(encoding="ascii")
+            check_seal(text)  # first: a damaged version is no other version
             _check_version(path, text)
-            check_seal(text)
             done = _Done.model_validate_json(text)
             if path.name != folder_name(done.step):
                 raise ValueError(f"it is of step {done.step}")
             if not all(PIECE_FILE.fullmatch(name) for name in done.files):
                 raise ValueError(f"it names files that no checkpoint has: {list(done.files)}")
-            in_files = {file for tensor in done.tensors.values() for file, *_ in tensor.pieces}
-            if unlisted := in_files - done.files.keys():
-                raise ValueError(f"it has pieces in files that it does not list: {sorted(unlisted)}")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path.name} has no DONE") from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path.name}: DONE cannot be used: {error}") from error
         if verify_files:
-            _verify_files(path, done.files)
+            _verify_files(path, done)
         return cls(path, done.step, done.details, done.tensors)
 
     @property
@@ -115,17 +108,17 @@ class Checkpoint:
         if key not in self.tensors:
             near = difflib.get_close_matches(key, self.tensors, n=3)
             raise CheckpointError(f"{self.path} has no {key!r} among {len(self.tensors)} tensors; nearest: {near}")
-        shape, pieces = self.tensors[key].shape, self.tensors[key].pieces
-        length = shape[0] if shape else 1
-        stop = length if stop is None else stop
-        if not 0 <= first <= stop <= length:
-            raise CheckpointError(f"{self.path} has {key!r} of shape {shape}, not its indices {first} to {stop}")
-        tensor = torch.empty((stop - first, *shape[1:]) if shape else (), dtype=torch.float32, device="cpu")
-        for file, piece_first, count in pieces:
-            low, high = max(first, piece_first), min(stop, piece_first + count)
+        record = self.tensors[key]
+        stop = record.length if stop is None else stop
+        if not 0 <= first <= stop <= record.length:
+            raise CheckpointError(f"{self.path} has {key!r} of shape {record.shape}, not its indices {first} to {stop}")
+        shape = (stop - first, *record.shape[1:]) if record.shape else ()
+        tensor = torch.empty(shape, dtype=torch.float32, device="cpu")
+        for file, piece_first, count in record.pieces_between(first, stop):
             if not shape:
                 tensor.copy_(self._file(file).get_tensor(key))
-            elif low < high:
+            else:
+                low, high = max(first, piece_first), min(stop, piece_first + count)
                 piece = self._file(file).get_slice(key)
                 tensor[low - first : high - first] = piece[low - piece_first : high - piece_first]
         return tensor
@@ -165,16 +158,23 @@ def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[Path]]:
 
 def _check_version(path: Path, text: str) -> None:
     found = re.match(r'{"format_version": (\d+),', text)
-    if found and int(found[1]) != FORMAT_VERSION:
+    if found and int(found[1]) not in READABLE_VERSIONS:
         raise CheckpointVersionError(
-            f"{path} is a checkpoint of format {found[1]}, and this version reads format {FORMAT_VERSION} only: use "
-            "the version of gmlp_scale that wrote it, or begin a new run"
+            f"{path} is a checkpoint of format {found[1]}, and this version reads formats {READABLE_VERSIONS} only: "
+            "use the version of gmlp_scale that wrote it, or begin a new run"
         )
 
 
-def _verify_files(path: Path, files: dict[str, FileRecord]) -> None:
+def _verify_files(path: Path, done: _Done) -> None:
+    """Raises CheckpointError unless every file has its checksum and the tensors that the index has in it."""
+    shapes = {name: {} for name in done.files}
+    for key, tensor in done.tensors.items():
+        for name, _, count in tensor.pieces_between(0, tensor.length):
+            if name not in shapes:
+                raise CheckpointError(f"{path.name}: DONE has pieces in a file that it does not list: {name}")
+            shapes[name][key] = (count, *tensor.shape[1:]) if tensor.shape else ()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda name: file_problem(path / name, files[name]), files)
+        found = pool.map(lambda name: file_problem(path / name, done.files[name], shapes[name]), done.files)
         problems = [problem for problem in found if problem]
     if problems:
         raise CheckpointError(f"{path.name}: {', '.join(problems)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import xxhash
 from pydantic import BaseModel, Field
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 READ_BYTES = 2**20  # small enough to stay in a core's cache from the read to the hash
@@ -52,14 +53,23 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path) -> FileRecord:
     return FileRecord(bytes=8 + len(text) + num_bytes, xxh3_128=checksum.hexdigest())
 
 
-def file_problem(path: Path, record: FileRecord) -> str | None:
-    """How a file differs from its record; None if it does not."""
+def file_problem(path: Path, record: FileRecord, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """How a file differs from its record, or its tensors from `shapes`; None if they do not."""
     try:
         if (num_bytes := path.stat().st_size) != record.bytes:
             return f"{path.name} has {num_bytes} of {record.bytes} bytes"
-        return None if file_checksum(path) == record.xxh3_128 else f"{path.name} does not have its xxh3_128 checksum"
+        if file_checksum(path) != record.xxh3_128:
+            return f"{path.name} does not have its xxh3_128 checksum"
+        with safe_open(path, "pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no dict)
+            found = {key: tuple(piece.get_shape()) for key, piece in slices.items() if piece.get_dtype() == "F32"}
     except OSError as error:
         return f"{path.name}: {error.strerror}"
+    except SafetensorError as error:
+        return f"{path.name}: {error}"
+    if wrong := {key for key, _ in found.items() ^ shapes.items()}:
+        return f"{path.name} does not hold {min(wrong)} as DONE says"
+    return None
 
 
 def file_checksum(path: Path) -> str:

@@ -29,6 +29,7 @@ from gmlp_scale.train.checkpoint import (
     step_folders,
 )
 from gmlp_scale.train.checkpoint_files import fsync, sealed, write_safetensors
+from gmlp_scale.train.checkpoint_index import file_name, merged
 
 logger = logging.getLogger("gmlp_scale")
 
@@ -190,7 +191,10 @@ class Checkpointer:
             raise CheckpointError("; ".join(errors))
         for path in folder.glob("rank_*.json"):
             path.unlink()
-        done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, **_merged(receipts)}
+        files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
+        tensors = merged([receipt["tensors"] for receipt in receipts])
+        done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, "files": files}
+        done["tensors"] = tensors
         write_text(folder / "DONE", sealed(json.dumps(done)))
         folder.rename(final)
         fsync(self.directory)
@@ -213,11 +217,10 @@ def _write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str
     """Writes and fsyncs one rank's pieces, a new file about every FILE_BYTES; returns its receipt."""
     contents, tensors, num_bytes = {}, {}, 0
     for key, piece in pieces.items():
-        name = f"rank_{rank:05d}_{num_bytes // FILE_BYTES:03d}.safetensors"
-        count = len(piece.tensor) if piece.shape else 1
-        tensors[key] = (piece.shape, name, piece.first, count)
+        file_number, count = num_bytes // FILE_BYTES, len(piece.tensor) if piece.shape else 1
+        tensors[key] = (piece.shape, file_number, piece.first, count)
         if count:
-            contents.setdefault(name, {})[key] = piece.tensor
+            contents.setdefault(file_name(rank, file_number), {})[key] = piece.tensor
             num_bytes += piece.tensor.nbytes
 
     def write(name: str) -> dict[str, Any]:
@@ -226,25 +229,6 @@ def _write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str
     with ThreadPoolExecutor(NUM_WRITER_THREADS) as pool:
         files = dict(zip(contents, pool.map(write, contents), strict=True))
     fsync(folder)
-    return {"files": files, "tensors": tensors}
-
-
-def _merged(receipts: list[dict[str, Any]]) -> dict[str, Any]:
-    """DONE's `files` and `tensors` from all ranks' receipts."""
-    files, tensors = {}, {}
-    for receipt in receipts:
-        files.update(receipt["files"])
-        for key, (shape, name, first, count) in receipt["tensors"].items():
-            tensor = tensors.setdefault(key, {"shape": shape, "pieces": []})
-            assert tensor["shape"] == shape, f"{key} has shape {tensor['shape']} on one rank and {shape} on another"
-            if count:
-                tensor["pieces"].append((name, first, count))
-    for key, tensor in tensors.items():
-        tensor["pieces"].sort(key=lambda piece: piece[1])
-        starts = [first for _, first, _ in tensor["pieces"]]
-        stops = [first + count for _, first, count in tensor["pieces"]]
-        length = tensor["shape"][0] if tensor["shape"] else 1
-        assert [0, *stops] == [*starts, length], f"{key}: the ranks' pieces do not cover the tensor once: {tensor}"
     return {"files": files, "tensors": tensors}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from gmlp_scale.engine import Piece
 from gmlp_scale.train.checkpoint import Checkpoint
+from gmlp_scale.train.checkpoint_files import sealed
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
 
 SHAPES = {
@@ -112,6 +113,14 @@ def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
     assert set(checkpoint.keys) == set(expected)
     for key, tensor in expected.items():
         assert torch.equal(checkpoint.read(key), tensor), key
+
+
+def reseal(folder: Path, change) -> None:
+    """What an attacker who can write DONE would do."""
+    done = json.loads((folder / "DONE").read_text())
+    del done["xxh3_128"]
+    change(done)
+    (folder / "DONE").write_text(sealed(json.dumps(done)))
 
 
 def names_in(directory: Path) -> list[str]:

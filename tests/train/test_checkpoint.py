@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.train.checkpoint_index import TensorRecord, merged
 from tests.train.fake_engine import (
     FakeEngine,
     Piece,
@@ -15,6 +16,7 @@ from tests.train.fake_engine import (
     checkpointer_on,
     names_in,
     on_ranks,
+    reseal,
     save_steps,
 )
 
@@ -47,11 +49,9 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert names_in(folder) == ["DONE", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one file may read all
     done = json.loads((folder / "DONE").read_text())
-    assert (done["step"], done["format_version"], done["details"]) == (12000, 2, {"name": "of a test"})
-    assert done["tensors"]["model.embedding.weight"] == {
-        "shape": [7, 3],
-        "pieces": [["rank_00000_000.safetensors", 0, 4], ["rank_00001_000.safetensors", 4, 3]],
-    }
+    assert (done["step"], done["format_version"], done["details"]) == (12000, 3, {"name": "of a test"})
+    assert done["tensors"]["model.embedding.weight"] == {"shape": [7, 3], "pieces": [[0, 1, 0, 4], [1, 1, 0, 3]]}
+    assert done["tensors"]["model.blocks.0.weight"] == {"shape": [4, 3, 2], "pieces": [[0, 2, 0, 2]]}  # equal shares
     second = load_file(folder / "rank_00001_000.safetensors")
     assert torch.equal(second["model.embedding.weight"], FakeEngine(seed=12000).tensors["model.embedding.weight"][4:])
 
@@ -87,3 +87,42 @@ def test_pieces_that_leave_a_hole_or_overlap_are_not_saved(tmp_path):
         with pytest.raises(CheckpointError, match=r"model\.embedding\.weight: .* do not cover the tensor once"):
             checkpointer.wait()
         assert names_in(tmp_path) == []
+
+
+def test_the_index_does_not_grow_with_the_ranks():
+    """Before: 256 pieces a tensor, 45 MB of DONE for gmlp_xlarge."""
+
+    def index_of(num_ranks: int) -> str:
+        def layout(rank):
+            count = 1000 // num_ranks + (rank < 1000 % num_ranks)
+            first = sum(1000 // num_ranks + (other < 1000 % num_ranks) for other in range(rank))
+            return {f"model.blocks.{block}.weight": ((1000, 8), 0, first, count) for block in range(3)}
+
+        return json.dumps(merged([layout(rank) for rank in range(num_ranks)]))
+
+    assert len(index_of(256)) < 1.1 * len(index_of(3))
+    (record, *_) = [TensorRecord.model_validate(tensor) for tensor in json.loads(index_of(256)).values()]
+    assert list(record.pieces_between(0, 1000))[231:233] == [
+        ("rank_00231_000.safetensors", 924, 4),
+        ("rank_00232_000.safetensors", 928, 3),
+    ]
+    assert list(record.pieces_between(3, 5)) == [
+        ("rank_00000_000.safetensors", 0, 4),
+        ("rank_00001_000.safetensors", 4, 4),
+    ]
+
+
+def test_a_checkpoint_of_format_2_is_read(tmp_path, small_files):
+    """It had an entry (file, first, count) for every piece."""
+    save_steps(tmp_path, [1], world_size=3)
+    folder = tmp_path / "step_000000001"
+    tensors = Checkpoint.open(folder).tensors
+
+    def to_version_2(done):
+        done["format_version"] = 2
+        for key, tensor in tensors.items():
+            done["tensors"][key]["pieces"] = list(tensor.pieces_between(0, tensor.length))
+
+    reseal(folder, to_version_2)
+    assert '["rank_00001_000.safetensors", 3, 3]' in (folder / "DONE").read_text()
+    assert_holds(Checkpoint.open(folder), seed=1)

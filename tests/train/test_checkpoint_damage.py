@@ -1,17 +1,24 @@
 """What each kind of damage leads to, and which checkpoint is then taken."""
 
-import json
 import logging
 import pickle
 import random
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 
 from gmlp_scale.train import checkpoint_files
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
-from tests.train.fake_engine import FakeEngine, alone, assert_holds, checkpointer_on, names_in, on_ranks, save_steps
+from tests.train.fake_engine import (
+    FakeEngine,
+    alone,
+    assert_holds,
+    checkpointer_on,
+    names_in,
+    on_ranks,
+    reseal,
+    save_steps,
+)
 
 
 def test_nothing_there_is_none(tmp_path):
@@ -144,14 +151,6 @@ class Malicious:
         return Path.touch, (self.canary,)
 
 
-def reseal(folder: Path, change) -> None:
-    """What an attacker who can write DONE would do."""
-    done = json.loads((folder / "DONE").read_text())
-    del done["xxh3_128"]
-    change(done)
-    (folder / "DONE").write_text(checkpoint_files.sealed(json.dumps(done)))
-
-
 def test_a_pickle_is_never_run(tmp_path):
     canary = tmp_path / "canary"
     pickle.loads(pickle.dumps(Malicious(canary)))
@@ -166,8 +165,8 @@ def test_a_pickle_is_never_run(tmp_path):
         Checkpoint.open(folder)
     record = {"bytes": len(payload), "xxh3_128": checkpoint_files.file_checksum(file)}
     reseal(folder, lambda done: done["files"].update({file.name: record}))
-    with pytest.raises(SafetensorError):
-        Checkpoint.open(folder).read("model.temperature")
+    with pytest.raises(CheckpointError, match=r"rank_00000_000\.safetensors: Error while deserializing header"):
+        Checkpoint.open(folder)
     (folder / "DONE").write_bytes(payload)
     with pytest.raises(CheckpointError, match="DONE cannot be used"):
         Checkpoint.open(folder)
@@ -182,18 +181,51 @@ def test_a_done_from_elsewhere_cannot_name_files_outside(tmp_path):
         Checkpoint.open(folder)
     save_steps(tmp_path / "other", [1])
     folder = tmp_path / "other" / "step_000000001"
-    reseal(folder, lambda done: done["tensors"]["model.temperature"]["pieces"].append(["../secret", 0, 1]))
-    with pytest.raises(CheckpointError, match=r"pieces in files that it does not list: \['\.\./secret'\]"):
-        Checkpoint.open(folder)
+    for piece, error in [
+        (["../secret", 0, 1], "DONE cannot be used"),  # as in format 2
+        ([7, 1, 0, 1], "pieces in a file that it does not list: rank_00007_000"),
+    ]:
+        reseal(folder, lambda done, piece=piece: done["tensors"]["model.temperature"].update(pieces=[piece]))
+        with pytest.raises(CheckpointError, match=error):
+            Checkpoint.open(folder)
 
 
 def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
-    save_steps(tmp_path, [1, 2], keep_last=2)
-    done = tmp_path / "step_000000002" / "DONE"
-    done.write_text(done.read_text().replace('{"format_version": 2,', '{"format_version": 1,'))
-    with pytest.raises(CheckpointError, match=r"step_000000002 is a checkpoint of format 1.* reads format 2 only"):
+    save_steps(tmp_path, [1, 2])
+    reseal(tmp_path / "step_000000002", lambda done: done.update(format_version=1))
+    with pytest.raises(
+        CheckpointError, match=r"step_000000002 is a checkpoint of format 1.* reads formats \(2, 3\) only"
+    ):
         alone(tmp_path).newest()
     assert names_in(tmp_path) == ["step_000000001", "step_000000002"]  # nothing was moved away
+
+
+def test_a_damaged_version_is_not_taken_for_another_one(tmp_path):
+    save_steps(tmp_path, [1, 2, 3])
+    done = tmp_path / "step_000000003" / "DONE"
+    text = done.read_text()
+    for bit in range(7):  # one of them makes another digit, and most something else
+        done.write_text(text.replace('version": 3,', f'version": {chr(ord("3") ^ 1 << bit)},'))
+        checkpoint, damaged = newest_checkpoint(tmp_path)
+        assert (checkpoint.step, [path.name for path in damaged]) == (2, ["step_000000003"])
+
+
+def test_an_index_that_the_files_contradict_is_found(tmp_path):
+    """Only someone who seals DONE anew can write one."""
+    save_steps(tmp_path, [1, 2], world_size=2)
+    key, done = "model.blocks.0.weight", tmp_path / "step_000000002" / "DONE"  # (4, 3, 2), of which each rank has two
+    text = done.read_text()
+    for change, error in [
+        ({"shape": [4, 2, 3]}, f"rank_00000_000.safetensors does not hold {key} as DONE says"),
+        ({"shape": [5, 3, 2]}, r"the pieces hold 4 indices of a tensor of shape \(5, 3, 2\)"),
+        ({"pieces": [[0, 1, 0, 1], [1, 1, 0, 3]]}, f"rank_00000_000.safetensors does not hold {key} as DONE says"),
+        ({"pieces": [[1, 2, 0, 2]]}, "pieces in a file that it does not list: rank_00002_000"),
+    ]:
+        done.write_text(text)
+        reseal(done.parent, lambda done, change=change: done["tensors"][key].update(change))
+        with pytest.raises(CheckpointError, match=error):
+            Checkpoint.open(done.parent)
+        assert newest_checkpoint(tmp_path)[0].step == 1
 
 
 def test_an_unknown_checksum_is_named(tmp_path):
