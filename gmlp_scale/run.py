@@ -92,9 +92,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             config.run_dir / "checkpoints",
             config.checkpoint,
             details={"config": task.config.model_dump(mode="json"), "data": task.fingerprint},
-            rank=world.rank,
-            world_size=world.size,
-            broadcast=world.broadcast,
+            world=world,
             timeout_seconds=config.engine.timeout_seconds / 2,
         )
         stack.callback(checkpointer.close)

@@ -94,9 +94,9 @@ def start_world(
         _keep_freed_memory()
 
     host_group = roll_call = None
+    timeout = timedelta(seconds=timeout_seconds)
+    store = next(dist.rendezvous("env://", timeout=timeout))[0] if size > 1 else dist.HashStore()
     if size > 1 or init_group:
-        timeout = timedelta(seconds=timeout_seconds)
-        store = next(dist.rendezvous("env://", timeout=timeout))[0] if size > 1 else dist.HashStore()
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
     if size > 1:
@@ -104,7 +104,7 @@ def start_world(
         host_group = dist.new_group(backend="gloo", timeout=timeout)
         roll_call = RollCall(store, rank, size)
     stop_signal = _StopSignal(STOP_SIGNALS if hear_stop_signals else ())
-    return World(rank, size, local_rank, torch_device, host_group, roll_call, stop_signal)
+    return World(rank, size, local_rank, torch_device, store, host_group, roll_call, stop_signal)
 
 
 def _keep_freed_memory() -> None:
@@ -133,6 +133,9 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    store: dist.Store
+    """The launcher's key-value store: what a background thread tells other ranks without a collective. Ask for a key
+    with `check`; a `get` that waits would hold up all other threads' use of the store."""
     _host_group: dist.ProcessGroup | None
     _roll_call: RollCall | None
     _stop_signal: "_StopSignal"

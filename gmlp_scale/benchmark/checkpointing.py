@@ -31,9 +31,7 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
             Path(folder) / "checkpoints",
             CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed
             details={},
-            rank=0,
-            world_size=1,
-            broadcast=lambda value: value,
+            world=world,
             timeout_seconds=run.engine.timeout_seconds,
         )
         for number in range(1, num_rounds + 2):

@@ -10,11 +10,13 @@ Keys are model.<name>, optimizer.<name>.exp_avg and optimizer.<name>.exp_avg_sq.
 nothing is ever unpickled. A save has these steps; those in the background need no collective:
 
  1. `save` copies this rank's pieces to staging buffers on the calling thread; training goes on.
- 2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>.
- 3. They then write its receipt rank_00000.json there: which piece lies in which file, or the error that stopped them.
- 4. Rank 0's thread waits for all receipts, checks that the pieces cover each tensor once, writes and fsyncs DONE,
+ 2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>-<attempt>.
+ 3. They then tell rank 0 through the launcher's key-value store which piece lies in which file, or what error stopped
+    them. That needs neither room on the disk nor a listing of the folder, which NFS may give 30 s late.
+ 4. Rank 0's thread waits for all of them, checks that the pieces cover each tensor once, writes and fsyncs DONE,
  5. renames the folder to step_000012000 and fsyncs the parent,
- 6. deletes all but the newest `keep_last` checkpoints, renaming each to a temporary name first.
+ 6. deletes all but the newest `keep_last` checkpoints, renaming each to a temporary name first,
+ 7. and tells the other ranks whether to begin again at 2, since the disk refused what one of them wrote.
 
 A kill before 5 or during 6 leaves a temporary folder, which the next run on this folder removes. The rename is the only
 commit, and POSIX makes it atomic: a folder with a checkpoint's name is always whole. That is why DONE comes before it.

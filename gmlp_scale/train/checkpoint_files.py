@@ -6,7 +6,9 @@ guards against forgery: whoever can write the files can write DONE too.
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -14,12 +16,39 @@ from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gmlp_scale.engine import Piece
+from gmlp_scale.train.checkpoint_index import file_name
+
+FILE_BYTES = 128 * 2**20  # so that a rank has several files and hashes one while it writes another
+NUM_WRITER_THREADS = 3
 READ_BYTES = 2**20  # small enough to stay in a core's cache from the read to the hash
 
 
 class FileRecord(BaseModel, frozen=True, extra="forbid"):
     bytes: int
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+def write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
+    """Writes and fsyncs one rank's pieces, a new file about every FILE_BYTES.
+
+    Returns its receipt, JSON-able: each file's FileRecord, and key -> (shape, file_number, first, count).
+    """
+    contents, layout, num_bytes = {}, {}, 0
+    for key, piece in pieces.items():
+        file_number, count = num_bytes // FILE_BYTES, len(piece.tensor) if piece.shape else 1
+        layout[key] = (list(piece.shape), file_number, piece.first, count)
+        if count:
+            contents.setdefault(file_name(rank, file_number), {})[key] = piece.tensor
+            num_bytes += piece.tensor.nbytes
+
+    def write(name: str) -> dict[str, Any]:
+        return write_safetensors(contents[name], folder / name).model_dump()
+
+    with ThreadPoolExecutor(NUM_WRITER_THREADS) as pool:
+        files = dict(zip(contents, pool.map(write, contents), strict=True))
+    fsync(folder)
+    return {"files": files, "layout": layout}
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> FileRecord:

@@ -1,17 +1,17 @@
 """Saves checkpoints in the background and finds the one to resume from. gmlp_scale/train/checkpoint.py has the format
 and the steps of a save."""
 
+import errno
 import json
 import logging
-import os
+import math
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, PositiveInt
@@ -28,14 +28,18 @@ from gmlp_scale.train.checkpoint import (
     newest_checkpoint,
     step_folders,
 )
-from gmlp_scale.train.checkpoint_files import fsync, sealed, write_safetensors
-from gmlp_scale.train.checkpoint_index import file_name, merged
+from gmlp_scale.train.checkpoint_files import fsync, sealed, write_pieces
+from gmlp_scale.train.checkpoint_index import merged
+from gmlp_scale.world import World
 
 logger = logging.getLogger("gmlp_scale")
 
-FILE_BYTES = 128 * 2**20  # so that a rank has several files and hashes one while it writes another
-NUM_WRITER_THREADS = 3
+POLL_SECONDS = 0.1
+HEARTBEAT_SECONDS = 0.5
 CLOSE_GRACE_SECONDS = 10.0
+RETRY_SECONDS = 30.0
+MOST_ERRORS_SHOWN = 3
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
@@ -43,6 +47,8 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     """Save after every so many steps, and also where the run stops."""
     keep_last: PositiveInt = 3
     """How many checkpoints stay on disk: the newest."""
+    on_full_disk: Literal["keep", "drop_oldest"] = "keep"
+    """drop_oldest: where a save lacks room, the oldest checkpoints are deleted first, but never the newest one."""
     asynchronous: bool = True
     """Write in the background. False: a save returns once the checkpoint is complete, and raises if it failed."""
 
@@ -53,12 +59,11 @@ class Checkpointer:
     Args:
         directory: the run's `checkpoints` folder, on a filesystem that all ranks share; no other run may write there.
         details: JSON-able; every checkpoint holds them. A resumed run compares them with its own.
-        broadcast: collective; returns rank 0's small JSON-able value on every rank.
-        timeout_seconds: how long a save waits for every rank's part before it fails. In `wait` the other ranks wait for
-            rank 0, so this must be below the process group's timeout.
+        timeout_seconds: how long rank 0 waits for every rank's part of a save before it fails.
 
     A save that fails in the background neither stops training nor touches an earlier checkpoint. The error is logged at
-    once and kept as `last_error` until a save succeeds. `wait`, to be called after the run's last save, raises it.
+    once and kept as rank 0's `last_error` until a save succeeds. If the disk refused it, the background threads write
+    the same step again after a while, until the next save begins. `wait` is to be called after the run's last save.
     """
 
     def __init__(
@@ -67,23 +72,23 @@ class Checkpointer:
         config: CheckpointConfig,
         *,
         details: dict[str, Any],
-        rank: int,
-        world_size: int,
-        broadcast: Callable[[Any], Any],
+        world: World,
         timeout_seconds: float,
     ):
         self.details = json.loads(json.dumps(details, allow_nan=False))  # what is not JSON fails here
-        self.directory, self.config, self.rank, self.world_size = directory, config, rank, world_size
+        self.directory, self.config, self.world, self.timeout_seconds = directory, config, world, timeout_seconds
         self.last_error: str | None = None
-        self._broadcast, self._timeout_seconds, self._deadline = broadcast, timeout_seconds, 0.0
         self._thread: threading.Thread | None = None
+        self._no_more_attempts = threading.Event()
+        self._close_deadline, self._is_hearing = math.inf, False
+        self._num_attempts = 0
         self._newest_step: int | None = None
         self._buffers: dict[str, Tensor] = {}
         directory.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
+        if world.rank == 0:
             for leftover in directory.glob("step_*.tmp-*"):
                 _remove(leftover)
-        self._token = broadcast(uuid.uuid4().hex[:8])
+        self._token = world.broadcast(uuid.uuid4().hex[:8])
 
     def newest(self) -> Checkpoint | None:
         """Collective: rank 0 finds the newest_checkpoint and verifies it, and all ranks open it.
@@ -91,7 +96,7 @@ class Checkpointer:
         Renames damaged ones, since the run will save its own when it reaches those steps again.
         """
         name, error = None, None
-        if self.rank == 0:
+        if self.world.rank == 0:
             try:
                 checkpoint, damaged = newest_checkpoint(self.directory)
                 for path in damaged:
@@ -99,7 +104,7 @@ class Checkpointer:
                 name = checkpoint.path.name if checkpoint else None
             except (CheckpointError, OSError) as problem:
                 error = str(problem)
-        name, error = self._broadcast([name, error])
+        name, error = self.world.broadcast([name, error])
         if error:
             raise CheckpointError(error)
         if name is None:
@@ -111,38 +116,56 @@ class Checkpointer:
     def save(self, engine: Engine, step: int) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
 
-        First waits for the save before. Does not save a step again that it has saved or resumed from.
+        First waits for the save before, which is not tried again. Does not save a step again that it has saved, is
+        saving or has resumed from.
         """
         started = time.monotonic()
         if step == self._newest_step:
             return 0.0
         assert self._newest_step is None or step > self._newest_step, f"step {step} after step {self._newest_step}"
-        self._join()
+        self._no_more_attempts.set()
+        self._settle()
         pieces = self._stage(engine)
-        self._newest_step, self._deadline = step, time.monotonic() + self._timeout_seconds
-        self._thread = threading.Thread(target=self._write, args=(step, pieces), name="checkpoint")
+        self._newest_step = step
+        self._no_more_attempts.clear()
+        self._thread = threading.Thread(target=self._save, args=(step, pieces), name="checkpoint", daemon=True)
         self._thread.start()
         if not self.config.asynchronous:
+            self._no_more_attempts.set()
             self.wait()
         return time.monotonic() - started
 
     def wait(self) -> None:
-        """Collective: returns once the last save is complete; if it failed, raises CheckpointError on every rank."""
-        self._join()
-        self.last_error = self._broadcast(self.last_error)
+        """Collective: returns once the last save is complete; if it failed, raises CheckpointError on every rank.
+
+        While the disk refuses it, the save is tried again until it succeeds or a rank is signalled to stop.
+        """
+        self._settle()
+        self.last_error = self.world.broadcast(self.last_error)
         if self.last_error:
             self._newest_step = None  # so that this step may be tried again
             raise CheckpointError(self.last_error)
 
     def close(self) -> None:
         """Ends the background thread. Not collective: waits CLOSE_GRACE_SECONDS for other ranks, which may be gone."""
-        self._deadline = min(self._deadline, time.monotonic() + CLOSE_GRACE_SECONDS)
-        self._join()
+        self._no_more_attempts.set()
+        self._close_deadline = time.monotonic() + CLOSE_GRACE_SECONDS
+        while self._is_saving(POLL_SECONDS):
+            if self._is_hearing and time.monotonic() > self._close_deadline + 1:
+                return  # the process that holds the store stands still: its clients wait without end
 
-    def _join(self) -> None:
+    def _settle(self) -> None:
+        """Collective: returns once no rank is saving any more. A rank that died or stands still is noticed at once or
+        after the process group's timeout, since all ranks meet again and again."""
+        while any(self.world.gather(int(self._is_saving(HEARTBEAT_SECONDS)))):
+            if any(self.world.gather(int(self.world.is_stop_signalled))):
+                self._no_more_attempts.set()
+        self._thread = None
+
+    def _is_saving(self, wait_seconds: float) -> bool:
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(wait_seconds)
+        return self._thread is not None and self._thread.is_alive()
 
     def _stage(self, engine: Engine) -> dict[str, Piece]:
         """Copies this rank's pieces to host buffers, pinned if the pieces are on a GPU; later saves use them again."""
@@ -161,75 +184,120 @@ class Checkpointer:
             torch.cuda.current_stream(gpu).synchronize()
         return pieces
 
-    def _write(self, step: int, pieces: dict[str, Piece]) -> None:
-        """The background thread: steps 2 and 3 of a save, and on rank 0 all later ones."""
-        final = self.directory / folder_name(step)
-        folder = final.with_name(f"{final.name}.tmp-{self._token}")
+    def _save(self, step: int, pieces: dict[str, Piece]) -> None:
+        """The background thread: steps 2 to 7 of a save."""
         try:
-            folder.mkdir(exist_ok=True)
-            try:
-                receipt = _write_pieces(folder, self.rank, pieces)
-            except Exception as error:
-                receipt = {"error": f"rank {self.rank}: {error!r}"}
-                for path in folder.glob(f"rank_{self.rank:05d}_*"):  # makes room for the receipt on a full disk
-                    path.unlink()
-            write_text(folder / f"rank_{self.rank:05d}.json", json.dumps(receipt))
-            if self.rank == 0:
-                self._publish(folder, final, step)
-            self.last_error = receipt.get("error")
-        except Exception as error:
-            self.last_error = f"{final.name} could not be saved: {error}"
-            if self.rank == 0 and folder.exists():
-                _remove(folder)
-        if self.last_error:
+            while self._attempt(step, pieces):
+                pass
+        except Exception as error:  # rank 0 or its store is gone, or this run is being closed
+            self.last_error = f"{folder_name(step)} could not be saved: {error}"
             logger.error("%s. Earlier checkpoints are untouched", self.last_error)
 
-    def _publish(self, folder: Path, final: Path, step: int) -> None:
+    def _attempt(self, step: int, pieces: dict[str, Piece]) -> bool:
+        """Writes this rank's files and, on rank 0, the checkpoint. Returns whether all ranks shall try again."""
+        self._num_attempts += 1  # the same on every rank
+        folder = self.directory / f"{folder_name(step)}.tmp-{self._token}-{self._num_attempts}"
+        try:
+            folder.mkdir(exist_ok=True)
+            receipt = write_pieces(folder, self.world.rank, pieces)
+        except Exception as error:
+            receipt = _failure(self.world.rank, error)
+        if self.world.rank == 0:
+            is_again = False
+            try:
+                is_again = self._conclude(folder, step, receipt)
+            finally:
+                self._tell(f"{folder.name}/again", is_again)
+            return is_again
+        self.last_error = receipt.get("error")
+        if self.last_error:
+            logger.error("%s could not be saved: %s", folder_name(step), self.last_error)
+        self._tell(f"{folder.name}/{self.world.rank}", receipt)
+        return self._hear(f"{folder.name}/again", self._close_deadline)
+
+    def _conclude(self, folder: Path, step: int, receipt: dict[str, Any]) -> bool:
+        """Rank 0: makes the checkpoint if no rank failed. Otherwise says why, and whether to try again once it may."""
+        receipts = [receipt, *self._hear_receipts(folder.name)]
+        failures = [receipt for receipt in receipts if "error" in receipt]
+        if not failures:
+            try:
+                self._publish(folder, step, receipts)
+            except Exception as error:
+                failures = [_failure(0, error)]
+        if not failures:
+            self.last_error = None
+            return False
+        errors = [failure["error"] for failure in failures]
+        if len(errors) > MOST_ERRORS_SHOWN:
+            errors[MOST_ERRORS_SHOWN:] = [f"and {len(errors) - MOST_ERRORS_SHOWN} more ranks failed"]
+        self.last_error = f"{folder_name(step)} could not be saved: {'; '.join(errors)}"
+        if folder.exists():
+            _remove(folder)
+        return self._may_try_again({failure["errno"] for failure in failures})
+
+    def _may_try_again(self, numbers: set[int | None]) -> bool:
+        """Whether to try again after failures with these errnos (None: not the disk's). Waits before it says yes."""
+        older = step_folders(self.directory)[:-1]
+        if self.config.on_full_disk == "drop_oldest" and numbers <= _NO_ROOM and older:
+            logger.warning("%s. Deleting %s to make room (checkpoint.on_full_disk)", self.last_error, older[0].name)
+            _remove(older[0])
+            return True
+        if None in numbers or self._no_more_attempts.is_set():
+            logger.error("%s. Earlier checkpoints are untouched", self.last_error)
+            return False
+        logger.error(
+            "%s. Earlier checkpoints are untouched. Make room in %s: this step is tried again in %.0f s and, where the "
+            "run has no more steps, until it is saved or a stop signal comes",
+            self.last_error,
+            self.directory,
+            RETRY_SECONDS,
+        )
+        return not self._no_more_attempts.wait(RETRY_SECONDS)
+
+    def _publish(self, folder: Path, step: int, receipts: list[dict[str, Any]]) -> None:
         """Turns all ranks' receipts into DONE and the folder into a checkpoint, then deletes the oldest ones."""
-        receipts = self._collect_receipts(folder)
-        if errors := [receipt["error"] for receipt in receipts if "error" in receipt]:
-            raise CheckpointError("; ".join(errors))
-        for path in folder.glob("rank_*.json"):
-            path.unlink()
         files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
-        tensors = merged([receipt["tensors"] for receipt in receipts])
+        tensors = merged([receipt["layout"] for receipt in receipts])
         done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, "files": files}
-        done["tensors"] = tensors
-        write_text(folder / "DONE", sealed(json.dumps(done)))
+        write_text(folder / "DONE", sealed(json.dumps({**done, "tensors": tensors})))
+        final = self.directory / folder_name(step)
+        if final.exists():
+            raise CheckpointError(f"{final} is there already")
         folder.rename(final)
         fsync(self.directory)
         for old in step_folders(self.directory)[: -self.config.keep_last]:
             _remove(old)
 
-    def _collect_receipts(self, folder: Path) -> list[dict[str, Any]]:
-        """Waits for every rank's receipt. A missing one counts as an error like those that ranks report."""
-        names = [f"rank_{rank:05d}.json" for rank in range(self.world_size)]
-        while not set(names) <= set(os.listdir(folder)) and time.monotonic() < self._deadline:
-            time.sleep(0.05)
-        receipts = [json.loads((folder / name).read_text()) for name in names if (folder / name).exists()]
-        if silent := [rank for rank, name in enumerate(names) if not (folder / name).exists()]:
-            found = f"nothing came in time from ranks {silent}, which must be able to write {folder}"
-            receipts.append({"error": found})
+    def _hear_receipts(self, attempt: str) -> list[dict[str, Any]]:
+        """The other ranks' receipts. Those that did not come in time are a failure like those that ranks report."""
+        receipts, silent, deadline = [], [], time.monotonic() + self.timeout_seconds
+        for rank in range(1, self.world.size):
+            try:
+                receipts.append(self._hear(f"{attempt}/{rank}", deadline))
+                self.world.store.delete_key(f"{attempt}/{rank}")
+            except TimeoutError:
+                silent.append(rank)
+        if silent:
+            receipts.append({"error": f"nothing came in time from ranks {silent}", "errno": None})
         return receipts
 
+    def _tell(self, key: str, value: Any) -> None:
+        self.world.store.set(key, zlib.compress(json.dumps(value).encode()))  # the store takes at most 8 MiB
 
-def _write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
-    """Writes and fsyncs one rank's pieces, a new file about every FILE_BYTES; returns its receipt."""
-    contents, tensors, num_bytes = {}, {}, 0
-    for key, piece in pieces.items():
-        file_number, count = num_bytes // FILE_BYTES, len(piece.tensor) if piece.shape else 1
-        tensors[key] = (piece.shape, file_number, piece.first, count)
-        if count:
-            contents.setdefault(file_name(rank, file_number), {})[key] = piece.tensor
-            num_bytes += piece.tensor.nbytes
+    def _hear(self, key: str, deadline: float) -> Any:
+        """What another rank told. TimeoutError if that does not come before the deadline, or the grace of `close`."""
+        self._is_hearing = True
+        while not self.world.store.check([key]):
+            if time.monotonic() > min(deadline, self._close_deadline):
+                raise TimeoutError(f"rank 0 did not answer for {key}")
+            time.sleep(POLL_SECONDS)
+        value = json.loads(zlib.decompress(self.world.store.get(key)))
+        self._is_hearing = False
+        return value
 
-    def write(name: str) -> dict[str, Any]:
-        return write_safetensors(contents[name], folder / name).model_dump()
 
-    with ThreadPoolExecutor(NUM_WRITER_THREADS) as pool:
-        files = dict(zip(contents, pool.map(write, contents), strict=True))
-    fsync(folder)
-    return {"files": files, "tensors": tensors}
+def _failure(rank: int, error: Exception) -> dict[str, Any]:
+    return {"error": f"rank {rank}: {error!r}", "errno": error.errno if isinstance(error, OSError) else None}
 
 
 def _remove(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gmlp_scale.train import checkpointer
+from gmlp_scale.train import checkpoint_files
 
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(checkpointer, "FILE_BYTES", 50)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 50)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from gmlp_scale.engine import Piece
 from gmlp_scale.train.checkpoint import Checkpoint
@@ -55,53 +56,61 @@ class FakeEngine:
                 self.tensors[key] = read(key, 0, None)
 
 
+class FakeWorld:
+    """A rank on a thread: what a Checkpointer uses of a World."""
+
+    def __init__(self, rank: int = 0, size: int = 1, shared: "Shared | None" = None):
+        self.rank, self.size, self.shared = rank, size, shared or Shared(1)
+        self.store, self.is_stop_signalled = self.shared.store, False
+
+    def gather(self, value: int) -> list[int]:
+        self.shared.values[self.rank] = json.dumps(value)
+        self.shared.barrier.wait()
+        values = [json.loads(text) for text in self.shared.values]
+        self.shared.barrier.wait()
+        return values
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+
+class Shared:
+    """What the ranks on threads of one process have in common; `num_threads` of them meet."""
+
+    def __init__(self, num_threads: int):
+        self.barrier = threading.Barrier(num_threads, timeout=30)
+        self.store, self.values = dist.HashStore(), ["null"] * num_threads
+
+
 def on_ranks(world_size: int, function):
-    """Call function(rank, broadcast) on one thread per rank and return the ranks' results."""
-    barrier, shared = threading.Barrier(world_size, timeout=30), [None]
-
-    def call(rank: int):
-        def broadcast(value):
-            if rank == 0:
-                shared[0] = json.dumps(value)
-            barrier.wait()
-            received = json.loads(shared[0])
-            barrier.wait()
-            return received
-
-        return function(rank, broadcast)
-
+    """Call function(world) on one thread per rank and return the ranks' results."""
+    shared = Shared(world_size)
     with ThreadPoolExecutor(world_size) as pool:
-        return [future.result() for future in [pool.submit(call, rank) for rank in range(world_size)]]
+        worlds = [FakeWorld(rank, world_size, shared) for rank in range(world_size)]
+        return [future.result() for future in [pool.submit(function, world) for world in worlds]]
 
 
 def checkpointer_on(
-    directory: Path, rank: int, world_size: int, broadcast, *, timeout_seconds: float = 300, details=None, **config
+    directory: Path, world: FakeWorld, *, timeout_seconds: float = 300, details=None, **config
 ) -> Checkpointer:
     """One rank's, which saves after every step."""
-    return Checkpointer(
-        directory,
-        CheckpointConfig(save_every_steps=1, **config),
-        details=details or {},
-        rank=rank,
-        world_size=world_size,
-        broadcast=broadcast,
-        timeout_seconds=timeout_seconds,
-    )
+    config = CheckpointConfig(save_every_steps=1, **config)
+    return Checkpointer(directory, config, details=details or {}, world=world, timeout_seconds=timeout_seconds)
 
 
 def alone(directory: Path, keep_last: int = 9, **options) -> Checkpointer:
-    return checkpointer_on(directory, 0, 1, lambda value: value, keep_last=keep_last, **options)
+    return checkpointer_on(directory, FakeWorld(), keep_last=keep_last, **options)
 
 
 def save_steps(directory: Path, steps: list[int], world_size: int = 1, **options):
     """Save the state of seed `step` as each of `steps`."""
 
-    def save_all(rank, broadcast):
+    def save_all(world):
         details = {"name": "of a test"}
         options_of_all = {"keep_last": 9, "details": details} | options
-        checkpointer = checkpointer_on(directory, rank, world_size, broadcast, **options_of_all)
+        checkpointer = checkpointer_on(directory, world, **options_of_all)
         for step in steps:
-            checkpointer.save(FakeEngine(rank, world_size, seed=step), step)
+            checkpointer.save(FakeEngine(world.rank, world_size, seed=step), step)
         checkpointer.wait()
         checkpointer.close()
 

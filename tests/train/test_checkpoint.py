@@ -25,14 +25,14 @@ def test_moves_between_world_sizes_2_3_1(tmp_path, small_files):
     engines = [FakeEngine(rank, 2, seed=8) for rank in range(2)]
     for step, world_size, next_world_size in [(10, 2, 3), (20, 3, 1), (30, 1, 5)]:
 
-        def save(rank, broadcast, step=step, world_size=world_size, engines=engines):
-            checkpointer = checkpointer_on(tmp_path, rank, world_size, broadcast)
-            checkpointer.save(engines[rank], step)
+        def save(world, step=step, world_size=world_size, engines=engines):
+            checkpointer = checkpointer_on(tmp_path, world)
+            checkpointer.save(engines[world.rank], step)
             checkpointer.wait()
 
-        def load(rank, broadcast, world_size=next_world_size):
-            checkpointer = checkpointer_on(tmp_path, rank, world_size, broadcast)
-            engine = FakeEngine(rank, world_size, seed=1)
+        def load(world, world_size=next_world_size):
+            checkpointer = checkpointer_on(tmp_path, world)
+            engine = FakeEngine(world.rank, world_size, seed=1)
             checkpointer.newest().load_into(engine)
             return engine
 

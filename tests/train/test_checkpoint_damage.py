@@ -62,10 +62,10 @@ def test_after_a_fallback_the_damaged_step_is_set_aside_and_written_anew(tmp_pat
     save_steps(tmp_path, [1, 2])
     (tmp_path / "step_000000002" / "rank_00000_000.safetensors").write_bytes(b"")
 
-    def resume(rank, broadcast):
-        checkpointer = checkpointer_on(tmp_path, rank, 2, broadcast)
+    def resume(world):
+        checkpointer = checkpointer_on(tmp_path, world)
         assert checkpointer.newest().step == 1
-        checkpointer.save(FakeEngine(rank, 2, seed=7), 2)
+        checkpointer.save(FakeEngine(world.rank, 2, seed=7), 2)
         checkpointer.wait()
 
     on_ranks(2, resume)
@@ -78,7 +78,7 @@ def test_never_writes_over_a_checkpoint_that_is_there(tmp_path):
     save_steps(tmp_path, [3])
     careless = alone(tmp_path)  # did not ask for the newest first
     careless.save(FakeEngine(seed=4), 3)
-    with pytest.raises(CheckpointError, match=r"not empty.*step_000000003"):
+    with pytest.raises(CheckpointError, match=r"step_000000003 is there already"):
         careless.wait()
     assert names_in(tmp_path) == ["step_000000003"]
     assert_holds(newest_checkpoint(tmp_path)[0], seed=3)
@@ -89,9 +89,9 @@ def test_all_damaged_is_an_error_on_every_rank_that_names_each(tmp_path):
     (tmp_path / "step_000000001" / "DONE").unlink()
     (tmp_path / "step_000000002" / "rank_00000_000.safetensors").unlink()
 
-    def find(rank, broadcast):
+    def find(world):
         with pytest.raises(CheckpointError) as raised:
-            checkpointer_on(tmp_path, rank, 2, broadcast).newest()
+            checkpointer_on(tmp_path, world).newest()
         return str(raised.value)
 
     for message in on_ranks(2, find):

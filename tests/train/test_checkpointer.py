@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,9 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from gmlp_scale.train import checkpoint_files
 from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
-from tests.train.fake_engine import SHAPES, FakeEngine, alone, assert_holds, checkpointer_on, names_in, on_ranks
+from tests.train.fake_engine import (
+    SHAPES,
+    FakeEngine,
+    FakeWorld,
+    alone,
+    assert_holds,
+    checkpointer_on,
+    names_in,
+    on_ranks,
+    save_steps,
+)
 
 
 def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_path, monkeypatch):
@@ -50,7 +62,7 @@ def test_synchronous_save_is_complete_on_return(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path, asynchronous=False)
     assert checkpointer.save(FakeEngine(seed=1), 1) > 0
     assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
-    monkeypatch.setattr(checkpointer_module, "write_safetensors", full_disk)
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", full_disk)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.save(FakeEngine(seed=2), 2)
     assert newest_checkpoint(tmp_path)[0].step == 1
@@ -62,24 +74,25 @@ def full_disk(tensors, path):
 
 
 def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
-    write_safetensors = checkpointer_module.write_safetensors
+    write_safetensors = checkpoint_files.write_safetensors
 
     def write_but_for_one(tensors, path):
         is_full = path.parent.name.startswith("step_000000002") and path.name.startswith("rank_00001")
         return (full_disk if is_full else write_safetensors)(tensors, path)
 
-    monkeypatch.setattr(checkpointer_module, "write_safetensors", write_but_for_one)
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", write_but_for_one)
 
-    def run(rank, broadcast):
-        checkpointer = checkpointer_on(tmp_path, rank, 2, broadcast)
-        checkpointer.save(FakeEngine(rank, 2, seed=1), 1)
-        checkpointer.save(FakeEngine(rank, 2, seed=2), 2)
+    def run(world):
+        checkpointer = checkpointer_on(tmp_path, world)
+        checkpointer.save(FakeEngine(world.rank, 2, seed=1), 1)
+        checkpointer.save(FakeEngine(world.rank, 2, seed=2), 2)
+        world.is_stop_signalled = world.rank == 1  # so that nothing waits for room
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left"):
             checkpointer.wait()
         assert "No space left" in checkpointer.last_error
         assert names_in(tmp_path) == ["step_000000001"]
-        broadcast(None)
-        checkpointer.save(FakeEngine(rank, 2, seed=3), 3)
+        world.gather(0)
+        checkpointer.save(FakeEngine(world.rank, 2, seed=3), 3)
         checkpointer.wait()
         assert checkpointer.last_error is None
 
@@ -91,19 +104,19 @@ def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, 
 
 
 def test_a_save_that_waited_for_the_one_before_has_its_own_time(tmp_path, monkeypatch):
-    real_write = checkpointer_module.write_safetensors
+    real_write = checkpoint_files.write_safetensors
 
     def slow_write(tensors, path):
         time.sleep(2 if path.name.startswith("rank_00001") else 0)
         return real_write(tensors, path)
 
-    def run(rank, broadcast):
-        checkpointer = checkpointer_on(tmp_path, rank, 2, broadcast, timeout_seconds=3.5, keep_last=9)
+    def run(world):
+        checkpointer = checkpointer_on(tmp_path, world, timeout_seconds=3.5, keep_last=9)
         for step in (1, 2):
-            checkpointer.save(FakeEngine(rank, 2, seed=step), step)
+            checkpointer.save(FakeEngine(world.rank, 2, seed=step), step)
         checkpointer.wait()
 
-    monkeypatch.setattr(checkpointer_module, "write_safetensors", slow_write)
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", slow_write)
     on_ranks(2, run)
     assert names_in(tmp_path) == ["step_000000001", "step_000000002"]
 
@@ -120,10 +133,11 @@ def test_what_is_not_finite_is_not_saved(tmp_path, wrong):
 
 def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path)
+    checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
     with monkeypatch.context() as patched:
-        patched.setattr(checkpointer_module, "write_safetensors", full_disk)
+        patched.setattr(checkpoint_files, "write_safetensors", full_disk)
         checkpointer.save(FakeEngine(seed=1), 1)
-        checkpointer._join()
+        checkpointer._settle()
         assert "No space left" in checkpointer.last_error
     checkpointer.save(FakeEngine(seed=2), 2)
     checkpointer.wait()
@@ -135,13 +149,20 @@ def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
 def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
     monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 0.2)
     timeout_seconds = 0.2 if ended_by == "timeout" else 600.0
-    checkpointer = checkpointer_on(tmp_path, 0, 3, lambda value: value, timeout_seconds=timeout_seconds)
+    checkpointer = checkpointer_on(tmp_path, FakeWorld(0, 3), timeout_seconds=timeout_seconds)
     checkpointer.save(FakeEngine(0, 3), 1)
     if ended_by == "close":
         checkpointer.close()
     with pytest.raises(CheckpointError, match=r"nothing came in time from ranks \[1, 2\]"):
         checkpointer.wait()
     assert names_in(tmp_path) == []
+
+
+def test_a_listing_that_is_late_holds_no_save_up(tmp_path, monkeypatch):
+    """NFS may list a folder as it was half a minute ago. Before, rank 0 found the receipts by a listing."""
+    monkeypatch.setattr(os, "listdir", lambda path: [])
+    save_steps(tmp_path, [1], world_size=2, timeout_seconds=5)
+    assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
 
 
 def test_details_that_are_not_json_fail_at_once(tmp_path):
