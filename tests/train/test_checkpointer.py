@@ -1,5 +1,6 @@
 """Saving in the background: what holds the caller up, what fails and who hears of it."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -156,6 +157,25 @@ def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
     with pytest.raises(CheckpointError, match=r"nothing came in time from ranks \[1, 2\]"):
         checkpointer.wait()
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("on_full_disk, left", [("keep", [1, 2]), ("drop_oldest", [2, 3])])
+def test_the_oldest_goes_first_on_a_full_disk_if_it_may(tmp_path, monkeypatch, on_full_disk, left):
+    real_write = checkpoint_files.write_safetensors
+
+    def write_two_checkpoints_only(tensors, path):
+        folders = [folder for folder in tmp_path.iterdir() if any(folder.iterdir())]
+        return (full_disk if len(folders) >= 2 else real_write)(tensors, path)
+
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", write_two_checkpoints_only)
+    checkpointer = alone(tmp_path, on_full_disk=on_full_disk)
+    for step in (1, 2, 3):
+        checkpointer.save(FakeEngine(seed=step), step)
+    checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
+    with contextlib.nullcontext() if 3 in left else pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.wait()
+    assert names_in(tmp_path) == [f"step_00000000{step}" for step in left]
+    assert_holds(newest_checkpoint(tmp_path)[0], seed=left[-1])
 
 
 def test_a_listing_that_is_late_holds_no_save_up(tmp_path, monkeypatch):
