@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gmlp_scale.engine import Piece
-from gmlp_scale.train.checkpoint_index import file_name
+from gmlp_scale.train.checkpoint_index import file_name, layout_of
 
 FILE_BYTES = 128 * 2**20  # so that a rank has several files and hashes one while it writes another
 NUM_WRITER_THREADS = 3
@@ -32,12 +32,12 @@ class FileRecord(BaseModel, frozen=True, extra="forbid"):
 def write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
     """Writes and fsyncs one rank's pieces, a new file about every FILE_BYTES.
 
-    Returns its receipt, JSON-able: each file's FileRecord, and key -> (shape, file_number, first, count).
+    Returns its receipt, JSON-able: each file's FileRecord, and its layout_of the pieces.
     """
-    contents, layout, num_bytes = {}, {}, 0
+    contents, places, num_bytes = {}, {}, 0
     for key, piece in pieces.items():
         file_number, count = num_bytes // FILE_BYTES, len(piece.tensor) if piece.shape else 1
-        layout[key] = (list(piece.shape), file_number, piece.first, count)
+        places[key] = (list(piece.shape), file_number, piece.first, count)
         if count:
             contents.setdefault(file_name(rank, file_number), {})[key] = piece.tensor
             num_bytes += piece.tensor.nbytes
@@ -48,7 +48,7 @@ def write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str,
     with ThreadPoolExecutor(NUM_WRITER_THREADS) as pool:
         files = dict(zip(contents, pool.map(write, contents), strict=True))
     fsync(folder)
-    return {"files": files, "layout": layout}
+    return {"files": files, "layout": layout_of(places)}
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> FileRecord:

@@ -3,6 +3,8 @@
 Equal shares of neighbouring ranks are one entry. So FSDP2 needs one or two for a tensor, however many ranks there are.
 """
 
+import functools
+import json
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
@@ -59,14 +61,19 @@ def file_name(rank: int, file_number: int) -> str:
     return f"rank_{rank:05d}_{file_number:03d}.safetensors"
 
 
+def layout_of(places: dict[str, tuple[list[int], int, int, int]]) -> dict[str, Any]:
+    """One rank's (shape, file_number, first, count) by key, as columns: rank 0 reads those of all ranks, key by key."""
+    shapes, *columns = zip(*places.values(), strict=True) if places else [()] * 4
+    return {"shapes": json.dumps(list(zip(places, shapes, strict=True))), "columns": columns}
+
+
 def merged(layouts: list[dict[str, Any]]) -> dict[str, Any]:
-    """DONE's `tensors`, from what each rank has: key -> (shape, file_number, first, count)."""
+    """DONE's `tensors` from the layouts of all ranks."""
     shapes, pieces = {}, {}
+    parsed = functools.cache(json.loads)  # FSDP2's ranks have the same keys and shapes: they are parsed once
     for rank, layout in enumerate(layouts):
-        for key, (shape, file_number, first, count) in layout.items():
-            assert shapes.setdefault(key, shape) == shape, (
-                f"{key} has shape {shapes[key]} on one rank, {shape} on {rank}"
-            )
+        for (key, shape), file_number, first, count in zip(parsed(layout["shapes"]), *layout["columns"], strict=True):
+            assert shapes.setdefault(key, shape) == shape, f"{key} has shape {shapes[key]}, and {shape} on rank {rank}"
             pieces.setdefault(key, [])
             if count:
                 pieces[key].append((first, rank, file_number, count))

@@ -213,7 +213,7 @@ class Checkpointer:
         if self.last_error:
             logger.error("%s could not be saved: %s", folder_name(step), self.last_error)
         self._tell(f"{folder.name}/{self.world.rank}", receipt)
-        return self._hear(f"{folder.name}/again", self._close_deadline)
+        return self._hear(f"{folder.name}/again", math.inf)
 
     def _conclude(self, folder: Path, step: int, receipt: dict[str, Any]) -> bool:
         """Rank 0: makes the checkpoint if no rank failed. Otherwise says why, and whether to try again once it may."""
@@ -287,13 +287,14 @@ class Checkpointer:
     def _hear(self, key: str, deadline: float) -> Any:
         """What another rank told. TimeoutError if that does not come before the deadline, or the grace of `close`."""
         self._is_hearing = True
-        while not self.world.store.check([key]):
-            if time.monotonic() > min(deadline, self._close_deadline):
-                raise TimeoutError(f"rank 0 did not answer for {key}")
-            time.sleep(POLL_SECONDS)
-        value = json.loads(zlib.decompress(self.world.store.get(key)))
-        self._is_hearing = False
-        return value
+        try:
+            while not self.world.store.check([key]):
+                if time.monotonic() > min(deadline, self._close_deadline):
+                    raise TimeoutError(f"{key} did not come")
+                time.sleep(POLL_SECONDS)
+            return json.loads(zlib.decompress(self.world.store.get(key)))
+        finally:
+            self._is_hearing = False
 
 
 def _failure(rank: int, error: Exception) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
-from gmlp_scale.train.checkpoint_index import TensorRecord, merged
+from gmlp_scale.train.checkpoint_index import TensorRecord, layout_of, merged
 from tests.train.fake_engine import (
     FakeEngine,
     Piece,
@@ -96,7 +96,7 @@ def test_the_index_does_not_grow_with_the_ranks():
         def layout(rank):
             count = 1000 // num_ranks + (rank < 1000 % num_ranks)
             first = sum(1000 // num_ranks + (other < 1000 % num_ranks) for other in range(rank))
-            return {f"model.blocks.{block}.weight": ((1000, 8), 0, first, count) for block in range(3)}
+            return layout_of({f"model.blocks.{block}.weight": ([1000, 8], 0, first, count) for block in range(3)})
 
         return json.dumps(merged([layout(rank) for rank in range(num_ranks)]))
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.train.fake_engine import (
     SHAPES,
     FakeEngine,
     FakeWorld,
+    Shared,
     alone,
     assert_holds,
     checkpointer_on,
@@ -183,6 +185,20 @@ def test_a_listing_that_is_late_holds_no_save_up(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "listdir", lambda path: [])
     save_steps(tmp_path, [1], world_size=2, timeout_seconds=5)
     assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
+
+
+def test_close_does_not_wait_for_a_store_that_stands_still(tmp_path, monkeypatch):
+    """Its process may have been stopped: a client then waits without end, whatever its timeout."""
+    monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 0.1)
+    world, asks = FakeWorld(1, 2, Shared(2)), threading.Event()
+    world.gather, world.broadcast = (lambda value: [value]), (lambda value: value)
+    world.store = SimpleNamespace(
+        set=lambda key, value: None, check=lambda keys: asks.set() or threading.Event().wait()
+    )
+    checkpointer = checkpointer_on(tmp_path, world)
+    checkpointer.save(FakeEngine(1, 2), 1)
+    assert asks.wait(timeout=60)
+    checkpointer.close()
 
 
 def test_details_that_are_not_json_fail_at_once(tmp_path):
