@@ -29,7 +29,7 @@ def fused_gating(
     if attention is not None:
         context_BNK = attention.context(y_BND)
         out_weight_GK, out_bias_G = attention.out.weight, attention.out.bias
-    output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit(
+    output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(
         expanded_BNF, gating.norm.weight, gating.norm.bias, weight, bias_N,
         context_BNK, out_weight_GK, out_bias_G, gating.norm.eps, torch.is_grad_enabled(),
     )  # fmt: skip

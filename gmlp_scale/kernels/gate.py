@@ -1,6 +1,8 @@
 """The gate: one kernel for the spatial product, the bias, the tiny attention and the product with GELU(u), and one for
 its backward pass."""
 
+from math import ceil
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,7 @@ def apply_gate(
     output_BNG = torch.empty_like(v_BNG)
     gate_BNG = torch.empty_like(v_BNG) if keeps_gate else v_BNG.new_empty(0)
     tiles = TILES[z_BNF.dtype]
-    grid = (triton.cdiv(num_positions, tiles["BLOCK_N"]), triton.cdiv(d_gate, tiles["BLOCK_G"]), batch_size)
+    grid = (ceil(num_positions / tiles["BLOCK_N"]), ceil(d_gate / tiles["BLOCK_G"]), batch_size)
     d_attn = 0 if context_BNK is None else context_BNK.shape[-1]
     _spatial_gate_kernel[grid](
         z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G,
@@ -47,7 +49,7 @@ def apply_gate_backward(
     grad_bias_BN = gate_BNG.new_empty(gate_BNG.shape[:2], dtype=torch.float32)
     num_tokens, d_gate = grad_bias_BN.numel(), gate_BNG.shape[-1]
     launch = full_width(d_gate)
-    _spatial_gate_backward_kernel[(triton.cdiv(num_tokens, launch["BLOCK_T"]),)](
+    _spatial_gate_backward_kernel[(ceil(num_tokens / launch["BLOCK_T"]),)](
         grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF, grad_gate_BNG, grad_bias_BN, num_tokens, d_gate, **launch
     )
     return grad_gate_BNG, grad_bias_BN

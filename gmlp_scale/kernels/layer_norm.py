@@ -1,5 +1,8 @@
 """LayerNorm(GELU(v)) over the channels of the gate half, one kernel forward and one backward."""
 
+from functools import cache
+from math import ceil
+
 import torch
 import triton
 import triton.language as tl
@@ -8,9 +11,8 @@ from torch import Tensor
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_HALF_OVER_PI = tl.constexpr(0.3989422804014327)
 
-MAX_PARTS = 512
-"""The most parts that the tokens are cut into; one program sums each. So many fill any GPU, and adding up their sums
-costs little."""
+BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 2
+"""How many programs of the backward kernel a multiprocessor holds at once, by their registers on sm_90."""
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def layer_norm_of_gelu(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float
     mean_BN = z_BNF.new_empty(batch_size, num_positions, dtype=torch.float32)
     rstd_BN = torch.empty_like(mean_BN)
     launch = full_width(d_ffn // 2)
-    grid = (triton.cdiv(mean_BN.numel(), launch["BLOCK_T"]),)
+    grid = (ceil(mean_BN.numel() / launch["BLOCK_T"]),)
     _layer_norm_of_gelu_kernel[grid](
         z_BNF, gain_G, bias_G, v_BNG, mean_BN, rstd_BN, mean_BN.numel(), d_ffn // 2, eps, **launch
     )
@@ -40,26 +42,40 @@ def layer_norm_of_gelu(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float
 
 def layer_norm_of_gelu_backward(
     grad_v_BNG: Tensor, z_BNF: Tensor, mean_BN: Tensor, rstd_BN: Tensor, gain_G: Tensor, grad_z_BNF: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Fills the second half of grad_z. Returns the float32 gradients of gain and bias."""
+) -> Tensor:
+    """Fills the second half of grad_z. Returns the gradients of gain and bias in float32, [2, G]."""
     num_tokens, d_gate = mean_BN.numel(), len(gain_G)
-    launch = full_width(d_gate)
-    num_blocks = triton.cdiv(num_tokens, launch["BLOCK_T"])
-    blocks_per_part = triton.cdiv(num_blocks, MAX_PARTS)
-    num_parts = triton.cdiv(num_blocks, blocks_per_part)
+    launch = backward_launch(d_gate)
+    num_blocks = ceil(num_tokens / launch["BLOCK_T"])
+    # All programs run at once, each over its part of the tokens: a second wave would leave most of the GPU idle.
+    num_programs = BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(z_BNF.device)
+    blocks_per_part = ceil(num_blocks / num_programs)
+    num_parts = ceil(num_blocks / blocks_per_part)
     grads_P2G = z_BNF.new_empty(num_parts, 2, d_gate, dtype=torch.float32)
     _layer_norm_of_gelu_backward_kernel[(num_parts,)](
         grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF, grads_P2G,
         num_tokens, blocks_per_part, d_gate, **launch,
     )  # fmt: skip
-    grad_gain_G, grad_bias_G = grads_P2G.sum(0).unbind()
-    return grad_gain_G, grad_bias_G
+    return grads_P2G.sum(0)
 
 
+@cache
 def full_width(width: int) -> dict[str, int]:
     """Launch options of a program that holds all `width` channels of some tokens, about 2048 numbers."""
     block = triton.next_power_of_2(width)
     return {"BLOCK_T": max(2048 // block, 1), "BLOCK_G": block, "num_warps": 8}
+
+
+@cache
+def backward_launch(width: int) -> dict[str, int]:
+    """full_width's, and how many blocks of tokens the loop of layer_norm_of_gelu_backward holds or loads at a time."""
+    return full_width(width) | {"NUM_STAGES": 3}
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; in the interpreter a few, so that small tests too give a program more than one block."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
@@ -86,7 +102,7 @@ def _layer_norm_of_gelu_kernel(
 @triton.jit
 def _layer_norm_of_gelu_backward_kernel(
     grad_v_TG, z_TF, mean_T, rstd_T, gain_G, grad_z_TF, grads_P2G,
-    num_tokens, blocks_per_part, d_gate, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    num_tokens, blocks_per_part, d_gate, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK_G)
@@ -94,7 +110,7 @@ def _layer_norm_of_gelu_backward_kernel(
     gain = tl.load(gain_G + channel, mask=channel < d_gate, other=0.0).to(tl.float32)[None, :]
     grad_gain = tl.zeros((BLOCK_T, BLOCK_G), tl.float32)
     grad_bias = tl.zeros((BLOCK_T, BLOCK_G), tl.float32)
-    for index in range(blocks_per_part):
+    for index in tl.range(blocks_per_part, num_stages=NUM_STAGES):  # loads the next tokens early
         token = (part * blocks_per_part + index) * BLOCK_T + tl.arange(0, BLOCK_T)
         is_token = token < num_tokens
         inside = is_token[:, None] & is_channel

@@ -8,15 +8,32 @@ torch.compile sees one opaque operator; FSDP and ZeRO see plain tensors. Shape s
 T all tokens B * N.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class KernelsError(ValueError):
     """The kernels cannot run on the model's device, or not in its dtype."""
 
 
-@torch.library.custom_op("gmlp_scale::spatial_gating_unit", mutates_args=())
+_LIBRARY = torch.library.Library("gmlp_scale", "DEF")
+
+
+def _operator(function: Callable) -> Callable:
+    """Makes a function the operator torch.ops.gmlp_scale.<its name>, and returns that.
+
+    torch.library.custom_op does the same, and in every call checks for aliases and looks up the function's module.
+    """
+    name = function.__name__
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.gmlp_scale, name).default
+
+
+@_operator
 def spatial_gating_unit(
     z_BNF: Tensor,
     gain_G: Tensor,
@@ -32,14 +49,14 @@ def spatial_gating_unit(
     """Returns output_BNG, and what the backward pass needs: S_BNG, normalised v_BNG, mean_BN and rstd_BN.
 
     Args:
-        z_BNF: the expanded activations before GELU. They and all other tensors are bfloat16, or all are float32.
-        gain_G, norm_bias_G, eps: the LayerNorm's.
+        z_BNF: the expanded activations before GELU, in bfloat16 or float32, which is the dtype of the products too.
+        gain_G, norm_bias_G, eps: the LayerNorm's. These and all other tensors may have another dtype than z.
         weight: the 2N - 1 offsets of a Toeplitz W, or W itself.
         context_BNK, out_weight_GK, out_bias_G: the tiny attention's; all three or none.
         keeps_gate: False if no backward pass follows; S is then empty.
 
     Raises:
-        KernelsError: the tensors are neither on a CUDA device nor in Triton's interpreter, or have another dtype.
+        KernelsError: the tensors are neither on a CUDA device nor in Triton's interpreter, or z has another dtype.
     """
     from gmlp_scale.kernels.gate import apply_gate
     from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu
@@ -54,20 +71,21 @@ def spatial_gating_unit(
         d_attn = context_BNK.shape[-1]
         assert context_BNK.shape == (batch_size, num_positions, d_attn)
         assert out_weight_GK.shape == (d_gate, d_attn) and out_bias_G.shape == (d_gate,)
+        context_BNK, out_weight_GK = (tensor.to(z_BNF.dtype).contiguous() for tensor in (context_BNK, out_weight_GK))
     if _is_rounded_late(z_BNF):
         tensors = (z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G)
-        outputs = spatial_gating_unit(*map(_in_float32, tensors), eps, keeps_gate)
+        outputs = spatial_gating_unit(*(_in_dtype(tensor, torch.float32) for tensor in tensors), eps, keeps_gate)
         return tuple(output.to(z_BNF.dtype) for output in outputs[:3]) + outputs[3:]
-    z_BNF, weight = z_BNF.contiguous(), weight.contiguous()
-    context_BNK = None if context_BNK is None else context_BNK.contiguous()
+    z_BNF = z_BNF.contiguous()
     v_BNG, mean_BN, rstd_BN = layer_norm_of_gelu(z_BNF, gain_G, norm_bias_G, eps)
+    weight_NN = spatial_matrix(weight, z_BNF.dtype)
     output_BNG, gate_BNG = apply_gate(
-        z_BNF, v_BNG, spatial_matrix(weight), bias_N, context_BNK, out_weight_GK, out_bias_G, keeps_gate
+        z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G, keeps_gate
     )
     return output_BNG, gate_BNG, v_BNG, mean_BN, rstd_BN
 
 
-@torch.library.custom_op("gmlp_scale::spatial_gating_unit_backward", mutates_args=())
+@_operator
 def spatial_gating_unit_backward(
     grad_output_BNG: Tensor,
     z_BNF: Tensor,
@@ -77,28 +95,28 @@ def spatial_gating_unit_backward(
     v_BNG: Tensor,
     mean_BN: Tensor,
     rstd_BN: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of z, S, gain, the LayerNorm's bias, weight and b, all in z's dtype."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of z and S in z's dtype, and in float32 those of the LayerNorm (gain above bias), weight
+    and b."""
     from gmlp_scale.kernels.gate import apply_gate_backward
     from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu_backward
     from gmlp_scale.kernels.spatial_weight import spatial_matrix, spatial_weight_gradient
 
     if _is_rounded_late(z_BNF):
         tensors = (grad_output_BNG, z_BNF, gain_G, weight, gate_BNG, v_BNG, mean_BN, rstd_BN)
-        return tuple(grad.to(z_BNF.dtype) for grad in spatial_gating_unit_backward(*map(_in_float32, tensors)))
-    z_BNF, weight = z_BNF.contiguous(), weight.contiguous()
-    batch_size, num_positions, _ = z_BNF.shape
+        grads = spatial_gating_unit_backward(*(_in_dtype(tensor, torch.float32) for tensor in tensors))
+        return tuple(grad.to(z_BNF.dtype) for grad in grads[:2]) + grads[2:]
+    z_BNF = z_BNF.contiguous()
     grad_z_BNF = torch.empty_like(z_BNF)
     grad_gate_BNG, grad_bias_BN = apply_gate_backward(grad_output_BNG.contiguous(), z_BNF, gate_BNG, grad_z_BNF)
-    transposed_BNN = spatial_matrix(weight).T.expand(batch_size, num_positions, num_positions)
-    grad_v_BNG = torch.bmm(transposed_BNN, grad_gate_BNG)
-    grad_gain_G, grad_norm_bias_G = layer_norm_of_gelu_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF)
+    weight_NN = spatial_matrix(weight, z_BNF.dtype)
+    grad_v_BNG = torch.bmm(weight_NN.T.expand(len(z_BNF), *weight_NN.shape), grad_gate_BNG)
+    grad_norm_2G = layer_norm_of_gelu_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF)
     grad_weight = spatial_weight_gradient(grad_gate_BNG, v_BNG, like=weight)
-    of_parameters = (grad_gain_G, grad_norm_bias_G, grad_weight, grad_bias_BN.sum(0))
-    return grad_z_BNF, grad_gate_BNG, *(grad.to(z_BNF.dtype, copy=True) for grad in of_parameters)
+    return grad_z_BNF, grad_gate_BNG, grad_norm_2G, grad_weight, grad_bias_BN.sum(0)
 
 
-@spatial_gating_unit.register_fake
+@torch.library.register_fake("gmlp_scale::spatial_gating_unit", lib=_LIBRARY)
 def _(z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G, eps, keeps_gate):
     output_BNG = z_BNF.new_empty(*z_BNF.shape[:2], z_BNF.shape[2] // 2)
     mean_BN = z_BNF.new_empty(z_BNF.shape[:2], dtype=torch.float32)
@@ -106,44 +124,46 @@ def _(z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, ou
     return output_BNG, gate_BNG, torch.empty_like(output_BNG), mean_BN, torch.empty_like(mean_BN)
 
 
-@spatial_gating_unit_backward.register_fake
+@torch.library.register_fake("gmlp_scale::spatial_gating_unit_backward", lib=_LIBRARY)
 def _(grad_output_BNG, z_BNF, gain_G, weight, gate_BNG, v_BNG, mean_BN, rstd_BN):
     return (
         z_BNF.new_empty(z_BNF.shape),
         torch.empty_like(gate_BNG),
-        torch.empty_like(gain_G),
-        torch.empty_like(gain_G),
-        weight.new_empty(weight.shape),
-        weight.new_empty(z_BNF.shape[1]),
+        mean_BN.new_empty(2, len(gain_G)),
+        mean_BN.new_empty(weight.shape),
+        mean_BN.new_empty(mean_BN.shape[1]),
     )
 
 
-def _save(ctx, inputs, output) -> None:
-    z_BNF, gain_G, _, weight, _, context_BNK, out_weight_GK, *_ = inputs
-    _, *kept = output
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(z_BNF, gain_G, weight, *kept, context_BNK, out_weight_GK)
+class _Differentiable(torch.autograd.Function):
+    """spatial_gating_unit and its gradients; only the output has some."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = spatial_gating_unit(*inputs)
+        z_BNF, gain_G, _, weight, _, context_BNK, out_weight_GK, *_ = inputs
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:8]]
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(z_BNF, gain_G, weight, *outputs[1:], context_BNK, out_weight_GK)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output_BNG, *_):
+        *saved, context_BNK, out_weight_GK = ctx.saved_tensors
+        grad_z_BNF, grad_gate_BNG, grad_norm_2G, *others = spatial_gating_unit_backward(grad_output_BNG, *saved)
+        grads = [grad_z_BNF, *grad_norm_2G.unbind(), *others, None, None, None]
+        if context_BNK is not None:
+            grad_gate_TG, dtype = grad_gate_BNG.flatten(0, 1), grad_gate_BNG.dtype
+            grads[5] = grad_gate_BNG @ out_weight_GK.to(dtype)
+            grads[6] = grad_gate_TG.T @ context_BNK.flatten(0, 1).to(dtype)
+            grads[7] = grad_gate_TG.sum(0, dtype=torch.float32)
+        return *(_in_dtype(grad, dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
 
 
-def _backward(ctx, grad_output_BNG, *_):
-    *saved, context_BNK, out_weight_GK = ctx.saved_tensors
-    z_BNF, gain_G, weight, *kept = saved
-    grad_z_BNF, grad_gate_BNG, *of_parameters = spatial_gating_unit_backward(
-        grad_output_BNG, z_BNF, gain_G, weight, *kept
-    )
-    of_attention = (None, None, None)
-    if context_BNK is not None:
-        grad_gate_TG = grad_gate_BNG.flatten(0, 1)
-        of_attention = (
-            grad_gate_BNG @ out_weight_GK,
-            grad_gate_TG.T @ context_BNK.flatten(0, 1),
-            grad_gate_TG.sum(0),
-        )
-    return grad_z_BNF, *of_parameters, *of_attention, None, None
-
-
-spatial_gating_unit.register_autograd(_backward, setup_context=_save)
+_LIBRARY.impl("spatial_gating_unit", _Differentiable.apply, "Autograd")
 
 
 def _check_can_run(z_BNF: Tensor) -> None:
@@ -169,5 +189,5 @@ def _is_rounded_late(z_BNF: Tensor) -> bool:
     return z_BNF.dtype == torch.bfloat16 and is_interpreted()
 
 
-def _in_float32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
+def _in_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

@@ -1,26 +1,30 @@
 """The spatial weight W: kernels that build it from its offsets, and that sum its gradient over the batch."""
 
+from math import ceil
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gmlp_scale.kernels.gate import TILES
-from gmlp_scale.kernels.layer_norm import full_width
+from gmlp_scale.kernels.layer_norm import full_width, num_multiprocessors
 
-NUM_PROGRAMS = 128
-"""How many programs share the gradient's product, if the batch is large enough: about one for each multiprocessor of a
-GPU. It is a constant, so that the sum has the same order on every device."""
+TILES = {
+    torch.bfloat16: {"BLOCK_I": 128, "BLOCK_J": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
+    torch.float32: {"BLOCK_I": 64, "BLOCK_J": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
+}
+"""The tiles of the gradient's product: rows x columns of W, and how many channels are loaded at once."""
 
 
-def spatial_matrix(weight: Tensor) -> Tensor:
-    """W itself, or W[i, j] = weight[(n - 1) + (j - i)] from the 2n - 1 offsets."""
+def spatial_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """W itself, or W[i, j] = weight[(n - 1) + (j - i)] from the 2n - 1 offsets, in `dtype`."""
+    weight = weight.contiguous()
     if weight.ndim == 2:
-        return weight
+        return weight.to(dtype)
     n = (len(weight) + 1) // 2
-    weight_NN = weight.new_empty(n, n)
+    weight_NN = weight.new_empty(n, n, dtype=dtype)
     launch = full_width(n)
-    _spatial_weight_kernel[(triton.cdiv(n, launch["BLOCK_T"]),)](weight, weight_NN, n, **launch)
+    _spatial_weight_kernel[(ceil(n / launch["BLOCK_T"]),)](weight, weight_NN, n, **launch)
     return weight_NN
 
 
@@ -28,23 +32,23 @@ def spatial_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) 
     """sum_b grad_b v_b^T in float32, [n, n]; summed over its diagonals to [2n - 1] if `like` holds offsets."""
     batch_size, n, d_gate = v_BNG.shape
     tiles = TILES[v_BNG.dtype]
-    tiles = {"BLOCK_I": tiles["BLOCK_N"], "BLOCK_J": tiles["BLOCK_G"]} | {
-        name: tiles[name] for name in ("BLOCK_K", "num_warps", "num_stages")
-    }
-    num_tiles = triton.cdiv(n, tiles["BLOCK_I"]) * triton.cdiv(n, tiles["BLOCK_J"])
-    sequences_per_part = triton.cdiv(batch_size, max(NUM_PROGRAMS // num_tiles, 1))
-    num_parts = triton.cdiv(batch_size, sequences_per_part)
+    num_tiles = ceil(n / tiles["BLOCK_I"]) * ceil(n / tiles["BLOCK_J"])
+    num_blocks = batch_size * ceil(d_gate / tiles["BLOCK_K"])
+    # The sum over sequences and channels is cut into parts, so that each multiprocessor has a tile of one.
+    blocks_per_part = ceil(num_blocks / max(num_multiprocessors(v_BNG.device) // num_tiles, 1))
+    num_parts = ceil(num_blocks / blocks_per_part)
     parts_PNN = v_BNG.new_empty(num_parts, n, n, dtype=torch.float32)
-    grid = (triton.cdiv(n, tiles["BLOCK_I"]), triton.cdiv(n, tiles["BLOCK_J"]), num_parts)
+    grid = (ceil(n / tiles["BLOCK_I"]), ceil(n / tiles["BLOCK_J"]), num_parts)
     _spatial_weight_gradient_kernel[grid](
-        grad_gate_BNG, v_BNG, parts_PNN, batch_size, sequences_per_part, n, d_gate, **tiles
+        grad_gate_BNG, v_BNG, parts_PNN, num_blocks, blocks_per_part, n, d_gate, **tiles
     )
+    grad_NN = parts_PNN.sum(0)
     if like.ndim == 2:
-        return parts_PNN.sum(0)
-    grad_offsets = parts_PNN.new_empty(2 * n - 1)
+        return grad_NN
+    grad_offsets = grad_NN.new_empty(2 * n - 1)
     # Eight neighbouring diagonals in float32 are 32 bytes, the least that a GPU reads at once.
     block = {"BLOCK_I": min(triton.next_power_of_2(n), 512), "BLOCK_D": 8}
-    _spatial_diagonals_kernel[(triton.cdiv(2 * n - 1, 8),)](parts_PNN, grad_offsets, num_parts, n, **block)
+    _spatial_diagonals_kernel[(ceil((2 * n - 1) / 8),)](grad_NN, grad_offsets, n, **block)
     return grad_offsets
 
 
@@ -58,19 +62,18 @@ def _spatial_weight_kernel(offsets, weight_NN, n, BLOCK_T: tl.constexpr, BLOCK_G
 
 @triton.jit
 def _spatial_weight_gradient_kernel(
-    grad_gate_BNG, v_BNG, parts_PNN, batch_size, sequences_per_part, n, d_gate,
+    grad_gate_BNG, v_BNG, parts_PNN, num_blocks, blocks_per_part, n, d_gate,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
     part = tl.program_id(2)
-    first = part * sequences_per_part
-    num_sequences = tl.minimum(sequences_per_part, batch_size - first)
+    first = part * blocks_per_part
     blocks_per_sequence = tl.cdiv(d_gate, BLOCK_K)
     total = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
     # One loop over sequences and channels, so that the next loads start early even where a sequence ends.
-    for index in range(num_sequences * blocks_per_sequence):
-        first_token = (first + index // blocks_per_sequence).to(tl.int64) * n
+    for index in range(first, tl.minimum(first + blocks_per_part, num_blocks)):
+        first_token = (index // blocks_per_sequence).to(tl.int64) * n
         channel = (index % blocks_per_sequence) * BLOCK_K + tl.arange(0, BLOCK_K)
         is_channel = channel < d_gate
         grad_gate = tl.load(
@@ -89,13 +92,12 @@ def _spatial_weight_gradient_kernel(
 
 
 @triton.jit
-def _spatial_diagonals_kernel(parts_PNN, grad_offsets, num_parts, n, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr):
+def _spatial_diagonals_kernel(grad_NN, grad_offsets, n, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr):
     """Offset d is the diagonal j - i = d - (n - 1)."""
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
-    for start in range(0, num_parts * n, BLOCK_I):  # the lines of all parts, one after another
-        line = start + tl.arange(0, BLOCK_I)
-        j = (line % n)[:, None] + d[None, :] - (n - 1)
-        inside = (line < num_parts * n)[:, None] & (j >= 0) & (j < n)
-        total += tl.load(parts_PNN + line[:, None].to(tl.int64) * n + j, mask=inside, other=0.0)
+    for start in range(0, n, BLOCK_I):
+        i = (start + tl.arange(0, BLOCK_I))[:, None]
+        j = i + d[None, :] - (n - 1)
+        total += tl.load(grad_NN + i * n + j, mask=(i < n) & (j >= 0) & (j < n), other=0.0)
     tl.store(grad_offsets + d, tl.sum(total, axis=0), mask=d < 2 * n - 1)

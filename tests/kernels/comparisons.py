@@ -1,6 +1,7 @@
 """The fused Spatial Gating Unit beside a plain one in float64, on any device; run by child processes too."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,10 @@ from gmlp_scale.kernels.spatial_gating_unit import spatial_gating_unit
 from gmlp_scale.models.toeplitz import toeplitz
 
 INPUTS = ("z", "gain", "norm_bias", "weight", "bias", "context", "out_weight", "out_bias")
+VECTORS = ("gain", "norm_bias", "weight", "bias", "out_bias")
+"""What engines keep in float32, if W is Toeplitz."""
+PARAMETERS = (*VECTORS, "out_weight")
+"""What is in float32 under autocast."""
 EPS = 1e-5
 
 
@@ -21,21 +26,25 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     batch_size: int = 2
     d_gate: int = 40
+    in_float32: tuple[str, ...] = ()
+    """The inputs that are in float32, whatever `dtype` says of the others."""
 
 
 def inputs_of(case: Case, device: str = "cpu") -> tuple[list[Tensor | None], Tensor]:
     """Every input of the unit in the order of INPUTS, and a gradient of its output."""
     generator = torch.Generator().manual_seed(case.n)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, case.dtype)
-
+    random = partial(torch.randn, generator=generator)
     n, g, k = case.n, case.d_gate, case.d_attn
     weight = random(n, n) if case.spatial == "dense" else random(2 * n - 1)
     attention = [None] * 3 if k is None else [random(case.batch_size, n, k), random(g, k) / k**0.5, random(g)]
-    return [
+    inputs = [
         random(case.batch_size, n, 2 * g), 1 + random(g) / 3, random(g), weight / n**0.5, 1 + random(n), *attention
-    ], random(case.batch_size, n, g)  # fmt: skip
+    ]  # fmt: skip
+    dtypes = (torch.float32 if name in case.in_float32 else case.dtype for name in INPUTS)
+    inputs = [
+        None if tensor is None else tensor.to(device, dtype) for tensor, dtype in zip(inputs, dtypes, strict=True)
+    ]
+    return inputs, random(case.batch_size, n, g).to(device, case.dtype)
 
 
 def plain_unit(z, gain, norm_bias, weight, bias, context, out_weight, out_bias) -> Tensor:
@@ -64,9 +73,12 @@ def relative_errors(case: Case, device: str = "cpu") -> dict[str, float]:
     inputs, grad_output = inputs_of(case, device)
     exact_inputs = [None if tensor is None else tensor.double() for tensor in inputs]
     found = output_and_gradients(fused_unit, inputs, grad_output)
+    dtypes = {"output": case.dtype} | {
+        name: tensor.dtype for name, tensor in zip(INPUTS, inputs, strict=True) if tensor is not None
+    }
     expected = output_and_gradients(plain_unit, exact_inputs, grad_output.double())
     for name, tensor in found.items():
-        assert (tensor.shape, tensor.dtype) == (expected[name].shape, case.dtype), name
+        assert (tensor.shape, tensor.dtype) == (expected[name].shape, dtypes[name]), name
     return {
         name: ((tensor.double() - expected[name]).norm() / expected[name].norm()).item()
         for name, tensor in found.items()

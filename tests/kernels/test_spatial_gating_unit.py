@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.kernels.comparisons import (
+    PARAMETERS,
+    VECTORS,
     Case,
     fused_unit,
     inputs_of,
@@ -20,12 +22,16 @@ CASES = [
     Case(77, d_gate=70), Case(77, "dense", 20, d_gate=70), Case(77, "dense", dtype=BFLOAT16), Case(77, d_attn=64),
     Case(128, "dense", batch_size=3), Case(128, d_attn=64, dtype=BFLOAT16, d_gate=130),
     Case(196, "dense"), Case(196, d_attn=6, dtype=BFLOAT16, d_gate=9),
+    Case(60, batch_size=5, d_gate=70),  # more than one block to a program, and parts that cut sequences
+    Case(77, d_attn=6, dtype=BFLOAT16, in_float32=VECTORS), Case(128, "dense", 5, BFLOAT16, in_float32=PARAMETERS),
     Case(512, batch_size=1, d_gate=12), Case(512, "dense", 16, BFLOAT16, batch_size=1, d_gate=12),
 ]  # fmt: skip
 REPEATED = Case(77, d_attn=8, d_gate=70)
 RECIPES = [
     Case(512, "toeplitz", None, BFLOAT16, 8, 1536),  # gmlp_base
     Case(512, "toeplitz", 128, BFLOAT16, 8, 1536),  # amlp_large
+    Case(512, "toeplitz", 128, BFLOAT16, 8, 1536, VECTORS),
+    Case(196, "dense", 64, BFLOAT16, 8, 1536, PARAMETERS),  # autocast
     Case(196, "dense", None, BFLOAT16, 8, 1536),
     Case(512, "toeplitz", 64, torch.float32, 2, 1536),
 ]
