@@ -10,11 +10,22 @@ from torch import Tensor
 
 from gmlp_scale.kernels.layer_norm import full_width, gelu, gelu_slope
 
-TILES = {
-    torch.bfloat16: {"BLOCK_N": 128, "BLOCK_G": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
-    torch.float32: {"BLOCK_N": 64, "BLOCK_G": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
-}
-"""The tiles of the matrix products: positions x channels of the output, and how much of the sum is loaded at once."""
+BFLOAT16_TILES = [
+    {
+        "BLOCK_N": 128,
+        "BLOCK_G": num_channels,
+        "BLOCK_K": 64,
+        "USES_TMA": uses_tma,
+        "num_warps": num_warps,
+        "num_stages": 3,
+    }
+    for uses_tma in (False, True)
+    for num_channels, num_warps in ((64, 4), (128, 8))
+]
+"""Tiles of the product, positions x channels of the output by how much of the sum is loaded at once, the default first.
+With 64 channels a multiprocessor holds three programs, so that one's GELU overlaps another's product; 128 channels read
+less. BLOCK_K is the same in all, and so is the order of every sum."""
+FLOAT32_TILE = {"BLOCK_N": 64, "BLOCK_G": 64, "BLOCK_K": 32, "USES_TMA": False, "num_warps": 4, "num_stages": 2}
 
 
 def apply_gate(
@@ -31,14 +42,34 @@ def apply_gate(
     batch_size, num_positions, d_gate = v_BNG.shape
     output_BNG = torch.empty_like(v_BNG)
     gate_BNG = torch.empty_like(v_BNG) if keeps_gate else v_BNG.new_empty(0)
-    tiles = TILES[z_BNF.dtype]
-    grid = (ceil(num_positions / tiles["BLOCK_N"]), ceil(d_gate / tiles["BLOCK_G"]), batch_size)
     d_attn = 0 if context_BNK is None else context_BNK.shape[-1]
-    _spatial_gate_kernel[grid](
+    kernel, tile = _spatial_gate_kernel, BFLOAT16_TILES[0] if z_BNF.dtype == torch.bfloat16 else FLOAT32_TILE
+    if is_tuned(z_BNF.dtype, num_positions, d_gate, d_attn):
+        kernel, tile = _tuned_spatial_gate_kernel, {}
+    triton.set_allocator(_scratch_memory)  # for this thread: recomputation runs in another
+
+    def grid(tile: dict[str, int]) -> tuple[int, int, int]:
+        return ceil(num_positions / tile["BLOCK_N"]), ceil(d_gate / tile["BLOCK_G"]), batch_size
+
+    kernel[grid](
         z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G,
-        gate_BNG if keeps_gate else None, output_BNG, num_positions, d_gate, d_attn, **tiles,
+        gate_BNG if keeps_gate else None, output_BNG, num_positions, d_gate, d_attn, **tile,
     )  # fmt: skip
     return output_BNG, gate_BNG
+
+
+def is_tuned(dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether the first call for these sizes tries all tiles and keeps the fastest, on disk too.
+
+    Only whole blocks are tuned, as trained models have: a text of any length would start another trial, and TMA needs
+    rows that begin at multiples of 16 bytes.
+    """
+    return dtype == torch.bfloat16 and all(size % 64 == 0 for size in sizes) and not triton.knobs.runtime.interpret
+
+
+def _scratch_memory(num_bytes: int, alignment: int, stream: int | None) -> Tensor:
+    """Where programs write the descriptors of their matrices."""
+    return torch.empty(num_bytes, dtype=torch.int8, device="cuda")
 
 
 def apply_gate_backward(
@@ -56,55 +87,88 @@ def apply_gate_backward(
 
 
 @triton.jit
+def _matrix(pointer, num_rows, num_columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USES_TMA: tl.constexpr):
+    """A row-major matrix for _load and _store, in blocks of ROWS x COLUMNS: its descriptor for TMA, or its pointer."""
+    if USES_TMA:
+        return tl.make_tensor_descriptor(pointer, [num_rows, num_columns], [stride, 1], [ROWS, COLUMNS])
+    else:
+        return pointer
+
+
+@triton.jit
+def _load(
+    matrix, row, column, num_rows, num_columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, USES_TMA: tl.constexpr,
+):  # fmt: skip
+    """The block that begins at (row, column), zero outside the matrix."""
+    if USES_TMA:
+        return matrix.load([row, column])
+    else:
+        rows, columns = (row + tl.arange(0, ROWS))[:, None], (column + tl.arange(0, COLUMNS))[None, :]
+        return tl.load(matrix + rows * stride + columns, mask=(rows < num_rows) & (columns < num_columns), other=0.0)
+
+
+@triton.jit
+def _store(
+    matrix, block, row, column, num_rows, num_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, USES_TMA: tl.constexpr,
+):  # fmt: skip
+    if USES_TMA:
+        matrix.store([row, column], block.to(matrix.dtype))
+    else:
+        rows, columns = (row + tl.arange(0, ROWS))[:, None], (column + tl.arange(0, COLUMNS))[None, :]
+        place = rows * num_columns + columns
+        tl.store(matrix + place, block, mask=(rows < num_rows) & (columns < num_columns))
+
+
+@triton.jit
 def _spatial_gate_kernel(
     z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G, gate_BNG, output_BNG,
-    num_positions, d_gate, d_attn, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
+    num_positions, d_gate, d_attn,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, USES_TMA: tl.constexpr,
 ):  # fmt: skip
-    position = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    channel = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    n, g, k = num_positions, d_gate, d_attn
+    row, column = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_G
     # 64 bits address a sequence and 32 bits an element within it, which takes half the registers.
-    first_token = tl.program_id(2).to(tl.int64) * num_positions
-    is_position, is_channel = (position < num_positions)[:, None], (channel < d_gate)[None, :]
+    first_token = tl.program_id(2).to(tl.int64) * n
 
     gate = tl.zeros((BLOCK_N, BLOCK_G), tl.float32)
-    for start in range(0, num_positions, BLOCK_K):
-        other = start + tl.arange(0, BLOCK_K)
-        is_other = other < num_positions
-        weight = tl.load(
-            weight_NN + position[:, None] * num_positions + other[None, :],
-            mask=is_position & is_other[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            v_BNG + first_token * d_gate + other[:, None] * d_gate + channel[None, :],
-            mask=is_other[:, None] & is_channel,
-            other=0.0,
-        )
+    weight_NN = _matrix(weight_NN, n, n, n, BLOCK_N, BLOCK_K, USES_TMA)
+    v_NG = _matrix(v_BNG + first_token * g, n, g, g, BLOCK_K, BLOCK_G, USES_TMA)
+    for start in range(0, n, BLOCK_K):
+        weight = _load(weight_NN, row, start, n, n, n, BLOCK_N, BLOCK_K, USES_TMA)
+        v = _load(v_NG, start, column, n, g, g, BLOCK_K, BLOCK_G, USES_TMA)
         gate = tl.dot(weight, v, gate, input_precision="ieee")
+    channel, position = column + tl.arange(0, BLOCK_G), row + tl.arange(0, BLOCK_N)
     if context_BNK is not None:  # more of the same sum
-        for start in range(0, d_attn, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            is_k = k < d_attn
-            context = tl.load(
-                context_BNK + first_token * d_attn + position[:, None] * d_attn + k[None, :],
-                mask=is_position & is_k[None, :],
-                other=0.0,
-            )
-            out_weight = tl.load(
-                out_weight_GK + channel[None, :] * d_attn + k[:, None], mask=is_channel & is_k[:, None], other=0.0
-            )
-            gate = tl.dot(context, out_weight, gate, input_precision="ieee")
-        gate += tl.load(out_bias_G + channel, mask=channel < d_gate, other=0.0).to(tl.float32)[None, :]
-    gate += tl.load(bias_N + position, mask=position < num_positions, other=0.0).to(tl.float32)[:, None]
+        context_NK = _matrix(context_BNK + first_token * k, n, k, k, BLOCK_N, BLOCK_K, USES_TMA)
+        out_weight_GK = _matrix(out_weight_GK, g, k, k, BLOCK_G, BLOCK_K, USES_TMA)
+        for start in range(0, k, BLOCK_K):
+            context = _load(context_NK, row, start, n, k, k, BLOCK_N, BLOCK_K, USES_TMA)
+            out_weight = _load(out_weight_GK, column, start, g, k, k, BLOCK_G, BLOCK_K, USES_TMA)
+            gate = tl.dot(context, out_weight.T, gate, input_precision="ieee")
+        gate += tl.load(out_bias_G + channel, mask=channel < g, other=0.0).to(tl.float32)[None, :]
+    gate += tl.load(bias_N + position, mask=position < n, other=0.0).to(tl.float32)[:, None]
 
-    inside = is_position & is_channel
-    place = position[:, None] * d_gate + channel[None, :]
     if gate_BNG is not None:
-        tl.store(gate_BNG + first_token * d_gate + place, gate, mask=inside)
-    u = tl.load(
-        z_BNF + first_token * (2 * d_gate) + position[:, None] * (2 * d_gate) + channel[None, :], mask=inside, other=0.0
-    ).to(tl.float32)
-    tl.store(output_BNG + first_token * d_gate + place, gelu(u) * gate, mask=inside)
+        gate_NG = _matrix(gate_BNG + first_token * g, n, g, g, BLOCK_N, BLOCK_G, USES_TMA)
+        _store(gate_NG, gate, row, column, n, g, BLOCK_N, BLOCK_G, USES_TMA)
+    u_NG = _matrix(z_BNF + first_token * (2 * g), n, g, 2 * g, BLOCK_N, BLOCK_G, USES_TMA)
+    u = _load(u_NG, row, column, n, g, 2 * g, BLOCK_N, BLOCK_G, USES_TMA).to(tl.float32)
+    output_NG = _matrix(output_BNG + first_token * g, n, g, g, BLOCK_N, BLOCK_G, USES_TMA)
+    _store(output_NG, gelu(u) * gate, row, column, n, g, BLOCK_N, BLOCK_G, USES_TMA)
+
+
+_tuned_spatial_gate_kernel = triton.autotune(
+    [
+        triton.Config(
+            {name: value for name, value in tile.items() if name.isupper()}, tile["num_warps"], tile["num_stages"]
+        )
+        for tile in BFLOAT16_TILES
+    ],
+    key=["num_positions", "d_gate", "d_attn"],
+    cache_results=True,
+)(_spatial_gate_kernel)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gmlp_scale.kernels import gate
 from tests.kernels.comparisons import (
     PARAMETERS,
     VECTORS,
@@ -43,8 +44,17 @@ def two_runs(case: Case, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
     return [output_and_gradients(fused_unit, *inputs_of(case, device)) for _ in range(2)]
 
 
+def errors_with_tile(case: Case, tile: dict[str, int], device: str = "cpu") -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate, "is_tuned", lambda *_: False)
+        patch.setattr(gate, "BFLOAT16_TILES", [tile])
+        patch.setattr(gate, "FLOAT32_TILE", tile)
+        return relative_errors(case, device)
+
+
 def _run_all() -> dict:
     results = {case: relative_errors(case) for case in CASES}
+    results["TMA"] = errors_with_tile(Case(36, d_attn=12, d_gate=20), gate.FLOAT32_TILE | {"USES_TMA": True})
     with torch.no_grad():
         inputs, _ = inputs_of(REPEATED)
         keeping, inferring = (spatial_gating_unit(*inputs, 1e-5, keeps) for keeps in (True, False))
@@ -75,6 +85,10 @@ def test_output_and_every_gradient_are_those_of_float64(on_cpu, case):
     assert max(on_cpu[case].values()) < BOUNDS[case.dtype], on_cpu[case]
 
 
+def test_a_tile_loaded_through_descriptors_gives_the_same(on_cpu):
+    assert max(on_cpu["TMA"].values()) < BOUNDS[torch.float32], on_cpu["TMA"]
+
+
 def test_two_runs_are_equal_bit_for_bit(on_cpu):
     first, second = on_cpu["twice"]
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -94,6 +108,13 @@ def test_operators_keep_to_the_rules_of_pytorch():
 def test_output_and_every_gradient_are_those_of_float64_on_a_gpu(case):
     errors = relative_errors(case, "cuda")
     assert max(errors.values()) < BOUNDS[case.dtype], errors
+
+
+@needs_gpu
+@pytest.mark.parametrize("tile", gate.BFLOAT16_TILES, ids=str)
+def test_every_tile_of_the_gate_gives_the_same_on_a_gpu(tile):
+    errors = errors_with_tile(RECIPES[1], tile, "cuda")
+    assert max(errors.values()) < BOUNDS[BFLOAT16], errors
 
 
 @needs_gpu

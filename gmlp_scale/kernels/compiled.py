@@ -1,0 +1,143 @@
+"""What each kernel takes of an H100 or H200, which need not be there: launches are noted, compiled for sm_90 and read.
+
+Not in Triton's interpreter, where nothing is compiled.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.jit import KernelInterface
+
+from gmlp_scale.kernels import gate, layer_norm, spatial_gating_unit, spatial_weight
+
+HOPPER = GPUTarget("cuda", 90, 32)
+REGISTERS_PER_QUARTER = 16384
+"""A multiprocessor has four quarters, and each warp its registers in one of them, in units of eight for a thread."""
+SHARED_BYTES_PER_MULTIPROCESSOR, RESERVED_SHARED_BYTES = 228 * 1024, 1024
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", int: "i32", float: "fp32"}
+
+
+class Launch(NamedTuple):
+    kernel: triton.JITFunction
+    arguments: dict[str, object]
+    """By name; a tile's sizes are among them."""
+    options: dict[str, int]
+    """num_warps and num_stages."""
+
+
+class Usage(NamedTuple):
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    """Of a thread, in its local memory."""
+    shared_bytes: int
+    """Of a program."""
+    programs_per_multiprocessor: int
+    """How many run at once."""
+
+
+@contextmanager
+def without_kernels(note: Callable[[KernelInterface, tuple, dict], None]) -> Iterator[None]:
+    """Calls `note` with the kernel, its arguments and its options instead of each launch, on any device."""
+
+    class Noted:
+        def __init__(self, kernel: KernelInterface):
+            self.kernel = kernel
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *arguments, **options: note(self.kernel, arguments, options)
+
+    replaced = [
+        (module, name, value, Noted(value))
+        for module in (gate, layer_norm, spatial_weight)
+        for name, value in vars(module).items()
+        if name.endswith("_kernel")
+    ]
+    replaced.append((spatial_gating_unit, "_check_can_run", spatial_gating_unit._check_can_run, lambda z_BNF: None))
+    for module, name, _, instead in replaced:
+        setattr(module, name, instead)
+    try:
+        yield
+    finally:
+        for module, name, value, _ in replaced:
+            setattr(module, name, value)
+
+
+def launches_of(call: Callable[[], object]) -> list[Launch]:
+    """What `call` would launch; a tuned kernel in each of its tiles."""
+    launches = []
+
+    def note(kernel: KernelInterface, arguments: tuple, options: dict) -> None:
+        tiles = [options]
+        if isinstance(kernel, triton.runtime.Autotuner):
+            kernel, tiles = kernel.fn, [{**options, **config.all_kwargs()} for config in kernel.configs]
+        for tile in tiles:
+            named = dict(zip(kernel.arg_names, arguments, strict=False))
+            named |= {name: value for name, value in tile.items() if name in kernel.arg_names}
+            options_of_launch = {name: tile[name] for name in ("num_warps", "num_stages") if name in tile}
+            launches.append(Launch(kernel, named, options_of_launch))
+
+    with without_kernels(note):
+        call()
+    return launches
+
+
+def compile_for_hopper(launch: Launch) -> CompiledKernel:
+    """As Triton would for these arguments: a None or a 1 is a constant, and multiples of 16 are known as such."""
+    kernel, arguments = launch.kernel, launch.arguments
+    is_constant = {
+        parameter.name: parameter.is_constexpr
+        or arguments[parameter.name] is None
+        or _is_one(arguments[parameter.name])
+        for parameter in kernel.params
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if is_constant[name] else _type(arguments[name]) for name in kernel.arg_names},
+        constexprs={(i,): arguments[name] for i, name in enumerate(kernel.arg_names) if is_constant[name]},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(kernel.arg_names)
+            if not is_constant[name] and _is_multiple_of_16(arguments[name])
+        },
+    )
+    return triton.compile(source, target=HOPPER, options=launch.options)
+
+
+def usage_of(compiled: CompiledKernel) -> Usage:
+    """As the disassembler that Triton brings reads it from the binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled_bytes = (int(re.search(rf"{name}:(\d+)", printed)[1]) for name in ("REG", "STACK"))
+    shared_bytes, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
+    warps_by_registers = 4 * (REGISTERS_PER_QUARTER // (32 * 8 * -(-registers // 8)))
+    programs = min(
+        warps_by_registers // num_warps,
+        SHARED_BYTES_PER_MULTIPROCESSOR // (shared_bytes + RESERVED_SHARED_BYTES),
+    )
+    return Usage(registers, spilled_bytes, shared_bytes, programs)
+
+
+def _type(value: object) -> str:
+    return TYPES[value.dtype if isinstance(value, Tensor) else type(value)]
+
+
+def _is_one(value: object) -> bool:
+    return isinstance(value, int) and value == 1
+
+
+def _is_multiple_of_16(value: object) -> bool:
+    number = value.data_ptr() if isinstance(value, Tensor) else value
+    return isinstance(number, int) and number % 16 == 0
