@@ -1,20 +1,28 @@
 """Times each fused kernel of gmlp_scale/kernels beside plain PyTorch, eager and under torch.compile.
 
 python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml train.micro_batch_size=32   # on a GPU
+python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml --device none               # anywhere
 TRITON_INTERPRET=1 python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml --device cpu   # a try
 
 Prints JSON, of one block at the recipe's shape: the seconds of every form, and the floor, which is the larger of the
 operations over the matrix rate and the fewest bytes over the copy rate. Both rates are measured in the same run.
 gain_of_block is the share of the compiled plain block's time that the kernel saves. On a CPU the shape is tiny and the
 kernels are interpreted: the figures then mean nothing.
+
+host_seconds is the least that the host takes to call the operator, with kernels that do nothing. compiled_for_sm_90
+tells what each kernel takes of an H100, the gate's in every tile that its tuner tries: registers and spilled bytes of a
+thread, shared memory of a program, and how many programs a multiprocessor holds at once. --device none prints only
+these two.
 """
 
 import argparse
 import json
 import sys
+from functools import partial
 
 import torch
 
+from gmlp_scale.benchmark.kernel_launches import compiled_kernels, host_seconds
 from gmlp_scale.benchmark.kernel_times import load_recipe, measure_kernels
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.run import USER_ERRORS
@@ -23,24 +31,34 @@ from gmlp_scale.run import USER_ERRORS
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="of a gMLP or aMLP; its micro-batch is timed")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu", "none"], default="cuda", help="none: times no kernel")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each form (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device: run it on a GPU, or with --device cpu to try it", file=sys.stderr)
+        print("there is no CUDA device: run it on a GPU, or with --device none or cpu", file=sys.stderr)
         return 2
-    if options.device == "cpu" and not is_interpreted():
-        print("--device cpu needs TRITON_INTERPRET=1 in the environment", file=sys.stderr)
+    if (options.device == "cpu") != is_interpreted():
+        print("--device cpu needs TRITON_INTERPRET=1 in the environment, others need it away", file=sys.stderr)
         return 2
     try:
-        run = load_recipe(options.config, options.overrides, tiny=options.device == "cpu")
-        report = measure_kernels(run, torch.device(options.device), options.rounds)
+        report = measure(options)
     except (*USER_ERRORS, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     print(json.dumps(report, indent=1))
     return 0
+
+
+def measure(options: argparse.Namespace) -> dict:
+    recipe = partial(load_recipe, options.config, options.overrides)
+    report = {}
+    if options.device != "cpu":
+        report["host_seconds"] = host_seconds(recipe(tiny=True), "cpu" if options.device == "none" else "cuda")
+        report["compiled_for_sm_90"] = compiled_kernels(recipe(tiny=False))
+    if options.device != "none":
+        report |= measure_kernels(recipe(tiny=options.device == "cpu"), torch.device(options.device), options.rounds)
+    return report
 
 
 if __name__ == "__main__":

@@ -108,12 +108,10 @@ def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
     model, b, n, g = run.model, run.train.micro_batch_size, run.model.sequence_length, run.model.d_gate
     k = model.d_attn if isinstance(model, AmlpConfig) else 0
     random = partial(torch.randn, device=device, dtype=DTYPES[run.train.precision])
-    z_BNF, v_BNG, gate_BNG, grad_BNG = random(b, n, 2 * g), random(b, n, g), random(b, n, g), random(b, n, g)
-    gain_G, bias_N = random(g), random(n)
-    weight = random(n, n) if model.spatial == "dense" else random(2 * n - 1)
-    attention = (random(b, n, k), random(g, k), random(g)) if k else (None, None, None)
+    z_BNF, gain_G, _, weight, bias_N, *attention = unit_inputs(run, device)
+    v_BNG, gate_BNG, grad_BNG = (random(b, n, g) for _ in range(3))
     mean_BN, rstd_BN = (torch.rand(b, n, device=device) + 0.5 for _ in range(2))
-    grad_z_BNF, weight_NN = torch.empty_like(z_BNF), spatial_matrix(weight)
+    grad_z_BNF, weight_NN = torch.empty_like(z_BNF), spatial_matrix(weight, z_BNF.dtype)
     half = v_BNG.nbytes
     flops = 2 * b * n * n * g
     return {
@@ -137,15 +135,30 @@ def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
     }  # fmt: skip
 
 
+def unit_inputs(
+    run: RunConfig, device: torch.device | str, *, requires_grad: bool = False, batch_size: int | None = None
+) -> list[Tensor | None]:
+    """The tensors that the operator takes, in its order: vectors in float32, as in every engine. The batch is the
+    recipe's micro-batch if none is given."""
+    model, n, g = run.model, run.model.sequence_length, run.model.d_gate
+    k = model.d_attn if isinstance(model, AmlpConfig) else 0
+    b = batch_size or run.train.micro_batch_size
+    vector = partial(torch.randn, device=device, requires_grad=requires_grad)
+    matrix = partial(vector, dtype=DTYPES[run.train.precision])
+    weight = matrix(n, n) if model.spatial == "dense" else vector(2 * n - 1)
+    attention = [matrix(b, n, k), matrix(g, k), vector(g)] if k else [None, None, None]
+    return [matrix(b, n, 2 * g), vector(g), vector(g), weight, vector(n), *attention]
+
+
 def plain_norm(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float) -> Tensor:
     v_BNG = z_BNF.chunk(2, dim=-1)[1]
-    return F.layer_norm(F.gelu(v_BNG), gain_G.shape, gain_G, bias_G, eps)
+    return F.layer_norm(F.gelu(v_BNG), gain_G.shape, gain_G.to(v_BNG.dtype), bias_G.to(v_BNG.dtype), eps)
 
 
 def plain_gate(z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G) -> tuple[Tensor, Tensor]:
-    gate_BNG = torch.bmm(weight_NN.expand(len(v_BNG), -1, -1), v_BNG) + bias_N[:, None]
+    gate_BNG = torch.bmm(weight_NN.expand(len(v_BNG), -1, -1), v_BNG) + bias_N[:, None].to(v_BNG.dtype)
     if context_BNK is not None:
-        gate_BNG = gate_BNG + F.linear(context_BNK, out_weight_GK, out_bias_G)
+        gate_BNG = gate_BNG + F.linear(context_BNK, out_weight_GK, out_bias_G.to(v_BNG.dtype))
     return F.gelu(z_BNF.chunk(2, dim=-1)[0]) * gate_BNG, gate_BNG
 
 
@@ -162,10 +175,11 @@ def plain_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) ->
     return grad_NN if like.ndim == 2 else diagonal_sums(grad_NN)
 
 
-def plain_norm_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF) -> tuple[Tensor, Tensor]:
+def plain_norm_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF) -> Tensor:
+    gain_G = gain_G.to(z_BNF.dtype)
     v_BNG, grad_BNG = z_BNF.chunk(2, dim=-1)[1], grad_z_BNF.chunk(2, dim=-1)[1]
     grad_hidden_BNG, grad_gain_G, grad_bias_G = torch.ops.aten.native_layer_norm_backward(
         grad_v_BNG, F.gelu(v_BNG), gain_G.shape, mean_BN[..., None], rstd_BN[..., None], gain_G, gain_G, [True] * 3
     )
     grad_BNG.copy_(torch.ops.aten.gelu_backward(grad_hidden_BNG, v_BNG))
-    return grad_gain_G, grad_bias_G
+    return torch.stack([grad_gain_G, grad_bias_G])

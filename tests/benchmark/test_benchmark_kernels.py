@@ -43,9 +43,9 @@ def test_both_forms_of_a_kernel_compute_the_same(recipe, spatial):
         torch.testing.assert_close(fused[: len(plain)], plain, rtol=1e-4, atol=1e-5)  # the norm's kernel gives more
 
 
-def launch(**environment: str) -> subprocess.CompletedProcess:
+def launch(device: str = "cpu", **environment: str) -> subprocess.CompletedProcess:
     recipe = "configs/pretrain/gmlp_base.yaml"
-    command = [sys.executable, "launch/benchmark_kernels.py", "--config", recipe, "--device", "cpu", "--rounds", "1"]
+    command = [sys.executable, "launch/benchmark_kernels.py", "--config", recipe, "--device", device, "--rounds", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
 
@@ -59,6 +59,14 @@ def test_launcher_prints_figures_of_every_kernel():
         assert figures["seconds"].keys() == {"fused", "plain", "compiled", "floor"}
         fraction = figures["seconds"]["floor"] / figures["seconds"]["fused"]
         assert figures["fraction_of_floor"] == pytest.approx(fraction)
+
+
+def test_launcher_tells_what_launches_take_where_there_is_no_gpu():
+    report = json.loads(launch("none").stdout)
+    assert 0 < report["host_seconds"]["forward"] < 1 and 0 < report["host_seconds"]["backward"] < 1
+    tiles = [found for found in report["compiled_for_sm_90"] if found["kernel"] == "spatial_gate"]
+    assert len(tiles) == 4 and tiles[0]["tile"]["BLOCK_G"] == 64
+    assert all(found["registers"] and found["programs_per_multiprocessor"] for found in report["compiled_for_sm_90"])
 
 
 def test_launcher_says_what_a_cpu_needs():

@@ -1,0 +1,49 @@
+"""What launching one block's kernels takes: the host's time, and of every kernel its registers and shared memory.
+
+Needs no GPU: nothing is launched, and the kernels are compiled for sm_90, which is an H100 or H200.
+"""
+
+import time
+
+import torch
+
+from gmlp_scale.benchmark.kernel_times import unit_inputs
+from gmlp_scale.config import RunConfig
+from gmlp_scale.kernels.compiled import compile_for_hopper, launches_of, usage_of, without_kernels
+
+NUM_CALLS = 2000
+
+
+def host_seconds(run: RunConfig, device: str) -> dict[str, float]:
+    """The least that the host takes for the operator, with kernels that do nothing. `run` is of a tiny shape."""
+    inputs = unit_inputs(run, device, requires_grad=True)
+    leaves = [tensor for tensor in inputs if tensor is not None]
+    seconds = {"forward": [], "backward": []}
+    with without_kernels(lambda *_: None):
+        for _ in range(NUM_CALLS):
+            started = time.perf_counter()
+            output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(*inputs, 1e-5, True)
+            done = time.perf_counter()
+            torch.autograd.grad(output_BNG, leaves, output_BNG)
+            seconds["backward"].append(time.perf_counter() - done)
+            seconds["forward"].append(done - started)
+    return {name: min(values) for name, values in seconds.items()}
+
+
+def compiled_kernels(run: RunConfig) -> list[dict]:
+    """Every kernel of training at the recipe's shape, as launched; the tuned one in each of its tiles."""
+    inputs = unit_inputs(run, "cpu", requires_grad=True, batch_size=1)
+    leaves = [tensor for tensor in inputs if tensor is not None]
+
+    def train() -> None:
+        output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(*inputs, 1e-5, True)
+        torch.autograd.grad(output_BNG, leaves, output_BNG)
+
+    return [
+        {
+            "kernel": launch.kernel.__name__.strip("_").removesuffix("_kernel"),
+            "tile": {name: value for name, value in launch.arguments.items() if name.isupper()} | launch.options,
+            **usage_of(compile_for_hopper(launch))._asdict(),
+        }
+        for launch in launches_of(train)
+    ]
