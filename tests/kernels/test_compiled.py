@@ -3,11 +3,13 @@
 That needs no GPU, and finds mistakes that the interpreter cannot see.
 """
 
+import sys
+
 import pytest
 import torch
 
-from gmlp_scale.kernels import gate
-from gmlp_scale.kernels.compiled import Launch, compile_for_hopper, launches_of, usage_of
+from gmlp_scale.kernels import gate, layer_norm, spatial_weight
+from gmlp_scale.kernels.compiled import Launch, compile_for_hopper, launches_of, usage_of, without_kernels
 from gmlp_scale.kernels.layer_norm import BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
 from tests.kernels.comparisons import (
     PARAMETERS,
@@ -90,3 +92,30 @@ def test_the_fastest_tile_stays(monkeypatch):
         gate.apply_gate(z_BNF, v_BNG, weight_NN, weight_NN[0], None, None, None, True)
     tiles = [(64, False), (128, False), (64, True), (128, True)]
     assert launched == [*tiles, (64, True), (64, True)]
+
+
+def test_sums_over_the_batch_fill_a_gpu_and_no_more(monkeypatch):
+    """At 32 rows of 128, of which the weight has one tile: 132 multiprocessors, or what they hold at once."""
+    for module in (spatial_weight, layer_norm):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+    v_BNG, z_BNF = (torch.empty(32, 128, width, dtype=BFLOAT16) for width in (1536, 3072))
+    mean_BN, gain_G = torch.empty(32, 128), torch.empty(1536)
+    weight = launches_of(lambda: spatial_weight.spatial_weight_gradient(v_BNG, v_BNG, torch.empty(128, 128)))
+    norm = launches_of(
+        lambda: layer_norm.layer_norm_of_gelu_backward(v_BNG, z_BNF, mean_BN, mean_BN, gain_G, torch.empty_like(z_BNF))
+    )
+    assert 120 <= len(weight[0].arguments["parts_PNN"]) <= 132
+    assert 250 <= len(norm[0].arguments["grads_P2G"]) <= 264
+
+
+def test_a_call_of_the_operator_runs_little_python():
+    """torch.library.custom_op took 250 functions and twice the time."""
+    inputs, grad_output = inputs_of(Case(4, d_gate=4))
+    leaves = [tensor.requires_grad_() for tensor in inputs if tensor is not None]
+    names = []
+    with without_kernels(lambda *_: None):
+        for observe in (None, lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None):
+            sys.setprofile(observe)
+            torch.autograd.grad(fused_unit(*inputs), leaves, grad_output)
+            sys.setprofile(None)
+    assert len(names) < 200, names

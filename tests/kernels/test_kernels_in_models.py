@@ -39,6 +39,8 @@ def _run_blocks() -> dict:
             block = make_block(kernels, spatial)
             for num_positions in (12, 7):
                 results[spatial, kernels, num_positions] = output_and_gradients(block, block, num_positions)
+            with torch.autocast("cpu", torch.bfloat16):  # parameters stay in float32 beside a bfloat16 z
+                results[spatial, kernels, "autocast"] = output_and_gradients(block, block)
     compiled = make_block("triton")
     compiled.compile(fullgraph=True)  # raises on a graph break
     results["compiled"] = output_and_gradients(compiled, compiled)
@@ -89,6 +91,13 @@ def models(blocks_and_models) -> dict:
 def test_block_is_the_plain_one_at_full_and_shorter_length(blocks, spatial, num_positions):
     expected = blocks[spatial, "torch", num_positions]
     torch.testing.assert_close(blocks[spatial, "triton", num_positions], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+def test_block_is_the_plain_one_under_autocast(blocks, spatial):
+    found, expected = blocks[spatial, "triton", "autocast"], blocks[spatial, "torch", "autocast"]
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and (found[name] - tensor).norm() < 0.03 * tensor.norm(), name
 
 
 @pytest.mark.parametrize("recompute, form", RECOMPUTED[1:])
