@@ -44,7 +44,7 @@ def apply_gate(
     gate_BNG = torch.empty_like(v_BNG) if keeps_gate else v_BNG.new_empty(0)
     d_attn = 0 if context_BNK is None else context_BNK.shape[-1]
     kernel, tile = _spatial_gate_kernel, BFLOAT16_TILES[0] if z_BNF.dtype == torch.bfloat16 else FLOAT32_TILE
-    if is_tuned(z_BNF.dtype, num_positions, d_gate, d_attn):
+    if is_tuned(z_BNF, v_BNG, weight_NN, *([] if context_BNK is None else [context_BNK, out_weight_GK])):
         kernel, tile = _tuned_spatial_gate_kernel, {}
     triton.set_allocator(_scratch_memory)  # for this thread: recomputation runs in another
 
@@ -58,13 +58,18 @@ def apply_gate(
     return output_BNG, gate_BNG
 
 
-def is_tuned(dtype: torch.dtype, *sizes: int) -> bool:
-    """Whether the first call for these sizes tries all tiles and keeps the fastest, on disk too.
+def is_tuned(*matrices: Tensor) -> bool:
+    """Whether the first call for these shapes tries all tiles and keeps the fastest, on disk too.
 
-    Only whole blocks are tuned, as trained models have: a text of any length would start another trial, and TMA needs
-    rows that begin at multiples of 16 bytes.
+    Only whole blocks are tuned, as trained models have: a text of any length would start another trial. TMA needs rows
+    that begin at multiples of 16 bytes, which an engine's weights in one flat buffer may not.
     """
-    return dtype == torch.bfloat16 and all(size % 64 == 0 for size in sizes) and not triton.knobs.runtime.interpret
+    return not triton.knobs.runtime.interpret and all(
+        matrix.dtype == torch.bfloat16
+        and matrix.data_ptr() % 16 == 0
+        and matrix.shape[-1] % 64 == matrix.shape[-2] % 64 == 0
+        for matrix in matrices
+    )
 
 
 def _scratch_memory(num_bytes: int, alignment: int, stream: int | None) -> Tensor:

@@ -79,6 +79,13 @@ def test_the_gate_is_tuned_for_whole_blocks_in_bfloat16_only():
     assert [gate_tiles(case) for case in CASES] == [4, 4, 1, 1, 1]
 
 
+def test_a_weight_at_an_odd_address_is_never_loaded_by_tma():
+    z_BNF, v_BNG, buffer = (torch.empty(shape, dtype=BFLOAT16) for shape in ((1, 64, 256), (1, 64, 128), 64 * 64 + 1))
+    for weight_NN, num_tiles in ((buffer[:-1], 4), (buffer[1:], 1)):
+        inputs = (z_BNF, v_BNG, weight_NN.view(64, 64), torch.empty(64), None, None, None, True)
+        assert len(launches_of(lambda inputs=inputs: gate.apply_gate(*inputs))) == num_tiles
+
+
 def test_the_fastest_tile_stays(monkeypatch):
     """With Triton's tuner, and stand-ins for the launch and the clock."""
     tuner, launched = gate._tuned_spatial_gate_kernel, []
