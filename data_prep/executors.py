@@ -29,7 +29,9 @@ class LocalExecutor(LocalPipelineExecutor):
 
     def run(self) -> None:
         """Run the tasks that have no completion mark. Raises JobError where a worker was killed."""
-        pool = ProcessPoolExecutor(self.workers, mp_context=get_context("forkserver"), initializer=_start_worker)
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["data_prep.run_job"])  # imported once for all workers
+        pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker)
         try:
             tasks = [pool.submit(self._run_for_rank, rank, local_rank=1) for rank in self.get_incomplete_ranks()]
             for task in as_completed(tasks):

@@ -1,7 +1,6 @@
 """Runs a test's function on real processes that talk over gloo, as a launcher would start them."""
 
 import multiprocessing
-import os
 import pickle
 import socket
 import sys
@@ -11,33 +10,27 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.forked import fork
 
-def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seconds: float = 180) -> list[Any]:
+
+def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seconds: float = 400) -> list[Any]:
     """Calls function(*arguments) in `world_size` processes with a launcher's variables; returns the results by rank.
 
     `function` must be importable (at the top of a module), and results picklable. A rank that raises, hangs or does
     not end with exit code 0 fails the test with that rank's traceback; the others are then killed.
     """
-    # A server that has imported what is slow to import, and has computed nothing yet, forks each rank.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "gmlp_scale.run"])
-    port = free_port()
     # Plain pickle: multiprocessing's own would pass tensors through shared memory, which ends with its process.
     call = pickle.dumps((function, arguments))
-    # The server has the environment and the outputs of its own start; a Connection is what can hand a file over.
-    environment = dict(os.environ)
-    outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
-    ranks, pipes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(sender, rank, world_size, port, environment, outputs, call))
-        process.start()
+    receivers, senders = zip(*[multiprocessing.Pipe(duplex=False) for _ in range(world_size)], strict=True)
+    ranks = [
+        fork(_send_result, sender, call, environment=variables)
+        for sender, variables in zip(senders, rank_variables(world_size), strict=True)
+    ]
+    for sender in senders:
         sender.close()
-        ranks.append(process)
-        pipes.append(receiver)
     deadline = time.monotonic() + timeout_seconds
     try:
-        results = _collect(pipes, deadline)
+        results = _collect(receivers, deadline)
         for rank, process in enumerate(ranks):
             process.join(max(0, deadline - time.monotonic()))
             assert process.exitcode == 0, f"rank {rank} of {world_size} ended with {process.exitcode} (None: it hangs)"
@@ -46,8 +39,12 @@ def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_seco
         for process in ranks:
             process.kill()
             process.join()
-        for output in outputs:
-            output.close()
+
+
+def rank_variables(world_size: int) -> list[dict[str, str]]:
+    """The environment variables that a launcher gives each rank; a port on this host that is free now."""
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
 def free_port() -> int:
@@ -73,26 +70,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run(
-    sender: Connection,
-    rank: int,
-    world_size: int,
-    port: int,
-    environment: dict[str, str],
-    outputs: list[Connection],
-    call: bytes,
-) -> None:
-    for number, output in enumerate(outputs, start=1):
-        os.dup2(output.fileno(), number)
-    os.environ.clear()
-    os.environ.update(
-        environment,
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def _send_result(sender: Connection, call: bytes) -> None:
     import torch
 
     torch.set_num_threads(1)

@@ -2,22 +2,24 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from gmlp_scale.config import load_run_config
 from gmlp_scale.run import pretrain
+from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.trained import read_run
-from tests.gloo_ranks import free_port, run_ranks
+from tests.forked import Script
+from tests.gloo_ranks import rank_variables, run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 ROOT = Path(__file__).parent.parent
@@ -81,45 +83,33 @@ def assert_close(found: list[dict], wanted: list[dict]) -> None:
         assert row == pytest.approx(other, rel=1e-5), row["step"]
 
 
-def command(overrides: list[str]) -> list[str]:
-    return [sys.executable, "launch/pretrain.py", "--config", str(SMOKE), *overrides]
-
-
-def start(overrides: list[str], world_size: int = 1) -> list[subprocess.Popen]:
-    """The launcher's script on `world_size` real processes, as torchrun or deepspeed starts them."""
-    port = str(free_port())
-    rank_variables = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-        for rank in range(world_size)
-    ]
+def start(overrides: list[str], world_size: int = 1, signals: dict[int, int] | None = None) -> list[Script]:
+    """The launcher's script on real processes; `signals` gives ranks the signal that each sends itself at step 4."""
+    prepare = partial(_send_at_step_4, signals or {})
+    arguments = ["--config", SMOKE, *overrides]
     return [
-        subprocess.Popen(
-            command(overrides),
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": port, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for variables in rank_variables
+        Script("launch/pretrain.py", arguments, environment=variables, prepare=prepare)
+        for variables in rank_variables(world_size)
     ]
 
 
-def wait_for_step(run_dir: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and any(row["step"] >= step for row in read_metrics(path)):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{run_dir} never logged step {step}")
+def _send_at_step_4(signals: dict[int, int]) -> None:
+    torch.set_num_threads(1)
+    evaluate = Pretraining.evaluate
+
+    def signalled(task, engine, world, step):
+        if step == 4 and world.rank in signals:
+            os.kill(os.getpid(), signals[world.rank])
+        return evaluate(task, engine, world, step)
+
+    Pretraining.evaluate = signalled
 
 
-def finish(processes: list[subprocess.Popen]) -> str:
-    """The first rank's output, once all ranks have left with exit code 0."""
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
-    return outputs[0]
+def finish(ranks: list[Script]) -> str:
+    """What the first rank printed, once all ranks have left with exit code 0."""
+    codes, *outputs = zip(*[rank.end() for rank in ranks], strict=True)
+    assert codes == (0,) * len(ranks), outputs
+    return "".join(printed[0] for printed in outputs)
 
 
 @pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO1, 2), (ZERO3, 2)], ids=str)
@@ -146,33 +136,22 @@ def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
     engine, world_size, signalled, shards, undisturbed, tmp_path
 ):
     recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}", "checkpoint.save_every_steps=1000"]
-    slowly = [
-        *recipe,
-        "train.num_evaluation_rows=12",
-        "train.evaluate_every_steps=1",
-    ]  # so that the signal finds it running
-    processes = start(slowly, world_size)
-    wait_for_step(tmp_path / "smoke", 2)
-    processes[-1].send_signal(signalled)
-    finish(processes)
+    finish(start(recipe, world_size, signals={world_size - 1: signalled}))
     stopped_at = logged(tmp_path / "smoke")[-1]["step"]
+    assert 4 <= stopped_at < NUM_STEPS
     checkpoints = sorted(path.name for path in (tmp_path / "smoke" / "checkpoints").iterdir())
     assert checkpoints == [f"step_{stopped_at:09d}"]
-    finish(start(slowly, world_size))
+    finish(start(recipe, world_size))
     steps = [row for row in logged(tmp_path / "smoke") if "train/loss" in row]
     assert steps == [row for row in undisturbed(engine, world_size) if "train/loss" in row]
 
 
 def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_checkpoint(shards, undisturbed, tmp_path):
     recipe = [*RECIPE, *ZERO1, f"data.shards={shards}", f"output_dir={tmp_path}"]
-    processes = start(recipe, 2)
-    wait_for_step(tmp_path / "smoke", random.Random(0).randrange(3, 6))
-    processes[1].kill()
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert processes[0].returncode == 1
-    assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in .* step \d", outputs[0].splitlines()[-1])
-    assert "Traceback" not in outputs[0]
-    finish(start(recipe, 2))
+    (code, _, errors), (code_of_lost, _, _) = [rank.end() for rank in start(recipe, 2, signals={1: signal.SIGKILL})]
+    assert (code, code_of_lost) == (1, -signal.SIGKILL) and "Traceback" not in errors
+    assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in .* step \d", errors.splitlines()[-1])
+    assert "resuming from" in finish(start(recipe, 2))
     assert logged(tmp_path / "smoke") == undisturbed(ZERO1, 2)
 
 
@@ -196,11 +175,9 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_chec
         *RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}",
         "optimizer.peak_learning_rate=1e30", "checkpoint.save_every_steps=1", "train.log_every_steps=5",
     ]  # fmt: skip
-    processes = start(recipe, world_size)
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [1] * world_size, outputs
-    for output in outputs:
-        assert "Traceback" not in output
+    for rank in start(recipe, world_size):
+        code, _, output = rank.end()
+        assert code == 1 and "Traceback" not in output
         assert "step 2: the loss on rank 0 (positions 8 to" in output and "is not finite" in output
     trained = read_run(tmp_path / "smoke")
     assert trained.step == 1
@@ -209,9 +186,9 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_chec
 
 def test_a_second_job_on_the_same_run_folder_is_refused(shards, tmp_path):
     with claimed(tmp_path / "smoke"):
-        (process,) = start([*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"])
-        output = process.communicate(timeout=120)[0]
-    assert process.returncode == 1
+        (rank,) = start([*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"])
+        code, _, output = rank.end()
+    assert code == 1
     assert f"process {os.getpid()} on host" in output and "Traceback" not in output
 
 
@@ -220,9 +197,9 @@ def test_a_run_that_is_another_is_not_resumed(shards, tmp_path):
     run_in_turn(1, [*recipe, f"data.shards={shards}", "train.stop_after_step=2"])
     write_tiny_shards(tmp_path / "other", [40], [12], sequence_length=32, seed=5)
     changed = [*recipe, f"data.shards={tmp_path / 'other'}", "seed=7", "optimizer.peak_learning_rate=1e-3"]
-    (process,) = start(changed)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 1 and "Traceback" not in output
+    (rank,) = start(changed)
+    code, _, output = rank.end()
+    assert code == 1 and "Traceback" not in output
     assert "seed: the checkpoint was trained with 0; the run says 7" in output
     assert "optimizer.peak_learning_rate" in output and "data manifest_sha256" in output
     allowed = ["train.allow_changed_on_resume=[optimizer.peak_learning_rate]", f"data.shards={shards}", "seed=0"]
@@ -250,7 +227,10 @@ def test_what_a_run_leaves_behind(shards, tmp_path):
 
 def test_the_log_says_where_the_time_to_the_first_step_went(shards, tmp_path):
     recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}", "train.stop_after_step=2"]
-    output = finish(start(recipe))
+    command = [sys.executable, "launch/pretrain.py", "--config", str(SMOKE), *recipe]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    output = done.stderr
     assert output.count("start-up ") == 1
     total, parts = re.search(r"start-up ([\d.]+) s: (.*)", output).groups()
     seconds = {part: float(number) for part, number in re.findall(r"([a-z ]+) ([\d.]+)", parts)}
@@ -278,12 +258,10 @@ def test_dry_run_imports_nothing_that_it_does_not_use():
 
 def test_dry_run_starts_nothing(shards, tmp_path):
     overrides = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}", "--dry-run"]
-    done = subprocess.run(command(overrides), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "activations per rank" in done.stdout and "with train.recompute=none" in done.stdout
-    assert "parameters" in done.stdout and "steps per epoch         5.0 (40 rows)" in done.stdout
+    output = finish(start(overrides))
+    assert "activations per rank" in output and "with train.recompute=none" in output
+    assert "parameters" in output and "steps per epoch         5.0 (40 rows)" in output
     assert not list(tmp_path.iterdir())
-    wrong = subprocess.run(
-        command([*overrides, "train.micro_batch_size=3", "seed=x"]), cwd=ROOT, capture_output=True, text=True
-    )
-    assert wrong.returncode == 2 and "seed: found 'x'" in wrong.stderr
+    (rank,) = start([*overrides, "train.micro_batch_size=3", "seed=x"])
+    code, _, output = rank.end()
+    assert code == 2 and "seed: found 'x'" in output

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.forked import Script
+
 REPOSITORY = Path(__file__).parents[2]
 SENTENCE = "the cat and a dog went over to see what some people of that town had done with their old ship at sea"
 
@@ -41,11 +43,10 @@ def start(script: str, *arguments: object, **options) -> subprocess.Popen:
 
 def run(script: str, *arguments: object, code: int = 0, **options) -> str:
     """Output of a script that must end with `code`."""
-    process = start(script, *arguments, **options)
-    output, errors = process.communicate()
-    assert process.returncode == code, f"{output}\n{errors}"
+    found, printed, errors = Script(f"data_prep/{script}", arguments, **options).end()
+    assert found == code, f"{printed}\n{errors}"
     assert "Traceback" not in errors
-    return output + errors
+    return printed + errors
 
 
 def contents(folder: Path) -> dict[str, bytes]:

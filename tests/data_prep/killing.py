@@ -1,6 +1,5 @@
 """A tokenizing job that is killed when it has come so far, counted in the files that it puts into place."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -9,22 +8,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from data_prep import executors, tokenize_corpus
+from tests.forked import fork
 
 _BY_THE_CLOCK = ("/job/claims/", "/job/progress-")  # written every few seconds, so their number is not the job's own
 
 
 def start_job(arguments: list[str], marks: Path, *, kill_at: int, kills_job: bool) -> BaseProcess:
-    """Start tokenize_corpus.py in a process forked from one that has imported everything.
+    """Start tokenize_corpus.py.
 
     Every file counts twice: just before it appears under its name and just after. The file `marks` gets a byte each
     time. At the number `kill_at` the process that writes the file is killed, or with `kills_job` the job's own process
     alone; 0 kills nothing. What the job prints as errors goes to the file MARKS.errors.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "data_prep.tokenize_corpus", "pyarrow.compute"])
-    process = context.Process(target=_run_job, args=(arguments, marks, kill_at, kills_job))
-    process.start()
-    return process
+    return fork(_run_job, arguments, marks, kill_at, kills_job)
 
 
 def _run_job(arguments: list[str], marks: Path, kill_at: int, kills_job: bool) -> None:

@@ -1,10 +1,7 @@
 """From a bucket to a bucket to a batch, against a real S3 server that falters."""
 
 import json
-import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import boto3
@@ -18,6 +15,7 @@ from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, Shar
 from gmlp_scale.files import read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.data_prep.test_claim import check_races
+from tests.forked import Script, fork
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs and moto's server")
 faulty_s3 = pytest.importorskip("tests.data_prep.faulty_s3", reason="needs s3fs and moto's server")
@@ -160,10 +158,7 @@ def fetch_and_die(folder: str, cache_dir: str) -> None:
 
 
 def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_read, tmp_path):
-    process = multiprocessing.get_context("spawn").Process(
-        target=fetch_and_die, args=(str(shards_to_read), str(tmp_path / "cache"))
-    )
-    process.start()
+    process = fork(fetch_and_die, str(shards_to_read), str(tmp_path / "cache"))
     process.join()
     assert process.exitcode == -9
     assert not list((tmp_path / "cache").glob("*.tar"))
@@ -199,13 +194,13 @@ def test_any_fsspec_store_will_do():
 def test_pretraining_from_a_bucket(s3, server, shards_to_read, tmp_path):
     upload(s3, shards_to_read, "shards")
     server.fault_fraction = 0.1
-    command = [
-        "launch/pretrain.py", "--config", "configs/pretrain/smoke.yaml", "data.shards=s3://bucket/shards",
+    arguments = [
+        "--config", REPOSITORY / "configs/pretrain/smoke.yaml", "data.shards=s3://bucket/shards",
         f"data.cache_dir={tmp_path}/cache", f"output_dir={tmp_path}", "model.sequence_length=32",
         "model.vocab_size=400", "train.num_steps=6", "train.evaluate_every_steps=6",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    code, _, errors = Script("launch/pretrain.py", arguments).end()
+    assert code == 0, errors
     lines = [json.loads(line) for line in (tmp_path / "smoke/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
     assert any("eval/loss" in line for line in lines)

@@ -1,6 +1,5 @@
 """A real process killed at every event of a save, and one whose disk is full: what is on disk afterwards."""
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -15,6 +14,7 @@ from gmlp_scale.train import checkpoint_files
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from gmlp_scale.train.checkpoint_files import FileRecord
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from tests.forked import fork
 from tests.train.fake_engine import FakeWorld, Shared
 
 WORLD_SIZE = 2  # two ranks, on threads of one process: a kill takes the whole node
@@ -118,11 +118,8 @@ def save_until_killed(directory: Path, log: Path, fatal_event: int) -> None:
 
 
 def run_in_child(function, *arguments) -> int:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "safetensors.torch", "gmlp_scale.train.checkpoint"])
-    child = context.Process(target=function, args=arguments)
-    child.start()
-    child.join(timeout=60)
+    child = fork(function, *arguments)
+    child.join(timeout=300)
     child.kill()  # only if it hangs
     child.join()
     return child.exitcode

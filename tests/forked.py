@@ -1,0 +1,70 @@
+"""Starts processes that need not import anything: they are forked from one that has imported all that is slow."""
+
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.slow_imports"])
+
+
+def fork(
+    function: Callable, *arguments: Any, outputs: tuple[int, int] = (1, 2), environment: dict[str, str] | None = None
+) -> BaseProcess:
+    """Starts function(*arguments), both picklable, with this process's variables and those in `environment`.
+
+    What it prints goes to the two file numbers `outputs`.
+    """
+    # The server has the environment and the outputs of its own start; a Connection is what can hand a file over.
+    files = [Connection(os.dup(number), readable=False) for number in outputs]
+    process = CONTEXT.Process(target=_run, args=(function, arguments, os.environ | (environment or {}), files))
+    process.start()
+    for file in files:
+        file.close()
+    return process
+
+
+def _run(function: Callable, arguments: tuple, environment: dict[str, str], files: list[Connection]) -> None:
+    for number, file in enumerate(files, start=1):
+        os.dup2(file.fileno(), number)
+        file.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)
+
+
+class Script:
+    """A script of this repository that is started as `python FILE ARGUMENTS` would start it."""
+
+    def __init__(self, file: str, arguments: list[object], *, environment=None, prepare: Callable | None = None):
+        """`prepare()`, if given, is called first, in the new process."""
+        self._printed, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115
+        outputs = (self._printed.fileno(), self._errors.fileno())
+        words = [file, *map(str, arguments)]
+        self._process = fork(_call_main, words, prepare, outputs=outputs, environment=environment)
+
+    def end(self, timeout_seconds: float = 300) -> tuple[int, str, str]:
+        """Waits for it; returns its exit code, what it printed and its errors."""
+        self._process.join(timeout_seconds)
+        if (code := self._process.exitcode) is None:
+            self._process.kill()
+        assert code is not None, f"it did not end in {timeout_seconds} s: {_content(self._errors)}"
+        return code, _content(self._printed), _content(self._errors)
+
+
+def _content(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
+def _call_main(words: list[str], prepare: Callable | None) -> None:
+    if prepare:
+        prepare()
+    sys.argv = words
+    sys.exit(importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main())
