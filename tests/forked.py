@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
+ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.slow_imports"])
 
@@ -40,7 +42,7 @@ def _run(function: Callable, arguments: tuple, environment: dict[str, str], file
 
 
 class Script:
-    """A script of this repository that is started as `python FILE ARGUMENTS` would start it."""
+    """A script of this repository, started as `python FILE ARGUMENTS` would start it in the repository's root."""
 
     def __init__(self, file: str, arguments: list[object], *, environment=None, prepare: Callable | None = None):
         """`prepare()`, if given, is called first, in the new process."""
@@ -66,5 +68,6 @@ def _content(file: BinaryIO) -> str:
 def _call_main(words: list[str], prepare: Callable | None) -> None:
     if prepare:
         prepare()
+    os.chdir(ROOT)
     sys.argv = words
     sys.exit(importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main())

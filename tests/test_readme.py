@@ -1,6 +1,5 @@
 """The README's commands are commands: its scripts and recipes exist, and every pretraining line passes --dry-run."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -9,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.forked import Script
 
 ROOT = Path(__file__).parent.parent
 CODE = "\n".join(re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)).replace("\\\n", " ")
@@ -23,7 +24,7 @@ def test_there_are_commands():
 
 @cache
 def help_of(script: str) -> str:
-    shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert shown.returncode == 0, shown.stderr
     return shown.stdout
 
@@ -45,7 +46,6 @@ def test_scripts_and_recipes_exist_and_know_their_options(command):
 def test_pretraining_commands_pass_a_dry_run(command):
     words = shlex.split(command)
     world_size = "32" if "--hostfile" in words else "1"
-    words = [sys.executable, *words[words.index("launch/pretrain.py") :], "--dry-run"]
-    variables = {**os.environ, "WORLD_SIZE": world_size}
-    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    arguments = [*words[words.index("launch/pretrain.py") + 1 :], "--dry-run"]
+    code, _, errors = Script("launch/pretrain.py", arguments, environment={"WORLD_SIZE": world_size}).end()
+    assert code == 0, errors

@@ -1,6 +1,6 @@
 """Starts an engine again and again on two gloo processes, one step each, and fails unless every process ends with 0.
 
-python tests/engine/start_and_end.py ENGINE NUM_STARTS
+python tests/engine/start_and_end.py NUM_STARTS ENGINE [ENGINE ...]
 
 The libraries are imported once and every rank is forked from there, but it ends as any process does, through the
 interpreter's own clean-up, which is where gloo's threads would abort it.
@@ -8,6 +8,7 @@ interpreter's own clean-up, which is where gloo's threads would abort it.
 
 import gc
 import importlib
+import itertools
 import os
 import sys
 
@@ -15,25 +16,24 @@ import torch
 
 from gmlp_scale.world import start_world
 from tests.engine.trained_engines import ENGINES, GMLP, start_engine, train
-from tests.gloo_ranks import free_port
+from tests.gloo_ranks import rank_variables
 
 
-def main(engine_name: str, num_starts: int) -> int:
+def main(num_starts: int, engine_names: list[str]) -> int:
     torch.set_num_threads(1)  # and no thread before the forks
-    # What torch and DeepSpeed import at the first optimizer, 1 to 4 seconds of it.
+    # What torch and DeepSpeed import at the first optimizer, 1 to 4 seconds of it; less in each process ends faster.
     importlib.import_module("torch._dynamo")
-    if engine_name.startswith("zero"):
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    gc.freeze()  # or every child would walk, and so copy, all of the imports as it ends
-    world_size = 1 if engine_name == "single" else 2
-    for number in range(num_starts):
-        os.environ.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    for engine_name, number in itertools.product(engine_names, range(num_starts)):
+        if number == 0 and engine_name.startswith("zero"):
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        if number == 0:
+            gc.freeze()  # or every child would walk, and so copy, all of the imports as it ends
         children = []
-        for rank in range(world_size):
+        for variables in rank_variables(1 if engine_name == "single" else 2):
             child = os.fork()
             if child == 0:
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                os.environ.update(variables)
                 return _one_step(ENGINES[engine_name])
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -53,4 +53,4 @@ def _one_step(engine_config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

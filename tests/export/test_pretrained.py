@@ -1,9 +1,7 @@
 """launch/export.py on a real run."""
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.trained import read_export, read_run
 from launch.export import main
+from tests.forked import Script
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 ROOT = Path(__file__).parents[2]
@@ -48,15 +47,9 @@ def run_dir(tmp_path_factory) -> Path:
     sha256 = Tokenizer(folder / "shards" / "tokenizer").sha256
     manifest_path.write_text(json.dumps(json.loads(manifest_path.read_text()) | {"tokenizer_sha256": sha256}))
     places = [f"data.shards={folder / 'shards'}", f"output_dir={folder}", "name=tiny"]
-    command = [
-        sys.executable,
-        ROOT / "launch" / "pretrain.py",
-        "--config",
-        ROOT / "configs" / "pretrain" / "smoke.yaml",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*command, *RECIPE, *places], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    recipe = ROOT / "configs" / "pretrain" / "smoke.yaml"
+    code, _, errors = Script("launch/pretrain.py", ["--config", recipe, *RECIPE, *places]).end()
+    assert code == 0, errors
     return folder / "tiny"
 
 
