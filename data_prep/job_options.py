@@ -56,20 +56,17 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"--tasks is {self.tasks}; it must be at least 1")
         if (self.executor == "slurm") != (self.slurm_partition is not None):
             raise ValueError("--executor slurm and --slurm-partition go together: give both or neither")
-        hub_sources = [source for source in self.input if source.startswith("hf:") and not source.startswith("hf://")]
-        if hub_sources and len(self.input) > 1:
-            raise ValueError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
-        if hub_sources and hub_sources[0].count(":") != 3:
-            raise ValueError(
-                f"--input {hub_sources[0]} is not of the form hf:NAME:CONFIG:SPLIT, as hf:allenai/c4:en:train"
-            )
+        for source in filter(_is_hub_data_set, self.input):
+            if len(self.input) > 1:
+                raise ValueError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
+            if source.count(":") != 3:
+                raise ValueError(f"--input {source} is not of the form hf:NAME:CONFIG:SPLIT, as hf:allenai/c4:en:train")
         return self
 
     @property
     def hub_data_set(self) -> tuple[str, str, str] | None:
         """Name, config and split where the input is a data set of the Hugging Face hub."""
-        source = self.input[0]
-        return tuple(source.split(":")[1:]) if source.startswith("hf:") and not source.startswith("hf://") else None
+        return tuple(self.input[0].split(":")[1:]) if _is_hub_data_set(self.input[0]) else None
 
     @cached_property
     def files(self) -> list[InputFile]:
@@ -107,3 +104,7 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
         return FileReader(
             file, text_field=self.text_field, max_record_bytes=self.max_record_bytes, part=part, num_parts=num_parts
         )
+
+
+def _is_hub_data_set(source: str) -> bool:
+    return source.startswith("hf:") and not source.startswith("hf://")  # a path on the hub is a file like others

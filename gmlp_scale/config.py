@@ -167,8 +167,9 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     return run
 
 
-def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...]) -> list[str]:
-    """One line for each field in which a checkpoint's resolved config differs from the run's and that is not in `free`.
+def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -> list[str]:
+    """One line for each field in which a checkpoint's resolved config, or its data's fingerprint, differs from the
+    run's and that is not in `free`.
 
     "engine." in `free` stands for the whole section.
     """

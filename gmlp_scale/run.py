@@ -20,7 +20,7 @@ from gmlp_scale.train.checkpoint import CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.loop import BatchLoader, NotFiniteError, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
-from gmlp_scale.train.run_folder import RunFolderError, claimed, describe_data_change
+from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.world import DeviceError, LostRankError, OtherRankError, World, set_up_logging, start_world
 
 log = logging.getLogger(__name__)
@@ -67,11 +67,17 @@ def pretrain(config: RunConfig) -> Progress:
     """Joins the processes that the launcher started and runs a pretraining recipe. Raises as `run_task` does."""
     start_up = StartUp(since=IMPORTED_AT_SECONDS)
     start_up.finish("imports")
-    engine = config.engine
-    with start_world(engine.timeout_seconds, config.train.device, init_group=engine.needs_process_group) as world:
-        set_up_logging(world)
+    with start_world_of(config) as world:
         start_up.finish("process group")
         return run_task(Pretraining(config), world, start_up)
+
+
+def start_world_of(config: Recipe) -> World:
+    """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs."""
+    engine = config.engine
+    world = start_world(engine.timeout_seconds, config.train.device, init_group=engine.needs_process_group)
+    set_up_logging(world)
+    return world
 
 
 def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
@@ -150,7 +156,7 @@ def check_continues(config: Recipe, place: str, before: dict, now: dict) -> None
     """Raises ConfigError with every difference that makes this another run than the one at `place`."""
     allowed = tuple(config.train.allow_changed_on_resume)
     differences = check_unchanged(before["config"], now["config"], config.free_on_resume + allowed)
-    differences += describe_data_change(before["data"], now["data"])
+    differences += [f"data {line}" for line in check_unchanged(before["data"], now["data"])]
     if differences:
         needed = "give the run another name=..., or the old values and data"
         differences.append(f"{needed}; train.allow_changed_on_resume lists what may differ")

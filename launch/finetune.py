@@ -13,7 +13,8 @@ from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import USER_ERRORS, finetune
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
-from gmlp_scale.world import launched_world_size, set_up_logging, start_world
+from gmlp_scale.run import start_world_of
+from gmlp_scale.world import launched_world_size
 
 
 def main() -> int:
@@ -42,9 +43,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        engine = run.engine
-        with start_world(engine.timeout_seconds, run.train.device, init_group=engine.needs_process_group) as world:
-            set_up_logging(world)
+        with start_world_of(run) as world:
             inputs = read_inputs(run)
             if is_sweep:
                 sweep(run, inputs, world, num_seeds=options.seeds, grid=options.grid)

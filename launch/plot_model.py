@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 def main() -> int:
     options = _parser().parse_args()
-    tensorboard_dir, step = options.tensorboard, 0
     try:
         if options.picture == "scaling":
-            figure = _scaling(options)
+            figure, step = _scaling(options.runs), 0
         else:
-            trained = _trained(options)
+            if options.export and options.step is not None:
+                raise ValueError("--step needs --run: an export has only one step")
+            trained = read_run(options.run, options.step) if options.run else read_export(options.export)
             figure, step = _draw(trained, options), trained.step or 0
-            if options.run and not tensorboard_dir:
-                tensorboard_dir = options.run / "tensorboard" / "pictures"
         options.output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.output, dpi=120, format="png")
-        if tensorboard_dir:
-            add_picture(tensorboard_dir, options.picture, figure, step)
+        if folder := options.tensorboard or (options.run and options.run / "tensorboard" / "pictures"):
+            add_picture(folder, options.picture, figure, step)
     except (*USER_ERRORS, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -68,16 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--text-b", required=True)
     attention.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks, from 0 (default: the first half)")
     scaling = pictures_by_name.add_parser("scaling", parents=[output])
+    scaling.set_defaults(run=None)
     scaling.add_argument("--runs", type=Path, nargs="+", required=True, metavar="RUN_DIR")
     return parser
-
-
-def _trained(options: argparse.Namespace) -> TrainedModel:
-    if options.run:
-        return read_run(options.run, options.step)
-    if options.step is not None:
-        raise ValueError("--step needs --run: an export has only one step")
-    return read_export(options.export)
 
 
 def _draw(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
@@ -91,8 +83,8 @@ def _draw(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
             return pictures.draw_attention(arrays.attention_by_title(trained, ids, options.blocks), tokens)
 
 
-def _scaling(options: argparse.Namespace) -> "Figure":
-    sizes = arrays.run_sizes(options.runs)
+def _scaling(run_dirs: list[Path]) -> "Figure":
+    sizes = arrays.run_sizes(run_dirs)
     law = arrays.scaling_law(sizes)
     print(arrays.scaling_table(sizes, law))
     return pictures.draw_scaling(sizes, law)

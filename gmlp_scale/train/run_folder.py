@@ -1,4 +1,4 @@
-"""The run folder outputs/<name>: claimed by one job at a time, and resumed only by a run that continues it.
+"""The run folder outputs/<name>: claimed by one job at a time.
 
 The kernel drops the lock when its process ends, however it ends, so no stale lock is left. The text of the file LOCK
 only says whose it is.
@@ -38,12 +38,3 @@ def claimed(run_dir: Path) -> Iterator[None]:
     with held:
         lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
         yield
-
-
-def describe_data_change(before: dict, now: dict) -> list[str]:
-    """One line for every entry in which two data fingerprints differ."""
-    return [
-        f"data {entry}: the checkpoint was trained on {before.get(entry)!r}; the run has {now.get(entry)!r}"
-        for entry in sorted(before.keys() | now.keys())
-        if before.get(entry) != now.get(entry)
-    ]

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gmlp_scale import world
+from gmlp_scale import run, world
 from gmlp_scale.tasks.table import TASKS
 from launch import finetune as launcher
 from tests.finetune.small_recipes import RECIPES, sentiment_run
@@ -46,7 +46,7 @@ def test_the_recipe_s_device_is_asked_for(launch, monkeypatch):
         asked.append(device)
         return world.start_world(timeout_seconds, "cpu", **options)
 
-    monkeypatch.setattr(launcher, "start_world", start_world)
+    monkeypatch.setattr(run, "start_world", start_world)
     assert launch("train.device=cuda")[0] == 0
     assert asked == ["cuda"]
 
