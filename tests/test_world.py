@@ -59,7 +59,7 @@ def test_what_fails_on_the_main_rank_fails_on_all():
 
 def _one_rank_fails() -> str:
     try:
-        with start_world(120, "cpu") as world:
+        with start_world(600, "cpu") as world:
             world.sum_on_device(torch.zeros(1))
             if world.is_main:
                 raise KeyError("something broke")
@@ -72,7 +72,7 @@ def _one_rank_fails() -> str:
 
 def test_a_rank_that_fails_leaves_at_once_and_the_others_notice():
     # Well within the timeout of the collectives.
-    assert run_ranks(_one_rank_fails, 2, timeout_seconds=60) == ["KeyError", "RuntimeError"]
+    assert run_ranks(_one_rank_fails, 2, timeout_seconds=300) == ["KeyError", "RuntimeError"]
 
 
 def _wait_for_nobody(timeout_seconds: float) -> float | None:

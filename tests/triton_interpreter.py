@@ -13,4 +13,4 @@ def run_interpreted(function: Callable, *arguments: Any, world_size: int = 1) ->
     """run_ranks in new processes that know of the interpreter before they import Triton; results by rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        return run_ranks(function, world_size, *arguments, timeout_seconds=400)
+        return run_ranks(function, world_size, *arguments)

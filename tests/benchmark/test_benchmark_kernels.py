@@ -47,7 +47,7 @@ def launch(device: str = "cpu", **environment: str) -> subprocess.CompletedProce
     recipe = "configs/pretrain/gmlp_base.yaml"
     command = [sys.executable, "launch/benchmark_kernels.py", "--config", recipe, "--device", device, "--rounds", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def test_launcher_prints_figures_of_every_kernel():

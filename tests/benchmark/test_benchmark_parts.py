@@ -143,7 +143,7 @@ def test_batches_hold_the_rows_in_order():
 def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
     def launch(*words) -> subprocess.CompletedProcess:
         command = [sys.executable, "launch/benchmark.py", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
     recipe = ["--config", str(SMOKE), "--rounds", "1", "--parts", "checkpoint", f"output_dir={tmp_path}"]
     done = launch(*recipe, "--output", str(tmp_path / "before.json"))

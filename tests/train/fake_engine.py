@@ -78,7 +78,7 @@ class Shared:
     """What the ranks on threads of one process have in common; `num_threads` of them meet."""
 
     def __init__(self, num_threads: int):
-        self.barrier = threading.Barrier(num_threads, timeout=30)
+        self.barrier = threading.Barrier(num_threads, timeout=300)
         self.store, self.values = dist.HashStore(), ["null"] * num_threads
 
 

@@ -24,11 +24,11 @@ def test_one_process_at_a_time(tmp_path):
     with claimed(tmp_path / "run"):
         other = context.Process(target=_claim, args=(tmp_path / "run", messages))
         other.start()
-        assert f"is in use by process {os.getpid()} on host" in messages.get(timeout=60)
+        assert f"is in use by process {os.getpid()} on host" in messages.get(timeout=300)
         other.join()
     other = context.Process(target=_claim, args=(tmp_path / "run", messages))
     other.start()
-    assert messages.get(timeout=60) == "claimed"
+    assert messages.get(timeout=300) == "claimed"
     other.join()
 
 
