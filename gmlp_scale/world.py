@@ -8,6 +8,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Slurm sends SIGUSR1 some time before it ends a job (--signal=USR1@120); a terminal that closes sends SIGHUP."""
+
+_SOCKETS_PER_RANK = 4
+"""What gloo, NCCL and the store open for each other rank, at most; the least that was measured is 2."""
+_OTHER_OPEN_FILES = 256
+"""Shards, checkpoints, logs and libraries."""
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -68,6 +74,7 @@ def start_world(
         DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
     """
     size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
+    _allow_open_files(rank, size)
     if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ValueError(
             f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
@@ -105,6 +112,21 @@ def start_world(
         roll_call = RollCall(store, rank, size)
     stop_signal = _StopSignal(STOP_SIGNALS if hear_stop_signals else ())
     return World(rank, size, local_rank, torch_device, store, host_group, roll_call, stop_signal)
+
+
+def _allow_open_files(rank: int, size: int) -> None:
+    """Raises the soft limit on open files, often 1024, to the hard one; a world of 256 ranks needs more."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:  # macOS, which refuses it as a soft limit
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    needed = _SOCKETS_PER_RANK * size + _OTHER_OPEN_FILES
+    if rank == 0 and limit < needed:
+        log.warning(
+            "a process may open %d files here, and %d ranks may need %d: raise ulimit -Hn on every node, "
+            "in limits.conf, as the service's LimitNOFILE or with docker run --ulimit nofile=65536",
+            limit, size, needed,
+        )  # fmt: skip
 
 
 def _keep_freed_memory() -> None:

@@ -136,6 +136,22 @@ def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def _open_files(hard_limit: int) -> tuple[int, list[str]]:
+    """The soft limit that a run has, and its warnings."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard_limit))
+    warnings = []
+    logging.getLogger("gmlp_scale.world").warning = lambda message, *values: warnings.append(message % values)
+    with start_world(30, "cpu"):
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0], warnings
+
+
+def test_a_run_may_open_as_many_files_as_the_hard_limit_lets_it():
+    assert run_ranks(_open_files, 1, 1000) == [(1000, [])]
+    ((limit, warnings),) = run_ranks(_open_files, 1, 200)
+    assert limit == 200
+    assert warnings[0].startswith("a process may open 200 files here, and 1 ranks may need 260: raise ulimit -Hn")
+
+
 def _page_faults_of_freed_tensors(starts: bool) -> list[int]:
     if starts:
         start_world(30, "cpu")
