@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal
+from uuid import UUID
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ _SOCKETS_PER_RANK = 4
 """What gloo, NCCL and the store open for each other rank, at most; the least that was measured is 2."""
 _OTHER_OPEN_FILES = 256
 """Shards, checkpoints, logs and libraries."""
+
+_ONE_GPU_EACH = "start as many processes on a node as it has GPUs, or set train.device to cpu"
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -65,7 +68,7 @@ def start_world(
 
     Args:
         timeout_seconds: how long a collective waits for the other ranks before it raises.
-        device: "auto" takes the GPU of this process's local rank where there is one.
+        device: "auto" takes the GPU of this process's local rank where there is one, or the only GPU that it sees.
         init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
         hear_stop_signals: catch them for `is_stop_signalled`; False where nobody asks it.
 
@@ -85,18 +88,11 @@ def start_world(
         raise DeviceError("train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # DeepSpeed reads these two. Without the first it would take a GPU for a run on the CPU; it needs the second even
-    # without a launcher.
+    torch_device = _own_gpu(local_rank) if device == "cuda" else torch.device("cpu")
+    # DeepSpeed reads these two. Without the first it would take a GPU for a run on the CPU. The second is the number of
+    # its GPU; it needs it even without a launcher.
     os.environ["DS_ACCELERATOR"] = device
-    os.environ["LOCAL_RANK"] = str(local_rank)
-    if device == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise DeviceError(
-                f"local rank {local_rank} has no GPU of its own: torch finds {torch.cuda.device_count()} here; start "
-                "as many processes on a node as it has GPUs, or set train.device to cpu"
-            )
-        torch.cuda.set_device(local_rank)
-    torch_device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    os.environ["LOCAL_RANK"] = str(torch_device.index if device == "cuda" else local_rank)
     if device == "cpu":
         _keep_freed_memory()
 
@@ -111,7 +107,10 @@ def start_world(
         host_group = dist.new_group(backend="gloo", timeout=timeout)
         roll_call = RollCall(store, rank, size)
     stop_signal = _StopSignal(STOP_SIGNALS if hear_stop_signals else ())
-    return World(rank, size, local_rank, torch_device, store, host_group, roll_call, stop_signal)
+    world = World(rank, size, local_rank, torch_device, store, host_group, roll_call, stop_signal)
+    if device == "cuda":
+        _refuse_shared_gpus(world)
+    return world
 
 
 def _allow_open_files(rank: int, size: int) -> None:
@@ -127,6 +126,26 @@ def _allow_open_files(rank: int, size: int) -> None:
             "in limits.conf, as the service's LimitNOFILE or with docker run --ulimit nofile=65536",
             limit, size, needed,
         )  # fmt: skip
+
+
+def _own_gpu(local_rank: int) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    # A launcher may let each process see its own GPU only, as Slurm does with --gpus-per-task=1.
+    index = local_rank if num_gpus > 1 else 0
+    if index >= num_gpus:
+        raise DeviceError(f"local rank {local_rank} has no GPU of its own: torch finds {num_gpus}; {_ONE_GPU_EACH}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _refuse_shared_gpus(world: "World") -> None:
+    """Raises DeviceError on every rank. NCCL refuses them too, but only at the first collective of an engine."""
+    uuid = UUID(str(torch.cuda.get_device_properties(world.device).uuid))
+    gpus = world.gather(uuid.int >> 65)  # as many bits as an int64 holds
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    if sharing:
+        world.stop()
+        raise DeviceError(f"ranks {sharing} do not have a GPU each; {_ONE_GPU_EACH}")
 
 
 def _keep_freed_memory() -> None:

@@ -7,11 +7,12 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gmlp_scale.world import launched_world_size, set_up_logging, start_world
+from gmlp_scale.world import DeviceError, launched_world_size, set_up_logging, start_world
 from tests.gloo_ranks import run_ranks
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -150,6 +151,26 @@ def test_a_run_may_open_as_many_files_as_the_hard_limit_lets_it():
     ((limit, warnings),) = run_ranks(_open_files, 1, 200)
     assert limit == 200
     assert warnings[0].startswith("a process may open 200 files here, and 1 ranks may need 260: raise ulimit -Hn")
+
+
+def _one_visible_gpu(uuids: list[str]) -> tuple[int, str] | str:
+    """The device of a process that sees one GPU, with this UUID by rank, and the LOCAL_RANK that DeepSpeed reads."""
+    rank, init_process_group = int(os.environ["RANK"]), torch.distributed.init_process_group
+    torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = lambda: True, lambda: 1, lambda gpu: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[rank])
+    torch.distributed.init_process_group = lambda backend, **options: init_process_group("gloo", **options)
+    try:
+        with start_world(30) as world:
+            return world.device.index, os.environ["LOCAL_RANK"]
+    except DeviceError as error:
+        return str(error)
+
+
+def test_a_process_takes_the_only_gpu_that_it_sees_unless_another_has_it():
+    one, other = "6f1f4a52-0d5e-3b1c-9a57-1c2d3e4f5a6b", "6f1f4a53-0d5e-3b1c-9a57-1c2d3e4f5a6b"
+    assert run_ranks(_one_visible_gpu, 2, [one, other]) == [(0, "0"), (0, "0")]
+    for error in run_ranks(_one_visible_gpu, 2, [one, one]):
+        assert error.startswith("ranks [0, 1] do not have a GPU each; start as many processes on a node as it has GPUs")
 
 
 def _page_faults_of_freed_tensors(starts: bool) -> list[int]:
