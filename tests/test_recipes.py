@@ -108,6 +108,20 @@ def test_flops_are_those_that_a_forward_pass_counts(name):
 
 
 @ALL
+def test_a_micro_batch_fits_one_chunk_of_the_head(name, monkeypatch):
+    run, model, head_calls = recipe(name), meta_model(name), []
+    num_rows, length = run.train.micro_batch_size, run.model.sequence_length
+    num_masked = num_masked_positions(length, run.data.masked_fraction)
+    masked_BM = torch.empty(num_rows, num_masked, dtype=torch.int64, device="meta")
+    x_BND = torch.empty(num_rows, length, run.model.d_model, device="meta")
+    monkeypatch.setattr(model, "encode", lambda token_ids_BN, padded: x_BND)
+    hook = model.head.register_forward_pre_hook(lambda head, inputs: head_calls.append(len(inputs[0])))
+    model(MaskedBatch(None, masked_BM, masked_BM, padded=False))
+    hook.remove()
+    assert head_calls == [num_rows]
+
+
+@ALL
 def test_recipe_has_its_own_name_and_says_its_size_and_command(name):
     path = f"configs/pretrain/{name}.yaml"
     head = "".join(line for line in (ROOT / path).read_text().splitlines(keepends=True) if line.startswith("#"))
