@@ -8,14 +8,23 @@ import torch
 
 from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
-from gmlp_scale.models import build_model
+from gmlp_scale.engine import ZeroConfig
+from gmlp_scale.models import MaskedLanguageModel, build_model
 from gmlp_scale.plan.describe import state_bytes_per_rank
-from gmlp_scale.world import World
+from gmlp_scale.world import OtherRankError, World
 
 log = logging.getLogger(__name__)
 
 MEMORY_MARGIN = 0.05
 """The share of a GPU's memory that stays free for the buffers of collectives and libraries, and for fragmentation."""
+
+OUT_OF_MEMORY_WORDS = (
+    "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED"
+)  # fmt: skip
+"""What an error says where memory is lacking outside torch's allocator: one of CUDA, of Triton when it loads a kernel,
+or of a library. cuBLAS is "not initialized" when its handle finds no memory."""
+HEAD_BYTES_PER_LOGIT = 12
+"""At the peak of the loss, and of an evaluation."""
 
 
 def largest_micro_batch_size(run: RunConfig, world: World) -> int:
@@ -25,13 +34,23 @@ def largest_micro_batch_size(run: RunConfig, world: World) -> int:
 
     Raises:
         ConfigError: there is no GPU.
+        What an attempt raises for another reason than memory, on its rank; OtherRankError on the others.
     """
     if world.device.type != "cuda":
         raise ConfigError(run.name, ["train.micro_batch_size: found auto on a CPU; give a number: auto needs a GPU"])
     started = time.perf_counter()
     rows_per_rank = run.rows_per_rank(world.size)
     divisors = [number for number in range(rows_per_rank, 0, -1) if rows_per_rank % number == 0]
-    num_rows = min(world.gather(next((number for number in divisors if _fits(run, world, number)), 0)))
+    found, error = -1, None
+    try:
+        found = next((number for number in divisors if _fits(run, world, number)), 0)
+    except Exception as raised:  # told below: the other ranks wait there
+        error = raised
+    num_rows = min(world.gather(found))
+    if error:
+        raise error
+    if num_rows < 0:
+        raise OtherRankError("another rank could not try a micro-batch; its own message says why")
     seconds = time.perf_counter() - started
     log.info("train.micro_batch_size: auto is %d of a rank's %d rows (%.1f s)", num_rows, rows_per_rank, seconds)
     return num_rows
@@ -41,13 +60,29 @@ def _fits(run: RunConfig, world: World, num_rows: int) -> bool:
     try:
         _run_micro_batches(run.with_micro_batch_size(num_rows), world)
         fits = True
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(w in str(error) for w in OUT_OF_MEMORY_WORDS):
+            raise
+        log.info("%d rows do not fit: %s", num_rows, str(error).partition("\n")[0])
         fits = False
     # Out here, the error's traceback no longer holds the tensors of the attempt.
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()  # memory/peak_gib must not show the attempt
     return fits
+
+
+def _bytes_beside_states(run: RunConfig, model: MaskedLanguageModel) -> int:
+    """What a run keeps beside its states, and an attempt does not."""
+    kept = 0
+    if isinstance(run.engine, ZeroConfig) and run.engine.stage == 1 and run.train.precision == "bf16":
+        # DeepSpeed sets bfloat16 gradients to zero, and does not free them.
+        kept += sum(parameter.nbytes for parameter in model.parameters())
+    if run.train.compile == "reduce-overhead":
+        # The graphs keep the memory of the blocks, which the head then cannot use.
+        num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+        kept += HEAD_BYTES_PER_LOGIT * run.train.micro_batch_size * num_masked * run.model.vocab_size
+    return kept
 
 
 def _run_micro_batches(run: RunConfig, world: World) -> None:
@@ -59,7 +94,7 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     model.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(run.train.recompute)
     own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # parameters and gradients
     margin = MEMORY_MARGIN * torch.cuda.get_device_properties(device).total_memory
-    room = max(0, sum(states.values()) - own_states) + margin
+    room = max(0, sum(states.values()) - own_states) + _bytes_beside_states(run, model) + margin
     reserved = torch.empty(int(room), dtype=torch.uint8, device=device)
 
     num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)

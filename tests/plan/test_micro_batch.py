@@ -1,5 +1,6 @@
 """train.micro_batch_size=auto: the largest micro-batch that fits, and a run that is the same but for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 import yaml
 
 from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.plan import micro_batch
 from gmlp_scale.plan.describe import count_parameters, describe
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
@@ -15,6 +17,7 @@ from gmlp_scale.run import pretrain
 from gmlp_scale.tasks import pretraining
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import read_run
+from gmlp_scale.world import OtherRankError
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
@@ -27,26 +30,72 @@ def smoke(*overrides: str):
     return load_run_config(SMOKE, [*SIZES, *overrides])
 
 
-def test_on_a_gpu_the_attempts_decide(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_on_a_gpu_the_attempts_decide(error, monkeypatch):
     """The device is a stand-in: of the GPU's part this holds the search, and below that the attempt runs at all."""
     attempts = []
 
     def run_micro_batches(run, world) -> None:
         attempts.append(run.train.micro_batch_size)
         if attempts[-1] > 2:
-            raise torch.OutOfMemoryError
+            raise error
 
     forgotten_peaks = []
     monkeypatch.setattr(micro_batch, "_run_micro_batches", run_micro_batches)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: forgotten_peaks.append(attempts[-1]))
-    world = SimpleNamespace(device=torch.device("cuda"), size=1, gather=lambda value: [value])
-    assert largest_micro_batch_size(smoke(*AUTO), world) == 2
+    assert largest_micro_batch_size(smoke(*AUTO), stand_in_world()) == 2
     assert attempts == forgotten_peaks == [8, 4, 2]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_an_attempt_trains_and_evaluates_beside_the_room_for_states(precision, monkeypatch):
-    run = smoke(f"train.precision={precision}", "train.micro_batch_size=2", "train.recompute=selective")
+def test_another_error_of_one_rank_ends_all(monkeypatch):
+    def run_micro_batches(run, world) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(micro_batch, "_fits", lambda run, world, num_rows: True)
+    with pytest.raises(OtherRankError, match="another rank could not try a micro-batch"):
+        largest_micro_batch_size(smoke(*AUTO), stand_in_world(others=[-1]))
+    monkeypatch.undo()
+    monkeypatch.setattr(micro_batch, "_run_micro_batches", run_micro_batches)
+    told = []
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        largest_micro_batch_size(smoke(*AUTO), stand_in_world(told))
+    assert told == [-1]
+
+
+def stand_in_world(told: list[int] | None = None, others: Sequence[int] = ()) -> SimpleNamespace:
+    """A world on a GPU, with the `others`' numbers of rows; this rank's is added to `told`."""
+
+    def gather(value: int) -> list[int]:
+        if told is not None:
+            told.append(value)
+        return [value, *others]
+
+    return SimpleNamespace(device=torch.device("cuda"), size=1, gather=gather)
+
+
+@pytest.mark.parametrize(
+    "options, bytes_per_parameter, bytes_per_logit",
+    [
+        (["train.precision=float32"], (4 + 4 + 8) - 8, 0),
+        (["train.precision=bf16"], (2 + 4 + 4 + 8) - 4, 0),
+        (["train.precision=bf16", "engine.kind=zero", "engine.stage=1"], (2 + 4 + 4 + 8) - 4 + 2, 0),
+        (["train.precision=bf16", "train.compile=reduce-overhead", "train.device=auto"], (2 + 4 + 4 + 8) - 4, 12),
+    ],
+    ids=["float32", "bf16", "zero 1", "graphs"],
+)
+def test_an_attempt_trains_and_evaluates_beside_the_room_for_states(
+    options, bytes_per_parameter, bytes_per_logit, monkeypatch
+):
+    run = smoke(*options, "train.micro_batch_size=2", "train.recompute=selective")
     room, empty = [], torch.empty
 
     def recording_empty(*size, **options):
@@ -58,9 +107,8 @@ def test_an_attempt_trains_and_evaluates_beside_the_room_for_states(precision, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     micro_batch._run_micro_batches(run, SimpleNamespace(device=torch.device("cpu"), size=1))
-    low = 2 if precision == "bf16" else 4
-    states = {"float32": 4 + 4 + 8, "bf16": 2 + 4 + 4 + 8}[precision]
-    assert room == [(states - 2 * low) * count_parameters(run) + 50]
+    num_logits = 2 * num_masked_positions(32, run.data.masked_fraction) * VOCAB_SIZE
+    assert room == [bytes_per_parameter * count_parameters(run) + bytes_per_logit * num_logits + 50]
 
 
 def test_nothing_fits_is_one_clear_message():
