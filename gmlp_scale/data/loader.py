@@ -29,7 +29,8 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     cache_dir: str | None = None
     """Local folder that shards are copied to when they are first read; a URL needs one."""
     cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
-    """Beyond this the copies that were used longest ago are removed; one limit for all ranks of a node."""
+    """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
+    a node."""
     packing: Literal["packed", "document"] = "packed"
     """How documents were put into rows; the shards must have been written so."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)

@@ -90,7 +90,7 @@ def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tm
     assert remote.fingerprint() == local.fingerprint()
     num_steps = local.rows // 8
     assert same_batches(local, remote, num_steps)
-    cached = sorted(path.name for path in (tmp_path / "cache").iterdir() if path.is_file())
+    cached = sorted(path.name for path in (tmp_path / "cache").glob("*.tar"))
     assert cached == sorted(f"{shard.sha256}.tar" for shard in local.manifest.splits.train)
 
     server.fault_fraction = 1.0  # nothing is fetched a second time
@@ -131,7 +131,7 @@ def test_permanent_errors_name_the_object_at_once(s3, server, shards_to_read, tm
 
 def test_the_cache_evicts_what_was_used_longest_ago(shards_to_read, tmp_path):
     shards = Manifest.load(shards_to_read).splits.train[:4]
-    room = shards[0].bytes + shards[2].bytes + shards[3].bytes
+    room = (shards[0].bytes + shards[2].bytes + shards[3].bytes) / 0.9  # a tenth is freed at once
     files = ShardFiles(str(shards_to_read), str(tmp_path / "cache"), max_bytes=room)
     opened = ShardRows(files.local_path(shards[0]), shards[0], 32)
     for age, shard in ((30, shards[1]), (20, shards[2])):
