@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -27,7 +28,8 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     shards: str
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
     cache_dir: str | None = None
-    """Local folder that shards are copied to when they are first read; a URL needs one."""
+    """Local folder that shards are copied to when they are first read; a URL needs one. With room for all shards a node
+    fetches each once, else most of them in every epoch."""
     cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
     """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
     a node."""
@@ -36,7 +38,8 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
     shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
     """Rows are shuffled within groups of shards of about this size."""
-    prefetch_steps: int = Field(default=4, ge=1)
+    prefetch_steps: int = Field(default=64, ge=1)
+    """How many steps' batches are made ahead; they take 10 bytes of host memory per token."""
     on_corrupt_shard: Literal["error", "skip"] = "error"
     max_corrupt_shards: int = Field(default=0, ge=0)
     """How many distinct corrupt shards a run may skip."""
@@ -142,13 +145,23 @@ class Loader:
         return batch.split(self._micro_batch_size)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
-        """The micro-batches of each step in [start_step, stop_step); a thread makes them `prefetch_steps` ahead."""
+        """The micro-batches of each step in [start_step, stop_step); a thread makes them `prefetch_steps` ahead.
+
+        While a group of shards is read, the next one is opened.
+        """
+
+        def make(step: int) -> list[MaskedBatch]:
+            micro_batches = self.micro_batches(step)
+            last_position, stop = self.positions(step)[-1], stop_step * self._global_batch_size
+            self._shards.open_ahead(self._order.shards_ahead(last_position, stop))
+            return micro_batches
+
         coming = deque()
         next_step = start_step
         try:
             for step in range(start_step, stop_step):
                 while next_step < min(stop_step, step + self._prefetch_steps + 1):
-                    coming.append(self._thread.submit(self.micro_batches, next_step))
+                    coming.append(self._thread.submit(make, next_step))
                     next_step += 1
                 started = time.perf_counter()
                 micro_batches = coming.popleft().result()
@@ -159,8 +172,9 @@ class Loader:
                 future.cancel()
 
     def close(self) -> None:
-        """End the thread behind `steps`."""
+        """End the threads behind `steps`."""
         self._thread.shutdown(cancel_futures=True)
+        self._shards.close()
 
     def heldout_batches(self, num_rows: int) -> Iterator[MaskedBatch]:
         """This rank's share of the first `num_rows` held-out rows (or of all, if there are fewer), in micro-batches.
@@ -173,17 +187,18 @@ class Loader:
             raise ShardError("the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction")
         num_rows = min(num_rows, self.manifest.num_rows("heldout"))
         first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(shards))])
-        open_shards = OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
         num_own = self._micro_batch_size
-        for start in range(self._rank * num_own, num_rows + self._rank * num_own, num_own * self._world_size):
-            row_indices = np.arange(start, start + num_own)
-            is_filler = row_indices >= num_rows
-            row_indices[is_filler] = 0
-            shard = np.searchsorted(first_rows, row_indices, side="right") - 1
-            rows_BN = open_shards.read(shard, row_indices - first_rows[shard])
-            batch = self._mask(rows_BN, np.zeros_like(row_indices), row_indices, seed=_HELDOUT_SEED)
-            batch.labels_BM.numpy()[is_filler] = IGNORED
-            yield batch
+        opened = OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
+        with closing(opened):
+            for start in range(self._rank * num_own, num_rows + self._rank * num_own, num_own * self._world_size):
+                row_indices = np.arange(start, start + num_own)
+                is_filler = row_indices >= num_rows
+                row_indices[is_filler] = 0
+                shard = np.searchsorted(first_rows, row_indices, side="right") - 1
+                rows_BN = opened.read(shard, row_indices - first_rows[shard])
+                batch = self._mask(rows_BN, np.zeros_like(row_indices), row_indices, seed=_HELDOUT_SEED)
+                batch.labels_BM.numpy()[is_filler] = IGNORED
+                yield batch
 
     def token_counts(self, num_rows: int) -> np.ndarray:
         """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""

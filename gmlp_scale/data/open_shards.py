@@ -5,7 +5,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ class SkipCorruptShards:
 
 
 class OpenShards:
-    """The shards of one split. Each is opened and verified when first read; the `num_open` used last stay open."""
+    """The shards of one split. Threads open and verify each before it is read; the `num_open` used last stay open."""
 
     def __init__(
         self,
@@ -76,6 +76,8 @@ class OpenShards:
         self._num_open = num_open
         self._skip_corrupt = skip_corrupt
         self._open: OrderedDict[int, ShardRows] = OrderedDict()
+        self._coming: dict[int, Future[ShardRows | None]] = {}
+        self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
         self._corrupt: set[int] = set()
 
     def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> np.ndarray:
@@ -85,15 +87,29 @@ class OpenShards:
         need not talk to agree. Otherwise raises CorruptShardError.
         """
         wanted = np.unique(shards_B).tolist()
-        self._open_together(index for index in wanted if index not in self._open and index not in self._corrupt)
+        self._start_opening(wanted)
         rows_BN = np.empty((len(row_indices_B), self._sequence_length), ROW_DTYPE)
         for index in wanted:
             places = np.flatnonzero(shards_B == index)
             shard, num_rows = self._sound_shard(index)
             rows_BN[places] = shard.read(row_indices_B[places] % num_rows)
-        while len(self._open) > self._num_open:
-            self._open.popitem(last=False)
+        self._close_oldest()
         return rows_BN
+
+    def open_ahead(self, shards: Sequence[int]) -> None:
+        """Starts to open the shards that the next reads may need, unless they are more than may be open."""
+        if len(shards) > self._num_open:
+            return
+        for index in self._coming.keys() - shards:  # this rank had no row to read there
+            self._coming.pop(index).cancel()
+        for index in self._open.keys() & shards:
+            self._open.move_to_end(index)
+        self._start_opening(shards)
+        self._close_oldest()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(cancel_futures=True)
 
     def _sound_shard(self, index: int) -> tuple[ShardRows, int]:
         for candidate in (*range(index, len(self._shards)), *range(index)):
@@ -108,23 +124,27 @@ class OpenShards:
                 self._corrupt.add(candidate)
         raise ShardError("every shard of the split is corrupt: write or copy them again")
 
-    def _open_together(self, indices: Iterable[int]) -> None:
-        """Opens shards in parallel. One that fails is left to `_opened`, which reports failures in a fixed order."""
-        if indices := list(indices):
-            with ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open") as threads:
-                for index, shard in zip(indices, threads.map(self._try_verified, indices), strict=True):
-                    if shard is not None:
-                        self._open[index] = shard
+    def _start_opening(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index not in self._open and index not in self._coming and index not in self._corrupt:
+                self._coming[index] = self._threads.submit(self._try_verified, index)
 
     def _try_verified(self, index: int) -> ShardRows | None:
+        """None if it fails: `_opened` tries again and reports failures in a fixed order."""
         with suppress(ShardError, OSError):
             return self._verified(self._shards[index])
 
     def _opened(self, index: int) -> ShardRows:
+        if index in self._coming and (shard := self._coming.pop(index).result()) is not None:
+            self._open[index] = shard
         if index not in self._open:
             self._open[index] = self._verified(self._shards[index])
         self._open.move_to_end(index)
         return self._open[index]
+
+    def _close_oldest(self) -> None:
+        while self._open and len(self._open) + len(self._coming) > self._num_open:
+            self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
         try:

@@ -67,6 +67,19 @@ class RowOrder:
         """Index of the shard that holds each row."""
         return np.searchsorted(self._first_rows, global_row_indices, side="right") - 1
 
+    def shards_ahead(self, position: int, stop: int) -> list[int]:
+        """The shards of the group at `position` and of the next one, unless that begins at or after `stop`."""
+        epoch, place = divmod(position, self.num_rows)
+        _, first_places = self._shuffled_shards(epoch)
+        group = int(np.searchsorted(first_places, place, side="right")) - 1
+        shards = self._members(epoch, group)
+        if epoch * self.num_rows + first_places[group + 1] < stop:
+            is_last = group + 2 == len(first_places)
+            shards = np.concatenate(
+                [shards, self._members(epoch + 1, 0) if is_last else self._members(epoch, group + 1)]
+            )
+        return shards.tolist()
+
     def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of the shards, and the first place in the epoch of each group (ending with num_rows)."""
         shards = permutation(len(self._rows_per_shard), _SHARDS, self._seed, epoch)
@@ -76,7 +89,11 @@ class RowOrder:
 
     def _shuffle_group(self, epoch: int, group: int) -> np.ndarray:
         """Global indices of the rows of one group, in the order in which the epoch visits them."""
-        shards, _ = self._shuffled_shards(epoch)
-        members = shards[group * self._shards_per_group : (group + 1) * self._shards_per_group]
+        members = self._members(epoch, group)
         rows = np.concatenate([np.arange(self._first_rows[m], self._first_rows[m + 1]) for m in members])
         return rows[permutation(len(rows), _ROWS, self._seed, epoch, group)]
+
+    def _members(self, epoch: int, group: int) -> np.ndarray:
+        """The shards of one group."""
+        shards, _ = self._shuffled_shards(epoch)
+        return shards[group * self._shards_per_group : (group + 1) * self._shards_per_group]

@@ -8,9 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gmlp_scale.data import open_shards
 from gmlp_scale.data.batch import IGNORED, MaskedBatch
 from gmlp_scale.data.loader import DataConfig
-from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError
+from gmlp_scale.data.open_shards import OpenShards
+from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
 
 
 def tensors(batch: MaskedBatch):
@@ -92,12 +94,39 @@ def test_prefetched_steps_equal_computed_ones_from_any_start(write_shards, make_
     assert loader.wait_seconds > 0
 
 
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_the_next_group_is_opened_while_one_is_read(world_size, write_shards, make_loader, monkeypatch):
+    folder, _ = write_shards([10] * 40)
+    shard_bytes = Manifest.load(folder).splits.train[0].bytes
+    data, fields = {"shuffle_group_bytes": 3 * shard_bytes}, {"world_size": world_size, "micro_batch_size": 1}
+    loader, fresh = (make_loader(folder, data=data, **fields) for _ in range(2))
+    opened, waited_for, num_open, num_coming, read = [], [], [], [], OpenShards.read
+
+    def noting_read(shards: OpenShards, shards_B, row_indices_B):
+        waited_for.append(set(shards_B.tolist()) - shards._open.keys() - shards._coming.keys())
+        rows_BN = read(shards, shards_B, row_indices_B)
+        num_open.append(len(shards._open) + len(shards._coming))
+        num_coming.append(len(shards._coming))
+        return rows_BN
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenShards, "read", noting_read)
+        patch.setattr(open_shards, "ShardRows", lambda path, *rest: opened.append(path) or ShardRows(path, *rest))
+        batches = list(loader.steps(0, 50))  # an epoch
+        assert len(opened) == len(set(opened)) and (world_size > 1 or len(opened) == 40)
+        batches += loader.steps(50, 100)
+    assert waited_for[0] and not any(waited_for[1:50] + waited_for[51:])
+    assert max(num_open) <= 2 * 3 + 8 and max(num_coming) <= 2 * 3
+    assert all(same(join(batches[step]), join(fresh.micro_batches(step))) for step in range(100))
+
+
 def test_no_thread_is_left_behind(write_shards, make_loader):
-    folder, _ = write_shards([40])
+    folder, _ = write_shards([40], heldout=[4])
     before = set(threading.enumerate())
     loader = make_loader(folder)
     for _ in loader.steps(0, 1000):
         break
+    list(loader.heldout_batches(4))
     loader.close()
     assert set(threading.enumerate()) == before
 

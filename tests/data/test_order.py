@@ -48,6 +48,13 @@ def test_rows_stay_within_their_group_of_shards():
         groups.append(members)
     assert [len(group) for group in groups] == [3, 3, 1]
     assert set.union(*groups) == set(range(7))
+    # What is opened ahead: the rest of a group and the whole next one, but nothing that begins at `stop`.
+    next_epoch = set(order.locate(np.arange(order.num_rows, order.num_rows + 50)).shard)
+    ends = np.cumsum([sum(sizes[list(group)]) for group in groups])
+    for group, following, end in zip(groups, [*groups[1:], next_epoch], ends, strict=True):
+        assert set(order.shards_ahead(end - 1, stop=end)) == group
+        ahead = set(order.shards_ahead(end - 1, stop=end + 1))
+        assert group < ahead and ahead - group <= following
 
 
 def test_epochs_and_seeds_differ():
