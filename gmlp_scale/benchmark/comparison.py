@@ -24,7 +24,7 @@ def worsened(before: dict, now: dict) -> list[str]:
 
     ValueError if the two reports have no figure in common.
     """
-    old, new = dict(_figures(before)), dict(_figures(now))
+    old, new = dict(figures(before)), dict(figures(now))
     if not old.keys() & new.keys():
         raise ValueError("no ratio is in both reports: measure the same recipes and parts as the file")
     lines = []
@@ -36,12 +36,12 @@ def worsened(before: dict, now: dict) -> list[str]:
     return lines
 
 
-def _figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
+def figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
     """((recipe, part, "ratios" or "costs", name), value) of every ratio and cost."""
     for recipe, parts in report["recipes"].items():
-        for part, figures in parts.items():
+        for part, measured in parts.items():
             for kind in ("ratios", "costs"):
-                for name, value in figures.get(kind, {}).items():
+                for name, value in measured.get(kind, {}).items():
                     yield (recipe, part, kind, name), value
 
 

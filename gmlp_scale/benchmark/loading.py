@@ -49,9 +49,7 @@ def measure_loading(run: RunConfig, num_rounds: int) -> dict:
 
 def rows_per_core_second(run: RunConfig, num_rounds: int, folder: Path) -> dict[str, float]:
     """Of each loader, by its name. Each has its own process, so that none pays for another's threads."""
-    length, vocab_size = run.model.sequence_length, run.model.vocab_size
-    rows_RN = np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, vocab_size, (NUM_ROWS, length)).astype(ROW_DTYPE)
-    write_shards(run, rows_RN, folder / "shards")
+    write_shards(run, random_rows(run, NUM_ROWS), folder / "shards")
     turns = {name: Contender(name, prepare_loader, name, run, folder / "shards").take_turn for name in LOADERS}
     seconds = medians(time_in_turns(turns, num_rounds))
     return {name: BATCHES_PER_TURN * ROWS_PER_BATCH / spent for name, spent in seconds.items()}
@@ -72,20 +70,35 @@ def take(batches: Iterator, num_batches: int) -> float:
     return time.process_time() - started
 
 
-def write_shards(run: RunConfig, rows_RN: np.ndarray, folder: Path) -> None:
-    writer = ShardWriter(folder, "train", "train-00000", sequence_length=rows_RN.shape[1], rows_per_shard=2**13)
+def random_rows(run: RunConfig, num_rows: int) -> np.ndarray:
+    shape = (num_rows, run.model.sequence_length)
+    return np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, run.model.vocab_size, shape).astype(ROW_DTYPE)
+
+
+def write_shards(run: RunConfig, rows_RN: np.ndarray, folder: Path, num_heldout: int = 0) -> None:
+    """The first `num_heldout` rows are the held-out ones, and the others the training rows."""
+    write_manifest(
+        run,
+        _write_split("train", rows_RN[num_heldout:], folder),
+        folder,
+        heldout=_write_split("heldout", rows_RN[:num_heldout], folder) if num_heldout else (),
+    )
+
+
+def _write_split(split: str, rows_RN: np.ndarray, folder: Path) -> tuple[Shard, ...]:
+    writer = ShardWriter(folder, split, f"{split}-00000", sequence_length=rows_RN.shape[1], rows_per_shard=2**13)
     writer.add(rows_RN)
-    write_manifest(run, tuple(writer.close()), folder)
+    return tuple(writer.close())
 
 
-def write_manifest(run: RunConfig, shards: tuple[Shard, ...], folder: Path) -> None:
+def write_manifest(run: RunConfig, train: tuple[Shard, ...], folder: Path, heldout: tuple[Shard, ...] = ()) -> None:
     manifest = Manifest(
         sequence_length=run.model.sequence_length,
         vocab_size=run.model.vocab_size,
         packing=run.data.packing,
         tokenizer_sha256="0" * 64,
-        total_rows={"train": sum(shard.rows for shard in shards), "heldout": 0},
-        splits=Splits(train=shards, heldout=()),
+        total_rows={"train": sum(shard.rows for shard in train), "heldout": sum(shard.rows for shard in heldout)},
+        splits=Splits(train=train, heldout=heldout),
     )
     write_file(f"{folder}/{MANIFEST_NAME}", manifest.to_json().encode())
 
@@ -105,7 +118,7 @@ def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
     Only the shards that this step reads are written; the manifest lists all of them.
     """
     say("first batch of a far step")
-    length, vocab_size = run.model.sequence_length, run.model.vocab_size
+    length = run.model.sequence_length
     absent = [
         Shard(
             name=f"train/train-{number:05d}-000000.tar",
@@ -117,11 +130,11 @@ def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
     ]
     write_manifest(run, tuple(absent), folder)
     loader = loader_of(run, folder)
-    rows_RN = np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, vocab_size, (C4_ROWS_PER_SHARD, length))
+    rows_RN = random_rows(run, C4_ROWS_PER_SHARD)
     for number in sorted({int(shard) for shard in loader.addresses(FAR_STEP).shard}):
         stem = f"train-{number:05d}"
         writer = ShardWriter(folder, "train", stem, sequence_length=length, rows_per_shard=C4_ROWS_PER_SHARD)
-        writer.add(rows_RN.astype(ROW_DTYPE))
+        writer.add(rows_RN)
         (absent[number],) = writer.close()
     loader.close()
     write_manifest(run, tuple(absent), folder)

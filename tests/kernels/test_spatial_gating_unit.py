@@ -37,8 +37,6 @@ RECIPES = [
     Case(512, "toeplitz", 64, torch.float32, 2, 1536),
 ]
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs compiled kernels: needs a GPU")
-
 
 def two_runs(case: Case, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
     return [output_and_gradients(fused_unit, *inputs_of(case, device)) for _ in range(2)]
@@ -103,21 +101,21 @@ def test_operators_keep_to_the_rules_of_pytorch():
     run_interpreted(_check_operators)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", RECIPES, ids=str)
 def test_output_and_every_gradient_are_those_of_float64_on_a_gpu(case):
     errors = relative_errors(case, "cuda")
     assert max(errors.values()) < BOUNDS[case.dtype], errors
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", gate.BFLOAT16_TILES, ids=str)
 def test_every_tile_of_the_gate_gives_the_same_on_a_gpu(tile):
     errors = errors_with_tile(RECIPES[1], tile, "cuda")
     assert max(errors.values()) < BOUNDS[BFLOAT16], errors
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", RECIPES, ids=str)
 def test_two_runs_are_equal_bit_for_bit_on_a_gpu(case):
     first, second = two_runs(case, "cuda")

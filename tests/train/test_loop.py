@@ -122,7 +122,7 @@ def _unhurried(line: dict) -> dict:
     return {tag: value for tag, value in line.items() if not tag.startswith(("perf/", "memory/"))}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["single", "fsdp2"])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_step_waits_for_a_gpu(model, engine, tmp_path):

@@ -1,0 +1,85 @@
+"""What a proof on a GPU begins with: the facts of the machine, and the tests that only a GPU can run."""
+
+import contextlib
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "g-mlp-pytorch", "pytest")
+NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+GPU_TESTS = ("tests/kernels", "tests/train/test_loop.py")
+
+
+def environment(*, needs_gpu: bool) -> dict:
+    """A finding. It fails where a GPU is needed and torch finds none."""
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _said_by("git", "rev-parse", "HEAD"),
+        "python": platform.python_version(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        **{package: _version(package) for package in PACKAGES},
+    }
+    if not torch.cuda.is_available():
+        reason = "torch finds no CUDA device; --tiny tries the script on a CPU" if needs_gpu else None
+        status = "failed" if needs_gpu else "passed"
+        return {"check": "environment", "status": status, "reason": reason, "device_type": "cpu", **facts}
+    device = torch.cuda.get_device_properties(0)
+    smi = _said_by("nvidia-smi", f"--query-gpu={','.join(NVIDIA_SMI)}", "--format=csv,noheader", "--id=0")
+    return {
+        "check": "environment",
+        "status": "passed",
+        "reason": None,
+        "device_type": "cuda",
+        "device": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "multiprocessors": device.multi_processor_count,
+        "memory_gib": round(device.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+        **(dict(zip(NVIDIA_SMI, smi.split(", "), strict=True)) if smi else {"nvidia-smi": None}),
+        **facts,
+    }
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _said_by(*command: str) -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    return None
+
+
+def run_gpu_tests(report: Callable[[dict], None]) -> None:
+    """Runs the tests marked `gpu` and reports each; without a GPU they are not run."""
+    import pytest
+
+    code = pytest.main(
+        ["-o", "addopts=", "-p", "no:cacheprovider", "-v", "-m", "gpu", *GPU_TESTS], [_Reporting(report)]
+    )
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        report({"check": "pytest", "status": "failed", "reason": str(code)})
+
+
+class _Reporting:
+    """A pytest plugin that reports each test as it ends."""
+
+    def __init__(self, report: Callable[[dict], None]):
+        self._report = report
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """Called by pytest after a test's set-up, its call and its tear-down. Only the call can pass."""
+        finding = {"check": report.nodeid, "reason": None, "seconds": round(report.duration, 2)}
+        if report.skipped:
+            self._report(finding | {"status": "not run", "reason": report.longrepr[2].removeprefix("Skipped: ")})
+        elif report.failed:
+            self._report(finding | {"status": "failed", "reason": report.longreprtext.splitlines()[-1]})
+        elif report.when == "call":
+            self._report(finding | {"status": "passed"})

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# Shows on one GPU what could not be shown without: launch/gpu_proof.sh OUT, within 8 minutes and without a network.
+#
+#   launch/gpu_proof.sh OUT                    every part below, in this order
+#   launch/gpu_proof.sh OUT PART ...           only these; in an OUT that has results already they take their places
+#   launch/gpu_proof.sh --tiny OUT [PART ...]  a trial on a CPU, at tiny shapes: it shows that the parts run
+#
+# Leaves OUT/report.md (the parts, the figures, and last the goals), OUT/results.jsonl (a line for each part, written as
+# the part ends), OUT/log.txt (what the parts said) and, while a part runs, OUT/running.jsonl (what it found so far).
+# A part that fails or is cut by its limit does not stop the others; the script then leaves with 1.
+#
+# The number of a part is the seconds that it has for certain. What earlier parts leave over goes to the next, so a part
+# is cut only where all that is gone too. Parts beyond the TOTAL run if the earlier ones leave them their seconds.
+# Python is PYTHON (default: python3). Checkpoints of up to 20 GB pass through TMPDIR, on whose disk they are timed.
+set -uo pipefail
+TOTAL=${GPU_PROOF_SECONDS:-480}
+
+tiny=false
+if [[ ${1:-} == --tiny ]]; then tiny=true && shift; fi
+if [[ -z ${1:-} ]]; then sed -n '2,6s/^# \{0,1\}//p' "$0" >&2 && exit 2; fi
+mkdir -p "$1" && out=$(cd "$1" && pwd) && shift && chosen=("$@") || exit 2
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+scratch=$(mktemp -d)
+deadline=0 failed=0 running=
+trap 'rm -rf "$scratch"' EXIT
+trap '[[ $running ]] && kill "$running"; exit 130' INT TERM
+
+# part NAME SECONDS COMMAND...
+part() {
+    local name=$1 seconds=$2 began=$SECONDS limit code
+    shift 2
+    ((deadline += seconds))
+    if ((${#chosen[@]})) && [[ " ${chosen[*]} " != *" $name "* ]]; then return; fi
+    limit=$(((deadline < TOTAL ? deadline : TOTAL) - SECONDS))
+    if ((limit < seconds)); then
+        "$python" launch/gpu_proof.py record "$out" "$name" --not-run "needs $seconds s, and $limit s were left"
+        return
+    fi
+    printf '\n== %s: %s\n' "$name" "$*" >>"$out/log.txt"
+    timeout --kill-after=3 "$limit" "$@" >"$out/running.jsonl" 2>>"$out/log.txt" &
+    running=$!
+    wait "$running"
+    code=$?
+    running=
+    "$python" launch/gpu_proof.py record "$out" "$name" --code "$code" --seconds $((SECONDS - began)) --limit "$limit" \
+        --command "$*" --printed "$out/running.jsonl" || failed=1
+    rm "$out/running.jsonl"
+}
+
+check() { # NAME SECONDS RECIPE OVERRIDES...
+    part "$1" "$2" "$python" launch/gpu_proof.py "$1" --config "configs/pretrain/$3.yaml" engine.kind=single "${@:4}" "${shape[@]}"
+}
+benchmark() { # NAME SECONDS PART RECIPE OPTIONS...
+    part "$1" "$2" "$python" launch/benchmark.py --parts "$3" --config "configs/pretrain/$4.yaml" --rounds 3 \
+        "output_dir=$scratch" "${@:5}" "${shape[@]}"
+}
+kernels() { # RECIPE SECONDS
+    part "kernels_$1" "$2" "${interpreter[@]}" "$python" launch/benchmark_kernels.py --config "configs/pretrain/$1.yaml" \
+        --rounds 3 "${shape[@]}" "${on_cpu[@]}"
+}
+
+shape=() interpreter=() on_cpu=() without_gpu=()
+few_blocks=(model.num_blocks=4 model.vocab_size=8000 train.global_batch_size=8 train.micro_batch_size=4)
+if $tiny; then
+    shape=(model.num_blocks=2 model.d_model=16 model.d_ffn=32 model.sequence_length=32 model.vocab_size=1000
+        train.global_batch_size=4 train.micro_batch_size=2 train.device=cpu train.precision=float32 train.compile=false)
+    interpreter=(env TRITON_INTERPRET=1)
+    on_cpu=(--device cpu) without_gpu=(--tiny)
+fi
+
+# Every part begins in a process of its own, of which importing torch and starting CUDA take 5 to 10 s.
+part environment 20 "$python" launch/gpu_proof.py environment "${without_gpu[@]}"
+((failed)) && exit 1
+part gpu_tests 40 "$python" launch/gpu_proof.py gpu_tests
+benchmark step_gmlp_base 45 step gmlp_base --no-peers
+check engines 60 gmlp_base "${few_blocks[@]}" train.compile=false
+check recipe 50 gmlp_base
+benchmark step_gmlp_large 40 step gmlp_large --no-peers
+benchmark step_gmlp_xlarge 45 step gmlp_xlarge --no-peers
+check stop 20 gmlp_base "${few_blocks[@]}" train.compile=false
+check compile 45 gmlp_base "${few_blocks[@]}"
+benchmark step_amlp_large 40 step amlp_large --no-peers
+kernels gmlp_base 20
+check auto 15 gmlp_base train.compile=false
+benchmark checkpoint_gmlp_base 15 checkpoint gmlp_base
+# 455 s so far; the ones below as the time allows.
+benchmark peers_gmlp_base 60 step gmlp_base
+kernels amlp_large 20
+kernels gmlp_xlarge 20
+kernels gmlp_large 20
+benchmark checkpoint_gmlp_large 30 checkpoint gmlp_large
+benchmark peers_amlp_large 70 step amlp_large
+benchmark peers_gmlp_large 70 step gmlp_large
+benchmark peers_gmlp_xlarge 80 step gmlp_xlarge
+benchmark checkpoint_amlp_large 30 checkpoint amlp_large
+benchmark checkpoint_gmlp_xlarge 60 checkpoint gmlp_xlarge
+
+printf '\n' && cat "$out/report.md"
+exit $failed

@@ -1,0 +1,57 @@
+"""The checks of launch/gpu_proof.sh on a CPU, and what they say where something is missing or differs."""
+
+import importlib.util
+
+import pytest
+
+from gmlp_scale.benchmark.proof import CHECKS
+from gmlp_scale.benchmark.proof_report import record
+from gmlp_scale.benchmark.trial import Trial, bit_equality, nearness
+from tests.benchmark.smoke_recipe import SMOKE
+
+TINY = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", "train.global_batch_size=4"]
+
+
+@pytest.fixture
+def trial(tmp_path) -> Trial:
+    return Trial.prepare(str(SMOKE), [*TINY, "train.micro_batch_size=2"], tmp_path)
+
+
+def findings_of(check: str, trial: Trial) -> dict[str, dict]:
+    findings = {}
+    CHECKS[check](trial, lambda finding: findings.update({finding["check"]: finding}))
+    return findings
+
+
+def test_engines_are_compared_and_resumed_and_those_not_installed_are_told(trial, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = findings_of("engines", trial)
+    assert len(found) == 21
+    for name, finding in found.items():
+        if name.startswith("zero"):
+            assert finding["status"] == "not run" and finding["reason"] == "deepspeed is not installed"
+        elif name.endswith("of the CPU"):
+            assert finding["status"] == "not run" and finding["reason"] == "needs a GPU"
+        else:
+            assert finding["status"] == "passed", finding
+            assert not name.endswith("resumed") or finding["bit_identical_tensors"] > 50
+    assert len(found["single in float32: losses and norms"]["losses"]) == 6
+    different = bit_equality(trial.checkpoint("single float32"), trial.checkpoint("single bf16"))
+    assert different.problem.startswith("steps 6 and 6: ") and 0 < different.figures["relative_difference"] < 1
+    too_far = nearness(trial, "single bf16", "single float32", {"train/loss": 1e-12})
+    assert "train/loss differs from single float32 by" in too_far.problem
+
+
+def test_a_signal_stops_both_engines_with_a_checkpoint(trial):
+    for finding in findings_of("stop", trial).values():
+        assert finding["status"] == "passed" and finding["stopped_after_step"] == 3, finding
+
+
+def test_a_part_that_was_cut_keeps_what_it_had_found(tmp_path):
+    printed = '{"check": "one", "status": "passed", "reason": null}\n{"check": "two", "stat'
+    line = record(tmp_path, "stop", code=124, seconds=20, limit=20, command="x", printed=printed)
+    assert line["status"] == "cut by its limit" and [check["check"] for check in line["checks"]] == ["one"]
+    line = record(tmp_path, "auto", code=2, seconds=1, limit=20, command="x", printed="")
+    assert line["status"] == "failed" and line["reason"] == "exit code 2: log.txt says why"
+    report = (tmp_path / "report.md").read_text()
+    assert "| stop | cut by its limit | 1 checks done, 0 of them failed | 20 | 20 |" in report

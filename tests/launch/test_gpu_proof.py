@@ -1,0 +1,77 @@
+"""launch/gpu_proof.sh without a GPU: its order, its limits and its report, and two parts at tiny shapes.
+
+It shows that the script runs and tells the truth about what it ran; nothing of what a GPU would compute.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STUB = f"""#!/bin/sh
+case "$1 $2" in
+    *" record") exec {sys.executable} "$@" ;;
+    *" environment") echo '{{"check": "environment", "status": "passed", "reason": null, "device_type": "cuda"}}' ;;
+    *" engines") echo '{{"check": "fsdp2", "status": "passed", "reason": null}}'; exit 3 ;;
+    *" auto") kill -9 $$ ;;
+    *" recipe") echo '{{"check": "verified load", "status": "passed", "reason": null, "load_over_plain_read": 0.81}}' ;;
+esac
+"""
+
+
+def prove(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, dict], str]:
+    """The exit code, the line of each part by its name, and the report."""
+    command = ["launch/gpu_proof.sh", *arguments]
+    variables = os.environ | {"PYTHON": sys.executable} | environment
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    report = (folder / "report.md").read_text()
+    if done.returncode == 0:
+        assert done.stdout.endswith(report), done.stdout + done.stderr
+    return done.returncode, {line["part"]: line for line in lines}, report
+
+
+def test_a_failing_part_stops_no_other_and_all_is_told(tmp_path):
+    """No part is real: a stub stands for Python, and leaves at once."""
+    stub = tmp_path / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    code, parts, report = prove(tmp_path / "out", str(tmp_path / "out"), PYTHON=str(stub))
+    assert code == 1
+    assert (
+        [*parts][:2] == ["environment", "gpu_tests"] and [*parts][-1] == "checkpoint_gmlp_xlarge" and len(parts) == 23
+    )
+    statuses = {name: part["status"] for name, part in parts.items()}
+    assert statuses.pop("engines") == "failed" and statuses.pop("auto") == "cut by its limit"
+    assert set(statuses.values()) == {"passed"}
+    assert (
+        parts["engines"]["checks"][0]["check"] == "fsdp2"
+        and "launch/gpu_proof.py engines" in parts["engines"]["command"]
+    )
+    assert "| verified load over a plain read of its files | at least 0.8 | 0.81 | met |" in report
+    assert "not measured: step_gmlp_base passed" in report
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "report.md", "results.jsonl"]
+
+
+def test_parts_run_at_tiny_shapes_where_there_is_no_gpu(tmp_path):
+    names = ["environment", "gpu_tests", "recipe", "checkpoint_gmlp_base"]
+    code, parts, report = prove(tmp_path, "--tiny", str(tmp_path), *names)
+    log = (tmp_path / "log.txt").read_text()
+    assert code == 0 and list(parts) == names, log
+    statuses = [parts[name]["status"] for name in names]
+    assert statuses == ["passed", "not run", "passed", "passed"], log
+    assert parts["gpu_tests"]["reason"] == "needs a GPU" and len(parts["gpu_tests"]["checks"]) > 8
+    saves, resumed, load = parts["recipe"]["checks"]
+    assert saves["stall_seconds"] > 0 and saves["steps_after_a_save_over_others"] > 0
+    assert resumed["bit_identical_tensors"] > 50 and load["bytes"] > 0
+    assert parts["checkpoint_gmlp_base"]["measured"]["recipes"]["gmlp_base"]["checkpoint"]["seconds"]["stall"] > 0
+    assert "nothing of a GPU" in report and report.count("says nothing: no GPU") == 3
+    assert "not measured: step_gmlp_base not run" in report
+
+
+def test_a_part_without_the_time_it_needs_is_not_run(tmp_path):
+    code, parts, _ = prove(tmp_path, "--tiny", str(tmp_path), "gpu_tests", GPU_PROOF_SECONDS="30")
+    assert code == 0
+    assert parts["gpu_tests"]["status"] == "not run" and parts["gpu_tests"]["reason"].startswith("needs 40 s, and ")
