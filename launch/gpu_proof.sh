@@ -11,7 +11,7 @@
 #
 # The number of a part is the seconds that it has for certain. What earlier parts leave over goes to the next, so a part
 # is cut only where all that is gone too. Parts beyond the TOTAL run if the earlier ones leave them their seconds.
-# Python is PYTHON (default: python3). Checkpoints of up to 20 GB pass through TMPDIR, on whose disk they are timed.
+# Python is PYTHON (default: python3). Checkpoints of up to 23 GB pass through TMPDIR, on whose disk they are timed.
 set -uo pipefail
 TOTAL=${GPU_PROOF_SECONDS:-480}
 
@@ -23,7 +23,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 scratch=$(mktemp -d)
-deadline=0 failed=0 running=
+deadline=0 failed=0 running= known=
 trap 'rm -rf "$scratch"' EXIT
 trap '[[ $running ]] && kill "$running"; exit 130' INT TERM
 
@@ -32,6 +32,7 @@ part() {
     local name=$1 seconds=$2 began=$SECONDS limit code
     shift 2
     ((deadline += seconds))
+    known+=" $name "
     if ((${#chosen[@]})) && [[ " ${chosen[*]} " != *" $name "* ]]; then return; fi
     limit=$(((deadline < TOTAL ? deadline : TOTAL) - SECONDS))
     if ((limit < seconds)); then
@@ -97,5 +98,8 @@ benchmark peers_gmlp_xlarge 80 step gmlp_xlarge
 benchmark checkpoint_amlp_large 30 checkpoint amlp_large
 benchmark checkpoint_gmlp_xlarge 60 checkpoint gmlp_xlarge
 
+for name in "${chosen[@]}"; do
+    if [[ $known != *" $name "* ]]; then echo "no part is called $name; there are $known" >&2 && failed=1; fi
+done
 printf '\n' && cat "$out/report.md"
 exit $failed

@@ -5,4 +5,6 @@ the median over the rounds. Every part returns a dict that may hold
     ratios   more is better: `--compare` names those that fell
     costs    less is better: `--compare` names those that rose
 and what a reader needs to judge them. Seconds are there to be read, not to be compared with another run's.
+
+launch/gpu_proof.sh adds what is judged instead of timed: device_facts, trial, proof, and the proof_report of all of it.
 """

@@ -2,26 +2,35 @@
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import platform
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-PACKAGES = ("torch", "triton", "deepspeed", "transformers", "g-mlp-pytorch", "pytest")
+PACKAGES = (
+    "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
+    "deepspeed", "transformers", "g-mlp-pytorch", "pytest",
+)  # fmt: skip
+"""What the parts import; only those of zero, the peers and the tests are not run without the last four."""
 NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 GPU_TESTS = ("tests/kernels", "tests/train/test_loop.py")
 
 
 def environment(*, needs_gpu: bool) -> dict:
-    """A finding. It fails where a GPU is needed and torch finds none."""
+    """A finding, with None for a package that is not installed. It fails where a GPU is needed and torch finds none."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _said_by("git", "rev-parse", "HEAD"),
         "python": platform.python_version(),
         "cpu_cores": len(os.sched_getaffinity(0)),
+        "disk": _said_by("stat", "--file-system", "--format=%T", tempfile.gettempdir()),
+        "disk_free_gib": shutil.disk_usage(tempfile.gettempdir()).free // 2**30,
         **{package: _version(package) for package in PACKAGES},
     }
     if not torch.cuda.is_available():
@@ -58,7 +67,10 @@ def _said_by(*command: str) -> str | None:
 
 
 def run_gpu_tests(report: Callable[[dict], None]) -> None:
-    """Runs the tests marked `gpu` and reports each; without a GPU they are not run."""
+    """Runs the tests marked `gpu` and reports each; without a GPU or pytest they are not run."""
+    if importlib.util.find_spec("pytest") is None:
+        report({"check": "pytest", "status": "not run", "reason": "pytest is not installed"})
+        return
     import pytest
 
     code = pytest.main(

@@ -36,7 +36,9 @@ ENGINES = {
     "zero 2": ["engine.kind=zero", "engine.stage=2"],
     "zero 3": ["engine.kind=zero", "engine.stage=3"],
 }
-BETWEEN_ENGINES = {  # the bounds of tests/engine/test_parity.py
+# The bounds of tests/engine/test_parity.py. On a CPU only small models keep to that of the float32 norm, since torch's
+# norm of a million elements is off by 1e-5 there.
+BETWEEN_ENGINES = {
     "float32": {"train/loss": 1e-5, "train/grad_norm": 1e-5},
     "bf16": {"train/loss": 3e-4, "train/grad_norm": 1e-2},
 }

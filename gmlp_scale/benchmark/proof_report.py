@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from gmlp_scale.benchmark.comparison import figures, table
 
-CUT = (124, 137)
-"""Exit codes of `timeout`: stopped at the limit, or killed because it did not stop."""
+STOPPED, KILLED = 124, 137
+"""Exit codes of `timeout`: the part was stopped at its limit, or killed, then because it did not stop or earlier."""
 
 
 class Goal(NamedTuple):
@@ -40,7 +40,14 @@ GOALS = [
 def record(folder: Path, part: str, *, code: int, seconds: int, limit: int, command: str, printed: str) -> dict:
     """Adds a part that ended with exit code `code` to `folder`, with what it printed; returns its line."""
     checks, measured = _read(printed)
-    line = {"part": part, **_outcome(code, checks), "seconds": seconds, "limit_seconds": limit, "command": command}
+    was_cut = code == STOPPED or (code == KILLED and seconds >= limit)
+    line = {
+        "part": part,
+        **_outcome(code, was_cut, checks),
+        "seconds": seconds,
+        "limit_seconds": limit,
+        "command": command,
+    }
     return _add(folder, line | {"exit_code": code, "checks": checks} | ({"measured": measured} if measured else {}))
 
 
@@ -69,11 +76,11 @@ def _read(printed: str) -> tuple[list[dict], dict | None]:
     return [json.loads(line) for line in whole_lines if line.startswith('{"check": ')], None
 
 
-def _outcome(code: int, checks: list[dict]) -> dict[str, str | None]:
+def _outcome(code: int, was_cut: bool, checks: list[dict]) -> dict[str, str | None]:
     """status and reason of a part."""
     failed = [check for check in checks if check["status"] == "failed"]
     not_run = [check for check in checks if check["status"] == "not run"]
-    if code in CUT:
+    if was_cut:
         return {"status": "cut by its limit", "reason": f"{len(checks)} checks done, {len(failed)} of them failed"}
     if failed:
         return {"status": "failed", "reason": f"{len(failed)} of {len(checks)} checks"}
@@ -106,6 +113,10 @@ def _checks_not_passed(parts: dict[str, dict]) -> Iterator[str]:
         for check in part.get("checks", []):
             if check["status"] != "passed":
                 yield f"- {part['part']}, {check['check']}: {check['status']}: {check['reason']}"
+        for of_recipe in part.get("measured", {}).get("recipes", {}).values():
+            for name, peer in of_recipe.get("step", {}).get("contenders", {}).items():
+                if isinstance(peer, str):  # why it is missing
+                    yield f"- {part['part']}, {name}: not run: {peer}"
     yield ""
 
 

@@ -1,10 +1,13 @@
 """The checks of launch/gpu_proof.sh on a CPU, and what they say where something is missing or differs."""
 
 import importlib.util
+import json
+from collections.abc import Iterator
 
 import pytest
+import torch
 
-from gmlp_scale.benchmark.proof import CHECKS
+from gmlp_scale.benchmark.proof import CHECKS, parity_with_cpu
 from gmlp_scale.benchmark.proof_report import record
 from gmlp_scale.benchmark.trial import Trial, bit_equality, nearness
 from tests.benchmark.smoke_recipe import SMOKE
@@ -13,8 +16,11 @@ TINY = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", "train
 
 
 @pytest.fixture
-def trial(tmp_path) -> Trial:
-    return Trial.prepare(str(SMOKE), [*TINY, "train.micro_batch_size=2"], tmp_path)
+def trial(tmp_path) -> Iterator[Trial]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads of so small products would only wait for each other
+    yield Trial.prepare(str(SMOKE), [*TINY, "train.micro_batch_size=2"], tmp_path)
+    torch.set_num_threads(num_threads)
 
 
 def findings_of(check: str, trial: Trial) -> dict[str, dict]:
@@ -36,6 +42,7 @@ def test_engines_are_compared_and_resumed_and_those_not_installed_are_told(trial
             assert finding["status"] == "passed", finding
             assert not name.endswith("resumed") or finding["bit_identical_tensors"] > 50
     assert len(found["single in float32: losses and norms"]["losses"]) == 6
+    assert parity_with_cpu(trial).figures == {"train/loss differs by": 0.0}
     different = bit_equality(trial.checkpoint("single float32"), trial.checkpoint("single bf16"))
     assert different.problem.startswith("steps 6 and 6: ") and 0 < different.figures["relative_difference"] < 1
     too_far = nearness(trial, "single bf16", "single float32", {"train/loss": 1e-12})
@@ -53,5 +60,12 @@ def test_a_part_that_was_cut_keeps_what_it_had_found(tmp_path):
     assert line["status"] == "cut by its limit" and [check["check"] for check in line["checks"]] == ["one"]
     line = record(tmp_path, "auto", code=2, seconds=1, limit=20, command="x", printed="")
     assert line["status"] == "failed" and line["reason"] == "exit code 2: log.txt says why"
+    recipes = {
+        "gmlp_base": {"step": {"contenders": {"bert": "not installed: transformers"}, "ratios": {"over_x": 2.0}}}
+    }
+    record(
+        tmp_path, "peers", code=0, seconds=1, limit=2, command="x", printed=json.dumps({"recipes": recipes}, indent=1)
+    )
     report = (tmp_path / "report.md").read_text()
+    assert "- peers, bert: not run: not installed: transformers" in report and "| peers | over_x | 2 |" in report
     assert "| stop | cut by its limit | 1 checks done, 0 of them failed | 20 | 20 |" in report

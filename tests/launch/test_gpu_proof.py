@@ -15,7 +15,8 @@ case "$1 $2" in
     *" record") exec {sys.executable} "$@" ;;
     *" environment") echo '{{"check": "environment", "status": "passed", "reason": null, "device_type": "cuda"}}' ;;
     *" engines") echo '{{"check": "fsdp2", "status": "passed", "reason": null}}'; exit 3 ;;
-    *" auto") kill -9 $$ ;;
+    *" stop") kill -9 $$ ;;
+    *" auto") exit 124 ;;
     *" recipe") echo '{{"check": "verified load", "status": "passed", "reason": null, "load_over_plain_read": 0.81}}' ;;
 esac
 """
@@ -24,7 +25,7 @@ esac
 def prove(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, dict], str]:
     """The exit code, the line of each part by its name, and the report."""
     command = ["launch/gpu_proof.sh", *arguments]
-    variables = os.environ | {"PYTHON": sys.executable} | environment
+    variables = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     report = (folder / "report.md").read_text()
@@ -44,7 +45,7 @@ def test_a_failing_part_stops_no_other_and_all_is_told(tmp_path):
         [*parts][:2] == ["environment", "gpu_tests"] and [*parts][-1] == "checkpoint_gmlp_xlarge" and len(parts) == 23
     )
     statuses = {name: part["status"] for name, part in parts.items()}
-    assert statuses.pop("engines") == "failed" and statuses.pop("auto") == "cut by its limit"
+    assert statuses.pop("engines") == statuses.pop("stop") == "failed" and statuses.pop("auto") == "cut by its limit"
     assert set(statuses.values()) == {"passed"}
     assert (
         parts["engines"]["checks"][0]["check"] == "fsdp2"
@@ -71,7 +72,7 @@ def test_parts_run_at_tiny_shapes_where_there_is_no_gpu(tmp_path):
     assert "not measured: step_gmlp_base not run" in report
 
 
-def test_a_part_without_the_time_it_needs_is_not_run(tmp_path):
-    code, parts, _ = prove(tmp_path, "--tiny", str(tmp_path), "gpu_tests", GPU_PROOF_SECONDS="30")
-    assert code == 0
+def test_a_part_without_the_time_it_needs_is_not_run_and_an_unknown_one_is_refused(tmp_path):
+    code, parts, _ = prove(tmp_path, "--tiny", str(tmp_path), "gpu_tests", "step", GPU_PROOF_SECONDS="30")
+    assert code == 1 and [*parts] == ["gpu_tests"]
     assert parts["gpu_tests"]["status"] == "not run" and parts["gpu_tests"]["reason"].startswith("needs 40 s, and ")
