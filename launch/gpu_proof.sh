@@ -2,7 +2,7 @@
 # Shows on one GPU what could not be shown without: launch/gpu_proof.sh OUT, within 8 minutes and without a network.
 #
 #   launch/gpu_proof.sh OUT                    every part below, in this order
-#   launch/gpu_proof.sh OUT PART ...           only these; in an OUT that has results already they take their places
+#   launch/gpu_proof.sh OUT PART ...           only environment and these; an OUT with results keeps those of the others
 #   launch/gpu_proof.sh --tiny OUT [PART ...]  a trial on a CPU, at tiny shapes: it shows that the parts run
 #
 # Leaves OUT/report.md (the parts, the figures, and last the goals), OUT/results.jsonl (a line for each part, written as
@@ -33,7 +33,7 @@ part() {
     shift 2
     ((deadline += seconds))
     known+=" $name "
-    if ((${#chosen[@]})) && [[ " ${chosen[*]} " != *" $name "* ]]; then return; fi
+    if ((${#chosen[@]})) && [[ " environment ${chosen[*]} " != *" $name "* ]]; then return; fi
     limit=$(((deadline < TOTAL ? deadline : TOTAL) - SECONDS))
     if ((limit < seconds)); then
         "$python" launch/gpu_proof.py record "$out" "$name" --not-run "needs $seconds s, and $limit s were left"

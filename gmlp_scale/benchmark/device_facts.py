@@ -92,6 +92,7 @@ class _Reporting:
         if report.skipped:
             self._report(finding | {"status": "not run", "reason": report.longrepr[2].removeprefix("Skipped: ")})
         elif report.failed:
-            self._report(finding | {"status": "failed", "reason": report.longreprtext.splitlines()[-1]})
+            message = report.longrepr.reprcrash.message if report.longrepr else report.outcome
+            self._report(finding | {"status": "failed", "reason": message.splitlines()[0]})
         elif report.when == "call":
             self._report(finding | {"status": "passed"})

@@ -16,8 +16,9 @@ from gmlp_scale.data.loader import Loader
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.checkpoint import Checkpoint, newest_checkpoint
+from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.loop import Progress
-from gmlp_scale.train.metrics import StartUp, read_metrics
+from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.world import World, set_up_logging, start_world
 
 NUM_STEPS, STOP_STEP = 6, 3
