@@ -29,16 +29,17 @@ trap '[[ $running ]] && kill "$running"; exit 130' INT TERM
 
 # part NAME SECONDS COMMAND...
 part() {
-    local name=$1 seconds=$2 began=$SECONDS limit code
+    local name=$1 seconds=$2 began=$SECONDS left=$((TOTAL - SECONDS)) limit code
     shift 2
     ((deadline += seconds))
     known+=" $name "
     if ((${#chosen[@]})) && [[ " environment ${chosen[*]} " != *" $name "* ]]; then return; fi
-    limit=$(((deadline < TOTAL ? deadline : TOTAL) - SECONDS))
-    if ((limit < seconds)); then
-        "$python" launch/gpu_proof.py record "$out" "$name" --not-run "needs $seconds s, and $limit s were left"
+    if ((left < seconds)); then
+        "$python" launch/gpu_proof.py record "$out" "$name" --not-run "needs $seconds s, and $left s were left"
         return
     fi
+    limit=$((deadline - began > seconds ? deadline - began : seconds))
+    if ((limit > left)); then limit=$left; fi
     printf '\n== %s: %s\n' "$name" "$*" >>"$out/log.txt"
     timeout --kill-after=3 "$limit" "$@" >"$out/running.jsonl" 2>>"$out/log.txt" &
     running=$!

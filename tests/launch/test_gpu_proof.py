@@ -46,18 +46,16 @@ def stub(tmp_path) -> str:
 
 def test_a_failing_part_stops_no_other_and_all_is_told(stub, tmp_path):
     """No part is real: a stub stands for Python, and leaves at once."""
-    code, parts, report = prove(tmp_path / "out", str(tmp_path / "out"), PYTHON=stub)
+    code, parts, report = prove(tmp_path / "out", str(tmp_path / "out"), PYTHON=stub, GPU_PROOF_SECONDS="100000")
     assert code == 1
-    assert (
-        [*parts][:2] == ["environment", "gpu_tests"] and [*parts][-1] == "checkpoint_gmlp_xlarge" and len(parts) == 23
-    )
+    assert len(parts) == 23 and [*parts][:2] == ["environment", "gpu_tests"]
     statuses = {name: part["status"] for name, part in parts.items()}
     assert statuses.pop("engines") == statuses.pop("stop") == "failed" and statuses.pop("auto") == "cut by its limit"
-    assert set(statuses.values()) == {"passed"}
-    assert (
-        parts["engines"]["checks"][0]["check"] == "fsdp2"
-        and "launch/gpu_proof.py engines" in parts["engines"]["command"]
-    )
+    assert set(statuses.values()) == {"passed"}, parts
+    first, second, *_ = [part["limit_seconds"] for part in parts.values()]
+    assert first == 20 and 40 <= second <= 60, "what environment leaves over goes to gpu_tests"
+    assert [check["check"] for check in parts["engines"]["checks"]] == ["fsdp2"]
+    assert "launch/gpu_proof.py engines" in parts["engines"]["command"]
     assert "| verified load over a plain read of its files | at least 0.8 | 0.81 | met |" in report
     assert "not measured: step_gmlp_base passed" in report
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "report.md", "results.jsonl"]
@@ -65,7 +63,7 @@ def test_a_failing_part_stops_no_other_and_all_is_told(stub, tmp_path):
 
 def test_parts_run_at_tiny_shapes_where_there_is_no_gpu(tmp_path):
     names = ["environment", "gpu_tests", "recipe", "checkpoint_gmlp_base"]
-    code, parts, report = prove(tmp_path, "--tiny", str(tmp_path), *names[1:])
+    code, parts, report = prove(tmp_path, "--tiny", str(tmp_path), *names[1:], GPU_PROOF_SECONDS="100000")
     log = (tmp_path / "log.txt").read_text()
     assert code == 0 and list(parts) == names, log
     statuses = [parts[name]["status"] for name in names]
