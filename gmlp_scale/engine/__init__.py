@@ -7,8 +7,8 @@ Beside its fields, an engine's config has
     needs_process_group    whether it needs one even for a single process
     supports_cuda_graphs   whether train.compile may be reduce-overhead
     mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
-    state_bytes(model, weight_bytes, world_size, accumulates=...)   bytes of parameters (`weight_bytes` each),
-                           gradients, float32 masters and moments on the rank that holds the most; no activations
+    state_bytes(model, precision, world_size, accumulates=...)   bytes of parameters, gradients, float32 masters and
+                           moments on the rank that holds the most; no activations
 """
 
 from collections.abc import Callable, Iterator

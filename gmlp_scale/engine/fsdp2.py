@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
+from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.world import World
 
 
@@ -37,27 +37,26 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
         """None beyond CUDA graphs, which RunConfig checks."""
         yield from ()
 
-    def state_bytes(
-        self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
-    ) -> dict[str, float]:
-        """All is sharded except the parameters that are gathered to compute with, and gradients while micro-batches
-        accumulate. Gathered are all parameters or, with `reshard_after_forward`, those of two groups of blocks and
-        those outside the blocks."""
-        num_parameters, num_in_blocks = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks))
-        num_gathered = num_parameters
+    def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
+        """All is sharded except bf16's float32 vectors, the parameters that are gathered to compute with, and gradients
+        while micro-batches accumulate. Gathered are all parameters or, with `reshard_after_forward`, those of two
+        groups of blocks and those outside the blocks."""
+        num_in_vectors, num_sharded = count_vectors_and_others(model, precision)
+        num_gathered = num_sharded
         if self.reshard_after_forward:
             share_of_blocks = min(1, 2 * self.blocks_per_group / len(model.blocks))
-            num_gathered -= (1 - share_of_blocks) * num_in_blocks
+            num_gathered -= (1 - share_of_blocks) * count_vectors_and_others(model.blocks, precision)[1]
         return {
-            "parameters": num_gathered * weight_bytes,
-            "gradients": num_parameters * 4 / (1 if accumulates else world_size),
-            "float32 master": num_parameters * 4 / world_size,
-            "moments": num_parameters * 8 / world_size,
+            "parameters": num_in_vectors * 4 + num_gathered * (2 if precision == "bf16" else 4),
+            "gradients": num_in_vectors * 4 + num_sharded * 4 / (1 if accumulates else world_size),
+            "float32 master": num_sharded * 4 / world_size,
+            "moments": num_in_vectors * 8 + num_sharded * 8 / world_size,
         }
 
 
 class Fsdp2Engine:
-    """Works with one process too. In bf16, gathers are in bfloat16 and gradients are reduced in float32."""
+    """Works with one process too. In bf16, gathers are in bfloat16 and gradients are reduced in float32; the vectors
+    stay in float32, whole on every rank."""
 
     def __init__(
         self, model: nn.Module, config: Fsdp2Config, world: World, *, train: TrainConfig, optimizer: OptimizerConfig
@@ -66,12 +65,18 @@ class Fsdp2Engine:
         self.world = world
         self.num_micro_batches = train.num_micro_batches(world.size)
         decayed = decayed_names(model)
-        self.module = _shard(model.to(world.device), config, world, train.precision)
-        masters = {}
+        model.to(world.device)
+        self.vectors = Vectors(float32_vectors(model, train.precision), world)
+        self.module = _shard(model, self.vectors, config, world, train.precision)
+        masters = self.vectors.masters()
+        self.shards: list[tuple[nn.Parameter, nn.Parameter]] = []  # the module's parameters and their masters
         for name, parameter in self.module.named_parameters():
+            if name in masters:
+                continue
             tensor = parameter.detach().to_local()  # the same memory, without DTensor's cost per operation
             if len(tensor):
                 masters[name] = Master(nn.Parameter(tensor), tuple(parameter.shape), _first_index(parameter, world))
+                self.shards.append((parameter, masters[name].tensor))
         self.masters = Masters(masters, optimizer, decayed)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
@@ -80,16 +85,17 @@ class Fsdp2Engine:
         self.module.set_reshard_after_backward(is_last or self.config.reshard_after_forward)
         (loss / self.num_micro_batches).backward()
 
+    @torch.no_grad()  # which DTensor would record at 16 ms a step with 144 blocks
     def step(self, learning_rate: float) -> Tensor:
-        for name, parameter in self.module.named_parameters():
-            if name in self.masters.masters and parameter.grad is not None:
-                self.masters.masters[name].tensor.grad = parameter.grad.to_local()
+        for parameter, master in self.shards:
+            if parameter.grad is not None:
+                master.grad = parameter.grad.to_local()
             parameter.grad = None
-        local_gradients = [m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None]
-        squared_norm = get_total_norm(local_gradients).to(self.world.device).square()  # on the CPU if it is of none
-        dist.all_reduce(squared_norm)
-        norm = squared_norm.sqrt()
+        local_gradients = [master.grad for _, master in self.shards if master.grad is not None]
+        local_norm = get_total_norm(local_gradients).to(self.world.device)  # on the CPU if it is of none
+        norm = self.vectors.average_gradients(local_norm.square())
         self.masters.step(learning_rate, norm)
+        self.vectors.clear_gradients()
         return norm
 
     @torch.no_grad()
@@ -109,9 +115,9 @@ class Fsdp2Engine:
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
-            full = parameter.detach().full_tensor()
+            full = parameter if name in self.vectors.parameters else parameter.full_tensor()
             if self.world.is_main:
-                yield name, full.cpu()
+                yield name, full.detach().cpu()
 
     def close(self) -> None:
         """Does nothing: the process group is the world's."""
@@ -125,14 +131,19 @@ class Fsdp2Engine:
                 module.reshard()
 
 
-def _shard(model: nn.Module, config: Fsdp2Config, world: World, precision: str) -> nn.Module:
+def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World, precision: str) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": config.reshard_after_forward}
+    options = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": config.reshard_after_forward,
+        "ignored_params": set(vectors.parameters.values()),
+    }
     blocks = list(model.blocks)
     for start in range(0, len(blocks), config.blocks_per_group):
         fully_shard(blocks[start : start + config.blocks_per_group], **options)

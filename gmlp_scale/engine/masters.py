@@ -45,6 +45,8 @@ class Master:
     tensor: nn.Parameter
     shape: tuple[int, ...]
     first: int
+    is_given: bool = True
+    """Whether this rank gives it to a checkpoint. Of a master that all ranks hold, one does."""
 
 
 class Masters:
@@ -63,6 +65,8 @@ class Masters:
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
         for name, master in self.masters.items():
+            if not master.is_given:
+                continue
             yield model_key(name), Piece(master.tensor.detach(), master.shape, master.first)
             for moment in MOMENTS:
                 tensor = self.optimizer.state[master.tensor][moment]

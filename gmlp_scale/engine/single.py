@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
+from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.world import World
 
 
@@ -28,29 +29,31 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
         """None: this engine can do all that a `train` section asks for."""
         yield from ()
 
-    def state_bytes(
-        self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
-    ) -> dict[str, float]:
+    def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
         """See gmlp_scale/engine: every engine's config has this method."""
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        num_in_vectors, num_others = count_vectors_and_others(model, precision)
         return {
-            "parameters": num_parameters * weight_bytes,
-            "gradients": num_parameters * 4,
-            "float32 master": num_parameters * (4 if weight_bytes == 2 else 0),
-            "moments": num_parameters * 8,
+            "parameters": num_in_vectors * 4 + num_others * (2 if precision == "bf16" else 4),
+            "gradients": num_in_vectors * 4 + num_others * 4,
+            "float32 master": num_others * (4 if precision == "bf16" else 0),
+            "moments": num_in_vectors * 8 + num_others * 8,
         }
 
 
 class SingleEngine:
-    """In bf16 the module holds bfloat16 copies of the float32 masters, and gradients add up in float32."""
+    """In bf16 the module holds bfloat16 copies of the float32 masters, of all but the vectors. Gradients add up in
+    float32."""
 
     def __init__(self, model: nn.Module, world: World, *, train: TrainConfig, optimizer: OptimizerConfig):
         assert world.size == 1
         self.module = model.to(world.device)
         self.num_micro_batches = train.num_micro_batches(world.size)
         self.copies: dict[str, nn.Parameter] = {}  # the module's bfloat16 parameters
-        masters = {}
+        self.vectors = Vectors(float32_vectors(model, train.precision), world)
+        masters = self.vectors.masters()
         for name, parameter in model.named_parameters():
+            if name in masters:
+                continue
             master = parameter
             if train.precision == "bf16":
                 master = nn.Parameter(parameter.detach().clone())
@@ -66,6 +69,7 @@ class SingleEngine:
     def step(self, learning_rate: float) -> Tensor:
         norm = get_total_norm([m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None])
         self.masters.step(learning_rate, norm)
+        self.vectors.clear_gradients()
         self._refresh_copies()
         return norm
 

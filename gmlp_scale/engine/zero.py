@@ -17,9 +17,10 @@ import torch
 from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
-from gmlp_scale.engine.masters import MOMENTS, Piece, ReadSlice, model_key, moment_key
+from gmlp_scale.engine.masters import MOMENTS, Masters, Piece, ReadSlice, model_key, moment_key
 from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, decayed_names
 from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
+from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
@@ -53,28 +54,34 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
                 "their bias in place to the very result that selective keeps"
             )
 
-    def state_bytes(
-        self, model: nn.Module, weight_bytes: int, world_size: int, *, accumulates: bool
-    ) -> dict[str, float]:
+    def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
         """Stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 everything (Rajbhandari et al.
-        2020, figure 1)."""
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        2020, figure 1), except bf16's float32 vectors."""
+        num_in_vectors, num_others = count_vectors_and_others(model, precision)
+        weight_bytes, master_bytes = (2, 4) if precision == "bf16" else (4, 0)
         return {
-            "parameters": num_parameters * weight_bytes / (world_size if self.stage >= 3 else 1),
-            "gradients": num_parameters * 4 / (world_size if self.stage >= 2 else 1),
-            "float32 master": num_parameters * (4 if weight_bytes == 2 else 0) / world_size,
-            "moments": num_parameters * 8 / world_size,
+            "parameters": num_in_vectors * 4 + num_others * weight_bytes / (world_size if self.stage >= 3 else 1),
+            "gradients": num_in_vectors * 4 + num_others * 4 / (world_size if self.stage >= 2 else 1),
+            "float32 master": num_others * master_bytes / world_size,
+            "moments": num_in_vectors * 8 + num_others * 8 / world_size,
         }
 
 
 class ZeroEngine:
-    """Works with one process too. In bf16 masters are float32, and gradients add up and are reduced in float32."""
+    """Works with one process too. In bf16 masters are float32, and gradients add up and are reduced in float32.
+
+    DeepSpeed would round the vectors with all the rest, so it sees a model without them.
+    """
 
     def __init__(
         self, model: nn.Module, config: ZeroConfig, world: World, *, train: TrainConfig, optimizer: OptimizerConfig
     ):
         self.stage = config.stage
         self.world = world
+        self.gradient_clipping = optimizer.gradient_clipping
+        self.vectors = Vectors(_taken_out(model, float32_vectors(model, train.precision), world), world)
+        self.vectors_norm = torch.zeros((), device=world.device)
+        self.vector_masters = Masters(self.vectors.masters(), optimizer, decayed=set())
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         initial = {model_key(name): parameter.data for name, parameter in model.named_parameters()}
         self.module = _initialize(
@@ -89,7 +96,9 @@ class ZeroEngine:
         # DeepSpeed makes its own process group with torch's default timeout.
         self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=config.timeout_seconds))
         self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around ours
+        self.zero.clip_grad = 0.0  # its norm is without the vectors, so _clip does it
         self.adamw: torch.optim.AdamW = self.zero.optimizer
+        self.adamw.register_step_pre_hook(self._clip)
         self.parameters = dict(self.module.module.named_parameters())
         self._create_moments()
         if train.precision == "bf16":
@@ -101,11 +110,17 @@ class ZeroEngine:
         self.module.set_gradient_accumulation_boundary(is_last)
         self.module.backward(loss)  # divides by num_micro_batches
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        self.module.step()  # where the norm is not finite, skips the update and reports an infinite norm
-        return torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
+        if self.vectors.parameters:
+            self.vectors_norm = self.vectors.average_gradients()
+        self.module.step()
+        norm = self._norm().float()
+        self.vector_masters.step(learning_rate, norm)
+        self.vectors.clear_gradients()
+        return norm
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:
@@ -128,6 +143,7 @@ class ZeroEngine:
             if owners[name] == self.world.rank:
                 for key, tensor in tensors.items():
                     yield key, Piece(tensor, self.shapes[name], 0)
+        yield from self.vector_masters.pieces()
 
     def load_state(self, read: ReadSlice, step: int) -> None:
         for name in self.parameters:
@@ -136,6 +152,7 @@ class ZeroEngine:
         for state in self.adamw.state.values():
             state["step"].fill_(step)
         self._refresh_weights()
+        self.vector_masters.load(read, step)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -144,9 +161,26 @@ class ZeroEngine:
             full = safe_get_full_fp32_param(parameter)
             if self.world.is_main:
                 yield name, full.cpu()
+        if self.world.is_main:
+            for name, vector in self.vectors.parameters.items():
+                yield name, vector.detach().cpu()
 
     def close(self) -> None:
         self.module.destroy()
+
+    def _norm(self) -> Tensor:
+        """The global gradient norm, infinite where DeepSpeed's is a stand-in for one that is not finite."""
+        others_norm = self.zero._global_grad_norm.to(self.world.device)
+        return torch.hypot(torch.where(others_norm < 0, torch.inf, others_norm), self.vectors_norm)
+
+    def _clip(self, adamw: torch.optim.AdamW, *_) -> None:
+        """Clips by all gradients' norm just before AdamW's step, which is skipped if that norm is not finite."""
+        norm = self._norm()
+        adamw.found_inf = (~torch.isfinite(norm)).float()
+        if self.gradient_clipping is not None:
+            scale = 1.0 / ((norm + 1e-6) / self.gradient_clipping).clamp(min=1.0)
+            for parameter in (p for group in adamw.param_groups for p in group["params"]):
+                parameter.grad.mul_(scale.to(parameter.grad.device))
 
     def _let_modules_read_others(self, is_forward: bool) -> None:
         """As DeepSpeed's own forward does: stage 3 then gathers a parameter that is read by a module not its own."""
@@ -206,12 +240,28 @@ class ZeroEngine:
             persistent[0].all_gather(persistent)
 
 
+def _taken_out(model: nn.Module, vectors: dict[str, nn.Parameter], world: World) -> dict[str, nn.Parameter]:
+    """Makes the vectors plain attributes of their modules, on the device, and returns them."""
+    for name, vector in vectors.items():
+        module_name, _, attribute = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        del module._parameters[attribute]
+        vector.data = vector.data.to(world.device)
+        object.__setattr__(module, attribute, vector)
+    return vectors
+
+
 def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) -> nn.Module:
     """deepspeed.initialize, without what it would compile and print."""
     import deepspeed
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     # No compiled extensions: on a CPU DeepSpeed would build one that only its inference uses.
     deepspeed.ops.__compatible_ops__ = {}
+    # The host would wait for every step's norm to know whether it is finite. AdamW knows without it (see _clip).
+    for module in (bf16_optimizer, stage_1_and_2, stage3):
+        module.is_invalid_grad_norm = lambda norm: False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with contextlib.redirect_stdout(io.StringIO()) as printed:  # stage 1 in bf16 prints memory reports
@@ -236,7 +286,13 @@ def _required_settings(stage: int, world_size: int, train: TrainConfig, gradient
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": train.num_micro_batches(world_size),
         "gradient_clipping": gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
-        "bf16": {"enabled": train.precision == "bf16", "check_grad_overflow": True},
+        "bf16": {
+            "enabled": train.precision == "bf16",
+            "check_grad_overflow": False,  # the host would wait for it; _clip does it
+            # Stage 1 would leave a gradient in the memory of a CUDA graph, which the next micro-batch overwrites.
+            "immediate_grad_update": True,
+        },
+        "timers": {"throughput": {"enabled": False}},  # the host would wait for the device in every micro-batch
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": stage},

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gmlp_scale.data.batch import PAD_ID
+from gmlp_scale.models.norm import LayerNorm
 
 INIT_STD = 0.02
 """The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
@@ -64,7 +65,7 @@ class Backbone(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Embedding(sequence_length, d_model) if absolute_positions else None
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
 
     def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.kernels.fused_gating import fused_gating
+from gmlp_scale.models.norm import LayerNorm
 from gmlp_scale.models.toeplitz import toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
@@ -97,7 +98,7 @@ class GmlpBlock(nn.Module):
     def __init__(self, config: GmlpConfig, dropout: float = 0.0):
         super().__init__()
         self.kernels = config.kernels if config.gating == FUSED_GATING else "torch"
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.gating = SpatialGatingUnit(config)
         self.attention = TinyAttention(config, dropout) if isinstance(config, AmlpConfig) else None
@@ -127,23 +128,25 @@ class SpatialGatingUnit(nn.Module):
         self.spatial = config.spatial
         self.sequence_length = n
         self.combine, self.initial_diagonal, self.initial_bias = combination(config.gating)
-        self.norm = nn.LayerNorm(config.d_gate)
+        self.norm = LayerNorm(config.d_gate)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if config.spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
 
     def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None) -> Tensor:
         """s(Z) for z after GELU. The tiny attention's attended values are added to the gate.
 
+        Where b is float32 beside a bfloat16 z, the gate is float32 until it has met u: bfloat16 has steps of 0.008 just
+        above b's initial 1, and W's part of the gate is smaller than that.
         bmm takes W with batch stride 0. A Linear over positions, matmul or einsum would copy v transposed, forward and
         backward.
         """
         u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.splits else (z_BNF, z_BNF)
         weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
-        weight_BNN = weight_NN.expand(z_BNF.shape[0], *weight_NN.shape)
+        weight_BNN = weight_NN.to(z_BNF.dtype).expand(z_BNF.shape[0], *weight_NN.shape)
         gate_BNG = torch.bmm(weight_BNN, self.norm(v_BNG)) + bias_N[:, None]
         if attended_BNG is not None:
             gate_BNG = gate_BNG + attended_BNG
-        return self.combine(u_BNG, gate_BNG)
+        return self.combine(u_BNG, gate_BNG).to(z_BNF.dtype)
 
     def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """weight_NN and bias_N: W and b for the first m <= n positions."""

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt
 from torch import Tensor, nn
 
+from gmlp_scale.models.norm import LayerNorm
+
 
 class MixerConfig(BaseModel, frozen=True, extra="forbid"):
     display_name: ClassVar[str] = "MLP-Mixer"
@@ -41,10 +43,10 @@ class MixerBlock(nn.Module):
 
     def __init__(self, config: MixerConfig, dropout: float = 0.0):
         super().__init__()
-        self.spatial_norm = nn.LayerNorm(config.d_model)
+        self.spatial_norm = LayerNorm(config.d_model)
         self.spatial_expand = nn.Linear(config.sequence_length, config.d_spatial)
         self.spatial_project = nn.Linear(config.d_spatial, config.sequence_length)
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.project = nn.Linear(config.d_ffn, config.d_model)
         self.dropout = nn.Dropout(dropout)

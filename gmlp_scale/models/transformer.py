@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from gmlp_scale.models.norm import LayerNorm
 from gmlp_scale.models.toeplitz import toeplitz
 
 NUM_BUCKETS = 32
@@ -71,10 +72,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: TransformerConfig, dropout: float = 0.0):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.attention_norm = LayerNorm(config.d_model)
         attention = PositionalAveraging if config.positions == "relative_only" else SelfAttention
         self.attention = attention(config, dropout)
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.project = nn.Linear(config.d_ffn, config.d_model)
         self.dropout = nn.Dropout(dropout)

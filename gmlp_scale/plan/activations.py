@@ -6,6 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from gmlp_scale.engine.vectors import round_matrices
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Recompute
 
@@ -18,11 +19,11 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
     and the copies of transposed operands that Mixer and the Transformer with relative positions make.
     """
     config = with_kernels(model.model_copy(update={"num_blocks": 1}), "torch")
-    one_block = build_model(config)  # on the CPU, since the meta device imports a compiler
-    one_block.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(recompute)
+    one_block = round_matrices(build_model(config), precision)  # on the CPU, since the meta device imports a compiler
+    one_block.set_recompute(recompute)
 
     def kept_bytes(num_rows: int) -> int:
-        shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), one_block.norm.weight.dtype
+        shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), one_block.embedding.weight.dtype
         x_BND = torch.zeros(shape_BND, dtype=dtype, requires_grad=True)
         with _Results() as results:
             output_BND = one_block.blocks[0](x_BND)  # counted in place of the input, which is no result

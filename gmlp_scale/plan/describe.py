@@ -30,8 +30,7 @@ def state_bytes_per_rank(
     model: nn.Module, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
 ) -> dict[str, float]:
     """Bytes of parameters, gradients, float32 masters and moments on the rank that holds the most; no activations."""
-    weight_bytes = 2 if precision == "bf16" else 4
-    return engine.state_bytes(model, weight_bytes, world_size, accumulates=accumulates)
+    return engine.state_bytes(model, precision, world_size, accumulates=accumulates)
 
 
 def describe(run: RunConfig, world_size: int) -> str:

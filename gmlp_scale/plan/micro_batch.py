@@ -8,8 +8,8 @@ import torch
 
 from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
-from gmlp_scale.engine import ZeroConfig
-from gmlp_scale.models import MaskedLanguageModel, build_model
+from gmlp_scale.engine.vectors import round_matrices
+from gmlp_scale.models import build_model
 from gmlp_scale.plan.describe import state_bytes_per_rank
 from gmlp_scale.world import OtherRankError, World
 
@@ -72,17 +72,13 @@ def _fits(run: RunConfig, world: World, num_rows: int) -> bool:
     return fits
 
 
-def _bytes_beside_states(run: RunConfig, model: MaskedLanguageModel) -> int:
-    """What a run keeps beside its states, and an attempt does not."""
-    kept = 0
-    if isinstance(run.engine, ZeroConfig) and run.engine.stage == 1 and run.train.precision == "bf16":
-        # DeepSpeed sets bfloat16 gradients to zero, and does not free them.
-        kept += sum(parameter.nbytes for parameter in model.parameters())
-    if run.train.compile == "reduce-overhead":
-        # The graphs keep the memory of the blocks, which the head then cannot use.
-        num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
-        kept += HEAD_BYTES_PER_LOGIT * run.train.micro_batch_size * num_masked * run.model.vocab_size
-    return kept
+def _bytes_beside_states(run: RunConfig) -> int:
+    """What a run keeps beside its states, and an attempt does not: the memory of CUDA graphs, which keep the blocks'
+    and do not lend it to the head."""
+    if run.train.compile != "reduce-overhead":
+        return 0
+    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    return HEAD_BYTES_PER_LOGIT * run.train.micro_batch_size * num_masked * run.model.vocab_size
 
 
 def _run_micro_batches(run: RunConfig, world: World) -> None:
@@ -91,10 +87,10 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     with torch.device(device):
         model = build_model(run.model)
     states = state_bytes_per_rank(model, precision, run.engine, world.size, accumulates=run.accumulates(world.size))
-    model.to(torch.bfloat16 if precision == "bf16" else torch.float32).set_recompute(run.train.recompute)
+    round_matrices(model, precision).set_recompute(run.train.recompute)
     own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # parameters and gradients
     margin = MEMORY_MARGIN * torch.cuda.get_device_properties(device).total_memory
-    room = max(0, sum(states.values()) - own_states) + _bytes_beside_states(run, model) + margin
+    room = max(0, sum(states.values()) - own_states) + _bytes_beside_states(run) + margin
     reserved = torch.empty(int(room), dtype=torch.uint8, device=device)
 
     num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)

@@ -72,7 +72,7 @@ def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begins.append("begin"))
     engine = build_engine(
         build_model(GMLP),
-        SimpleNamespace(size=1, device=torch.device("meta")),
+        SimpleNamespace(size=1, rank=0, device=torch.device("meta")),
         engine=SingleConfig(),
         train=TrainConfig(num_steps=1, global_batch_size=4, micro_batch_size=2, compile="reduce-overhead"),
         optimizer=OptimizerConfig(),

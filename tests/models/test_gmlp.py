@@ -1,5 +1,6 @@
 """gMLP and aMLP blocks against the equations of the paper, and their start as feed-forward layers."""
 
+import copy
 import math
 from typing import get_args
 
@@ -124,6 +125,26 @@ def test_shorter_rows_use_the_central_offsets():
         weight_NN[:, 0], gate.weight[N - 4 : N].flip(0)
     )
     assert torch.equal(weight_NN, whole_NN[:4, :4]) and torch.equal(bias_N, gate.bias[:4])
+
+
+def test_activations_in_bf16_meet_the_float32_values_of_vectors():
+    """b is 1.003 here. Above 1 bfloat16 has steps of 0.008, so a b or a gate in it would be off by 0.003."""
+    exact = make_block("multiplicative_split", n=64, d_ffn=512).gating
+    with torch.no_grad():
+        exact.bias += 0.003
+    in_float32 = copy.deepcopy(exact).float()
+    z_BNF = torch.randn(4, 64, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected_BNG, found_BNG = exact(z_BNF.double()), in_float32(z_BNF)
+    assert found_BNG.dtype == torch.bfloat16
+    u_BNG = z_BNF.double()[..., :256]  # weights by u, so that roundings of the output cancel out
+    ratio_N = (found_BNG * u_BNG).sum((0, 2)) / (expected_BNG * u_BNG).sum((0, 2))
+    torch.testing.assert_close(ratio_N, torch.ones_like(ratio_N), rtol=0, atol=3e-4)
+
+    expected_BNG.sum().backward()
+    found_BNG.sum().backward()
+    for (name, vector), expected in zip(in_float32.named_parameters(), exact.parameters(), strict=True):
+        assert vector.grad.dtype == torch.float32
+        assert (vector.grad - expected.grad).norm() < 0.01 * expected.grad.norm(), name
 
 
 def test_a_split_needs_an_even_width():

@@ -11,6 +11,7 @@ NUM_BLOCKS = 12
 with torch.device("meta"):
     MODEL = build_model(GmlpConfig(num_blocks=NUM_BLOCKS, d_model=16, d_ffn=32, sequence_length=32, vocab_size=100))
 P = sum(parameter.numel() for parameter in MODEL.parameters())
+V = NUM_BLOCKS * (2 * 16 + 2 * 16 + 63 + 32) + 2 * 16  # in LayerNorms, w and b; bf16 leaves them in float32
 OUTSIDE = P - sum(parameter.numel() for parameter in MODEL.blocks.parameters())
 
 
@@ -31,7 +32,9 @@ def states(engine, precision: str, world_size: int, accumulates: bool = False) -
     ids=str,
 )
 def test_bytes_per_parameter_in_bf16(engine, world_size, wanted):
-    assert states(engine, "bf16", world_size) == pytest.approx([P * size for size in wanted])
+    of_vectors = [4, 4, 0, 8]  # on every rank, and their own masters
+    expected = [(P - V) * size + V * of_a_vector for size, of_a_vector in zip(wanted, of_vectors, strict=True)]
+    assert states(engine, "bf16", world_size) == pytest.approx(expected)
 
 
 def test_in_float32_the_parameters_are_the_masters_but_fsdp2_gathers_them_beside():
@@ -41,11 +44,12 @@ def test_in_float32_the_parameters_are_the_masters_but_fsdp2_gathers_them_beside
 
 def test_fsdp2_holds_whole_gradients_while_it_accumulates():
     assert states(Fsdp2Config(), "bf16", 8, accumulates=True)[1] == 4 * P
-    assert states(ZeroConfig(stage=2), "bf16", 8, accumulates=True)[1] == 4 * P / 8
+    assert states(ZeroConfig(stage=2), "bf16", 8, accumulates=True)[1] == 4 * (P - V) / 8 + 4 * V
 
 
 def test_fsdp2_that_reshards_gathers_two_groups_and_what_is_outside_of_blocks():
-    per_block = (P - OUTSIDE) / NUM_BLOCKS
+    per_block = (P - OUTSIDE - V + 2 * 16) / NUM_BLOCKS
     for blocks_per_group, num_gathered in ((1, 2), (3, 6), (8, NUM_BLOCKS)):
         engine = Fsdp2Config(blocks_per_group=blocks_per_group, reshard_after_forward=True)
-        assert states(engine, "bf16", 8)[0] == pytest.approx(2 * (OUTSIDE + num_gathered * per_block))
+        matrices_outside = OUTSIDE - 2 * 16
+        assert states(engine, "bf16", 8)[0] == pytest.approx(2 * (matrices_outside + num_gathered * per_block) + 4 * V)
