@@ -1,7 +1,7 @@
 """Counts what the blocks keep for the backward pass, by running one of them."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +36,7 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
 
 
 class _Results(TorchFunctionMode):
-    """Records the storage of every tensor that a function returns, and knows which are still in use.
+    """Records the storage of every tensor that a function makes, and knows which are still in use.
 
     A TorchDispatchMode would see statistics too, but it imports a compiler.
     """
@@ -47,11 +47,15 @@ class _Results(TorchFunctionMode):
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._bytes[StorageWeakRef(storage)] = storage.nbytes()
+        given = {StorageWeakRef(storage) for storage in _storages((arguments, keywords))}
+        for storage in _storages(result):
+            if (reference := StorageWeakRef(storage)) not in given:  # a view, or what was asked for already
+                self._bytes[reference] = storage.nbytes()
         return result
 
     def bytes_alive(self) -> int:
         return sum(size for storage, size in self._bytes.items() if not storage.expired())
+
+
+def _storages(values) -> list[UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
