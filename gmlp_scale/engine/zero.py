@@ -33,7 +33,8 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     """How long a collective waits for the other ranks before the run fails."""
     deepspeed_config: FilePath | None = None
     """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). It must agree with
-    what the recipe decides."""
+    what the recipe decides. One that offloads the optimizer (zero_optimization.offload_optimizer) also needs
+    "zero_force_ds_cpu_optimizer": false, as DeepSpeed else insists on an AdamW of its own that it compiles."""
 
     needs_process_group: ClassVar[bool] = True
     supports_cuda_graphs: ClassVar[bool] = True
@@ -312,6 +313,8 @@ def _deepspeed_settings(config: ZeroConfig, required: dict, num_parameters: int)
             # In elements. DeepSpeed allocates the reduce bucket whole, however small the model is.
             "reduce_bucket_size": min(num_parameters, 50_000_000),
             "allgather_bucket_size": 50_000_000,
+            # Stage 2 else sends every rank the sums of all gradients, of which it keeps its own part.
+            "use_multi_rank_bucket_allreduce": False,
         },
     }
     if config.deepspeed_config:

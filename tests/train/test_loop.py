@@ -17,6 +17,7 @@ from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReports
 from gmlp_scale.world import World, start_world
+from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import FAMILIES, KINDS
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
@@ -48,6 +49,24 @@ class RefusesToWait(TorchDispatchMode):
         if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
             assert not any(i is not None and i.dtype == torch.bool for i in arguments[1]), "a boolean index waits"
         return function(*arguments, **(keywords or {}))
+
+
+class RefusesDeepSpeedToWait(RefusesToWait):
+    """Sees DeepSpeed's synchronisations too, which do nothing on a CPU."""
+
+    def __enter__(self):
+        from deepspeed.accelerator import get_accelerator
+
+        self.accelerator = get_accelerator()
+        self.accelerator.synchronize = self.refuse
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        del self.accelerator.synchronize
+        return super().__exit__(*exception)
+
+    def refuse(self, *_):
+        raise AssertionError("DeepSpeed waits for the device")
 
 
 class ErrorIfCudaWaits:
@@ -120,6 +139,13 @@ def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeyp
 
 def _unhurried(line: dict) -> dict:
     return {tag: value for tag, value in line.items() if not tag.startswith(("perf/", "memory/"))}
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "float32")])
+def test_no_step_of_zero_waits_for_the_device(stage, precision, tmp_path):
+    overrides = [*MODELS["amlp"], "engine.kind=zero", f"engine.stage={stage}", f"train.precision={precision}"]
+    # In a process of its own, as DeepSpeed starts but once in each.
+    assert run_ranks(run_loop, 1, RefusesDeepSpeedToWait, tmp_path, *overrides) == [NUM_STEPS]
 
 
 @pytest.mark.gpu

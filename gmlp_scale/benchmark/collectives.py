@@ -1,0 +1,83 @@
+"""Counts the bytes that each engine's collectives carry in one training step.
+
+A ring of R ranks sends (R - 1) / R of the bytes of a gather or a reduction to owners, and 2 (R - 1) / R of an
+all-reduce's. So with many ranks an all-reduce counts twice on the wire.
+"""
+
+from collections import Counter
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gmlp_scale.benchmark.step import random_batch
+from gmlp_scale.config import RunConfig
+from gmlp_scale.engine import EngineConfig, Fsdp2Config, ZeroConfig
+from gmlp_scale.run import build_engine_of
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.world import World
+
+ENGINES: dict[str, EngineConfig] = {
+    "fsdp2": Fsdp2Config(),
+    "fsdp2, reshard_after_forward": Fsdp2Config(reshard_after_forward=True),
+    "zero, stage 1": ZeroConfig(stage=1),
+    "zero, stage 2": ZeroConfig(stage=2),
+    "zero, stage 3": ZeroConfig(stage=3),
+}
+PASSES = {"all_reduce": 2, "reduce": 1, "gather": 1}
+"""By kind of collective, how often its bytes go over the wire. `reduce` is a reduction to owners."""
+
+
+class CarriedBytes(TorchDispatchMode):
+    """Adds up the bytes of whole tensors by kind of collective, on any backend."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_kind = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function.namespace == "c10d" and (kind := _kind(str(function.overloadpacket))):
+            # Of what goes in and what comes out, the larger is whole.
+            self.by_kind[kind] += max(_num_bytes(values) for values in arguments[:2])
+        return function(*arguments, **(keywords or {}))
+
+
+def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> dict[str, float]:
+    """By kind of collective, and `wire`, of one step of several micro-batches. All ranks call it together."""
+    batch = random_batch(run, world.device)
+    num_rows = num_micro_batches * world.size * len(batch.token_ids_BN)
+    train = run.train.model_copy(update={"global_batch_size": num_rows})
+    task = Pretraining(run.model_copy(update={"engine": engine, "train": train}))
+    built = build_engine_of(task, world, is_new=True)
+    for _ in range(2):  # the first step also sets things up
+        with CarriedBytes() as carried:
+            for index in range(num_micro_batches):
+                built.backward(built.module(batch), is_last=index == num_micro_batches - 1)
+            built.step(run.optimizer.peak_learning_rate)
+    built.close()
+    num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
+    counted = {kind: carried.by_kind[kind] / num_parameters for kind in PASSES}
+    return counted | {"wire": sum(passes * counted[kind] for kind, passes in PASSES.items())}
+
+
+def table(run: RunConfig, world: World) -> str:
+    """Every engine's bytes per parameter and step, with one and with four micro-batches, in Markdown."""
+    lines = ["| engine | micro-batches | all-reduce | reduce to owners | gather | on the wire |", "| --- " * 6 + "|"]
+    for name, engine in ENGINES.items():
+        for num_micro_batches in (1, 4):
+            counted = bytes_per_parameter(run, engine, world, num_micro_batches)
+            figures = " | ".join(f"{value:.1f}" for value in counted.values())
+            lines.append(f"| {name} | {num_micro_batches} | {figures} |")
+    return "\n".join(lines)
+
+
+def _kind(collective: str) -> str | None:
+    if "allreduce" in collective:
+        return "all_reduce"
+    if "reduce" in collective:
+        return "reduce"
+    return "gather" if "gather" in collective or "broadcast" in collective else None
+
+
+def _num_bytes(values) -> int:
+    return sum(tensor.nbytes for tensor in tree_leaves(values) if isinstance(tensor, Tensor))

@@ -1,0 +1,36 @@
+"""Prints how many bytes per parameter each engine's collectives carry in a step of a recipe (docs/engines.md).
+
+torchrun --nproc_per_node 2 launch/count_collectives.py --config configs/pretrain/smoke.yaml train.precision=bf16
+
+It trains two steps of random tokens with every engine. A small model on two ranks of a CPU counts the same as a large
+one, if most of its matrices have more than 100,000 elements: ZeRO-3 keeps smaller ones gathered.
+"""
+
+import argparse
+import sys
+
+from gmlp_scale.benchmark.collectives import table
+from gmlp_scale.config import load_run_config
+from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.world import start_world
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    options = parser.parse_intermixed_args()
+    try:
+        run = load_run_config(options.config, options.overrides)
+        with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
+            lines = table(run, world)
+            if world.is_main:
+                print(lines)
+    except USER_ERRORS as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
