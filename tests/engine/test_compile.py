@@ -85,6 +85,26 @@ def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
     assert len(begins) == 2
 
 
+def _gradients_left(engine_config) -> list[str]:
+    with start_world(60, "cpu", init_group=True) as world:
+        engine = start_engine(world, GMLP, engine_config, "bf16")
+        own = {_place(parameter.grad) for parameter in engine.module.parameters() if parameter.grad is not None}
+        engine.backward(engine.module(micro_batches_of(0, world)[0]), is_last=False)
+        gradients = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+        engine.close()
+    return [name for name, grad in gradients.items() if grad is not None and _place(grad) not in own]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("engine_config", [SingleConfig(), ZeroConfig(stage=1), ZeroConfig(stage=2)], ids=str)
+def test_no_gradient_stays_in_memory_that_the_next_micro_batch_overwrites(engine_config):
+    """CUDA graphs give their results the same memory every time, so an engine adds gradients up elsewhere."""
+    assert run_ranks(_gradients_left, 1, engine_config) == [[]]
+
+
 def test_cuda_graphs_are_refused_where_the_device_turns_out_to_be_a_cpu():
     with start_world(60, "cpu") as world, pytest.raises(EngineConfigError, match="there is no GPU here"):
         start_engine(world, GMLP, SingleConfig(), precision="bf16", compile="reduce-overhead")
