@@ -25,15 +25,18 @@ def _settings_in_use(engine_config: ZeroConfig) -> dict:
             "bucket": zero.reduce_bucket_size,
             "overlap": zero.overlap_comm,
             "clipping": engine.module.gradient_clipping(),
+            "offload": zero.cpu_offload,
         }
         engine.close()
     return settings
 
 
 def test_a_file_of_the_users_own_is_merged(tmp_path):
-    own = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 100}, "gradient_clipping": 0.5}
+    zero = {"stage": 2, "reduce_bucket_size": 100, "offload_optimizer": {"device": "cpu"}}
+    own = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.5}
     config = ZeroConfig(stage=2, deepspeed_config=_file(tmp_path, own))
-    assert run_ranks(_settings_in_use, 1, config) == [{"bucket": 100, "overlap": False, "clipping": 0.5}]
+    settings = {"bucket": 100, "overlap": False, "clipping": 0.5, "offload": True}
+    assert run_ranks(_settings_in_use, 1, config) == [settings]
 
 
 def test_a_file_that_contradicts_the_recipe_is_refused_with_every_field(tmp_path):
