@@ -1,0 +1,72 @@
+"""DeepSpeed's JSON: our defaults, the user's file and what the recipe decides."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
+
+
+def required_settings(stage: int, world_size: int, train: TrainConfig, gradient_clipping: float | None) -> dict:
+    """What the recipe decides, in DeepSpeed's words."""
+    return {
+        "train_batch_size": train.global_batch_size,
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": train.num_micro_batches(world_size),
+        "gradient_clipping": gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
+        "bf16": {
+            "enabled": train.precision == "bf16",
+            "check_grad_overflow": False,  # the host would wait for it; _clip does it
+            # Stage 1 would leave a gradient in the memory of a CUDA graph, which the next micro-batch overwrites.
+            "immediate_grad_update": True,
+        },
+        "timers": {"throughput": {"enabled": False}},  # the host would wait for the device in every micro-batch
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def merged_settings(own_file: Path | None, required: dict, num_parameters: int) -> dict:
+    """DeepSpeed's JSON: our defaults, then the user's file, then what the recipe decides; the later ones win.
+
+    Raises:
+        EngineConfigError: naming every field of the file that contradicts the recipe.
+    """
+    settings = {
+        "zero_optimization": {
+            # DeepSpeed's users report wrong gradients with it; a file may turn it on.
+            "overlap_comm": False,
+            # In elements. DeepSpeed allocates the reduce bucket whole, however small the model is.
+            "reduce_bucket_size": min(num_parameters, 50_000_000),
+            "allgather_bucket_size": 50_000_000,
+            # Stage 2 else sends every rank the sums of all gradients, of which it keeps its own part.
+            "use_multi_rank_bucket_allreduce": False,
+        },
+    }
+    if own_file:
+        own = json.loads(own_file.read_text(encoding="utf-8"))
+        mistakes = [
+            f"{section}: the recipe's own sections decide it"
+            for section in ("optimizer", "scheduler", "fp16")
+            if section in own
+        ]
+        mistakes += _contradictions(own, required)
+        if mistakes:
+            raise EngineConfigError(f"{own_file} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
+        settings = _merged(settings, own)
+    return _merged(settings, required)
+
+
+def _contradictions(own: dict, required: dict, prefix: str = "") -> Iterator[str]:
+    for key in own.keys() & required.keys():
+        if isinstance(own[key], dict) and isinstance(required[key], dict):
+            yield from _contradictions(own[key], required[key], f"{prefix}{key}.")
+        elif own[key] != required[key]:
+            yield f"{prefix}{key}: found {own[key]!r}; the recipe says {required[key]!r}"
+
+
+def _merged(under: dict, over: dict) -> dict:
+    both = under.keys() & over.keys()
+    nested = {k: _merged(under[k], over[k]) for k in both if isinstance(under[k], dict) and isinstance(over[k], dict)}
+    return under | over | nested
