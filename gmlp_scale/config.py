@@ -23,7 +23,7 @@ FREE_ON_RESUME = (
     "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
     "data.max_corrupt_shards", "train.stop_after_step", "train.micro_batch_size", "train.device", "train.compile",
     "train.recompute", "train.log_every_steps", "train.evaluate_every_steps", "train.num_evaluation_rows",
-    "train.peak_tflops_per_device", "train.allow_changed_on_resume",
+    "train.peak_tflops_per_device", "train.on_not_finite", "train.on_spike", "train.allow_changed_on_resume",
 )  # fmt: skip
 
 

@@ -18,16 +18,17 @@ from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.train.checkpoint import CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
-from gmlp_scale.train.loop import BatchLoader, NotFiniteError, Progress, train
+from gmlp_scale.train.loop import BatchLoader, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
 from gmlp_scale.train.run_folder import RunFolderError, claimed
+from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
 from gmlp_scale.world import DeviceError, LostRankError, OtherRankError, World, set_up_logging, start_world
 
 log = logging.getLogger(__name__)
 
 USER_ERRORS = (
     ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
-    DeviceError, LostRankError, OtherRankError, KernelsError,
+    SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 
@@ -119,6 +120,8 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         start_up.finish("checkpoint")
         metrics = _build_metrics(task, world, start_step, start_up)
         stack.callback(metrics.close)
+        guard = StepGuard(task.train, world, config.run_dir, checkpoint.recent_losses if checkpoint else [])
+        stack.callback(guard.close)
         start_up.finish("metrics")
         progress = train(
             task.train,
@@ -127,6 +130,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             engine=engine,
             loader=loader,
             checkpointer=checkpointer,
+            guard=guard,
             metrics=metrics,
             evaluate=lambda step: task.evaluate(engine, world, step),
             start_step=start_step,

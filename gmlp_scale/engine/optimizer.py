@@ -77,3 +77,15 @@ def update(optimizer: torch.optim.AdamW, learning_rate: float, norm: Tensor, max
     if max_norm is not None:
         optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     optimizer.step()
+    count_left_out(optimizer)
+
+
+def count_left_out(optimizer: torch.optim.AdamW) -> None:
+    """Counts an update that fused AdamW has just left out as a step all the same.
+
+    A resumed run, whose count is the step, then goes on as the run that never stopped.
+    """
+    updated = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    counts = [optimizer.state[parameter]["step"] for parameter in updated]
+    if counts:
+        torch._foreach_add_(counts, [optimizer.found_inf] * len(counts))

@@ -35,6 +35,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again to save memory. selective: all but the results of matrix products; full:
     the whole block from its input."""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is not finite: stop the run, or go on without its update."""
+    on_spike: Literal["log", "skip", "stop"] = "log"
+    """A step whose loss is far above those before it (train/step_guard.py says how far): tell it, go on without its
+    update, or stop the run."""
     log_every_steps: int = Field(50, gt=0)
     evaluate_every_steps: int = Field(10_000, gt=0)
     num_evaluation_rows: int = Field(10_000, gt=0)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import MOMENTS, Masters, Piece, ReadSlice, model_key, moment_key
-from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, decayed_names
+from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, count_left_out, create_moments, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.engine.zero_settings import merged_settings, required_settings
@@ -100,6 +100,7 @@ class ZeroEngine:
         self.zero.clip_grad = 0.0  # its norm is without the vectors, so _clip does it
         self.adamw: torch.optim.AdamW = self.zero.optimizer
         self.adamw.register_step_pre_hook(self._clip)
+        self.adamw.register_step_post_hook(lambda adamw, *_: count_left_out(adamw))
         self.parameters = dict(self.module.module.named_parameters())
         self._create_moments()
         if train.precision == "bf16":

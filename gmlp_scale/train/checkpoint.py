@@ -64,6 +64,7 @@ class _Done(BaseModel, frozen=True, extra="forbid"):
     details: dict[str, Any]
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
+    recent_losses: list[tuple[int, float]] = []
     xxh3_128: str
     """Of DONE's text without this field."""
 
@@ -75,6 +76,8 @@ class Checkpoint:
     path: Path
     step: int
     details: dict[str, Any]
+    recent_losses: list[tuple[int, float]] = field(repr=False)
+    """(step, loss), for train/step_guard.py. Empty where that had none to compare with."""
     tensors: dict[str, TensorRecord] = field(repr=False)
     _files: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -96,7 +99,7 @@ class Checkpoint:
             raise CheckpointError(f"{path.name}: DONE cannot be used: {error}") from error
         if verify_files:
             _verify_files(path, done)
-        return cls(path, done.step, done.details, done.tensors)
+        return cls(path, done.step, done.details, done.recent_losses, done.tensors)
 
     @property
     def keys(self) -> list[str]:

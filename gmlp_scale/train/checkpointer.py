@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,7 +114,7 @@ class Checkpointer:
         self._newest_step = checkpoint.step
         return checkpoint
 
-    def save(self, engine: Engine, step: int) -> float:
+    def save(self, engine: Engine, step: int, recent_losses: Sequence[tuple[int, float]] = ()) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
 
         First waits for the save before, which is not tried again. Does not save a step again that it has saved, is
@@ -126,7 +127,7 @@ class Checkpointer:
         self._no_more_attempts.set()
         self._settle()
         pieces = self._stage(engine)
-        self._newest_step = step
+        self._newest_step, self._recent_losses = step, list(recent_losses)
         self._no_more_attempts.clear()
         self._thread = threading.Thread(target=self._save, args=(step, pieces), name="checkpoint", daemon=True)
         self._thread.start()
@@ -259,7 +260,9 @@ class Checkpointer:
         files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
         tensors = merged([receipt["layout"] for receipt in receipts])
         done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, "files": files}
-        write_text(folder / "DONE", sealed(json.dumps({**done, "tensors": tensors})))
+        write_text(
+            folder / "DONE", sealed(json.dumps({**done, "tensors": tensors, "recent_losses": self._recent_losses}))
+        )
         final = self.directory / folder_name(step)
         if final.exists():
             raise CheckpointError(f"{final} is there already")

@@ -4,7 +4,6 @@ The learning rate, the rows and the masks depend on nothing but the step. So the
 loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,12 +14,9 @@ from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.engine.optimizer import learning_rate
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
-from gmlp_scale.train.step_reports import StepReport, StepReports
+from gmlp_scale.train.step_guard import StepGuard
+from gmlp_scale.train.step_reports import StepReports
 from gmlp_scale.world import World
-
-
-class NotFiniteError(RuntimeError):
-    """A loss or gradient norm is not finite. Its update was left out."""
 
 
 class BatchLoader(Protocol):
@@ -55,6 +51,7 @@ def train(
     engine: Engine,
     loader: BatchLoader,
     checkpointer: Checkpointer,
+    guard: StepGuard,
     metrics: Metrics,
     evaluate: Callable[[int], dict[str, float]],
     start_step: int,
@@ -69,8 +66,8 @@ def train(
         seed: for dropout, together with the step and the rank, so that a resumed run draws the same.
 
     Raises:
-        NotFiniteError: on every rank, naming the step, the ranks and their places in the data order. Nothing that
-            is not finite was saved.
+        NotFiniteError, SpikeError: on every rank, naming the step, the ranks and their places in the data order.
+            Nothing that is not finite was saved.
     """
     step, last_step = start_step, config.stop_after_step or config.num_steps
     reports = StepReports(world)
@@ -85,8 +82,9 @@ def train(
         world.note(f"the loss and gradients of step {step}")
         for index, micro_batch in enumerate(micro_batches, start=1):
             loss = engine.module(micro_batch)
-            engine.backward(loss, is_last=index == len(micro_batches))
             step_loss += loss.detach() / len(micro_batches)
+            is_last = index == len(micro_batches)
+            engine.backward(guard.marked(loss, step_loss, step) if is_last else loss, is_last)
         world.note(f"the norm and update of step {step}")
         norm = engine.step(rate)
         reports.send(step, step_loss, norm, rate)
@@ -98,17 +96,16 @@ def train(
         is_evaluation_due = due(step, config.evaluate_every_steps) or step == config.num_steps
         must_know_now = is_save_due or is_evaluation_due or step == last_step
         for report in reports.read(until_step=step if must_know_now else step - reports.lag):
-            if not report.is_finite:
-                raise _not_finite(report, world, config.global_batch_size)
+            guard.see(report)
             metrics.see(report)
-            is_last = report.step == step and (reports.is_stop or step == last_step)
-            if due(report.step, config.log_every_steps) or is_last:
+            is_final = report.step == step and (reports.is_stop or step == last_step)
+            if due(report.step, config.log_every_steps) or is_final:
                 metrics.log_training(report, loader.wait_seconds)
         leaving = reports.is_stop or step == last_step
         if is_save_due or leaving:  # before the evaluation, which may fail or take longer than a stopped job has left
             world.note(f"the save of step {step}")
             with metrics.clock_stopped():
-                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step)
+                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, guard.recent_losses)
         if is_evaluation_due:
             world.note(f"the evaluation after step {step}")
             with metrics.clock_stopped():
@@ -147,18 +144,3 @@ def _pinned(batch: Any) -> Any:
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-
-
-def _not_finite(report: StepReport, world: World, global_batch_size: int) -> NotFiniteError:
-    """All ranks call it together, since only they know whose loss it was."""
-    bad_ranks = [rank for rank, is_bad in enumerate(world.gather(int(not math.isfinite(report.own_loss)))) if is_bad]
-    rows_per_rank = global_batch_size // world.size
-    start = (report.step - 1) * global_batch_size
-    firsts = {rank: start + rank * rows_per_rank for rank in bad_ranks}
-    places = [f"the loss on rank {rank} (positions {p} to {p + rows_per_rank - 1})" for rank, p in firsts.items()]
-    return NotFiniteError(
-        f"step {report.step}: {' and '.join(places) or 'the gradient norm, though not the loss of any rank,'} is not "
-        f"finite. The batch is positions {start} to {start + global_batch_size - 1} of the data order "
-        f"(data_prep/inspect_batch.py --step {report.step - 1} shows it). The update was left out and nothing was "
-        f"saved since. Lower optimizer.peak_learning_rate, set optimizer.gradient_clipping, or train in float32."
-    )

@@ -6,6 +6,7 @@ so that neither shows a step twice.
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,9 +121,10 @@ class Metrics:
         self._losses.append(report.loss)
 
     def log_training(self, report: StepReport, data_wait_seconds: float) -> None:
-        """Writes the report of the step last seen, with the mean loss and the speed since the line before."""
+        """Writes the report of the step last seen, with the mean finite loss and the speed since the line before."""
         step, seconds, num_steps = report.step, time.perf_counter() - self._clock, len(self._losses)
-        loss = sum(self._losses) / num_steps
+        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        loss = sum(finite) / len(finite) if finite else math.nan
         tflops = self.flops_per_step * num_steps / seconds / self.world.size / 1e12
         values = {
             "train/loss": loss,

@@ -1,0 +1,174 @@
+"""What becomes of a step whose loss is not finite, or far above those before it: `train.on_not_finite` and `on_spike`.
+
+All ranks decide alike, from the same reports. A step whose update was left out is recorded in the run folder, and a
+resumed run leaves it out too.
+"""
+
+import json
+import logging
+import math
+import statistics
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gmlp_scale.engine import TrainConfig
+from gmlp_scale.train.log_files import GrowingFile
+from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReport
+from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
+
+NUM_RECENT, FEWEST_RECENT = 128, 32
+"""How many of the last losses a new one is compared with, and with how few it is not compared at all."""
+SPIKE_DEVIATIONS = 10.0
+"""A spike is a loss this many standard deviations above the median of the recent ones. Deviations are taken from the
+median absolute deviation, which a spike among the recent losses does not move."""
+SMALLEST_DEVIATION = 0.01
+"""As a share of the median: recent losses that hardly differ do not make a small rise a spike."""
+MOST_IN_A_ROW = 10
+"""After this many updates left out one after the other, the run stops: it is not a bad batch any more."""
+
+
+class NotFiniteError(RuntimeError):
+    """A loss or gradient norm is not finite. Its update was left out, and nothing was saved since."""
+
+
+class SpikeError(RuntimeError):
+    """A loss is far above those before it, and `train.on_spike` is stop. Nothing was saved since."""
+
+
+class StepGuard:
+    """Sees every step before its update and every report after it.
+
+    recent_losses: what `recent_losses` was at the checkpoint that the run resumes from.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, run_dir: Path, recent_losses: list[tuple[int, float]]):
+        self.config, self.world = config, world
+        path = run_dir / "skipped_steps.jsonl"
+        self.recent_losses = recent_losses
+        """(step, loss) of the last steps whose updates were made."""
+        self._recorded: set[int] = set(world.broadcast(_steps_in(path) if world.is_main else None))
+        self._record = GrowingFile(path) if world.is_main else None
+        self._limits: dict[int, float] = {}
+        self._num_in_a_row = 0
+
+    def marked(self, loss: Tensor, step_loss: Tensor, step: int) -> Tensor:
+        """The loss to differentiate in the last micro-batch of a step: NaN if its update is to be left out.
+
+        Engines leave out an update whose gradients are not finite.
+
+        Args:
+            loss: of the last micro-batch.
+            step_loss: the mean over all of this rank's rows in the step.
+        """
+        limit = self._limits[step] = self._limit(step)
+        if step in self._recorded:
+            return loss * math.nan
+        if self.config.on_spike == "skip" and limit < math.inf:
+            mean = self.world.sum_on_device(step_loss / self.world.size)
+            return loss * torch.ones_like(mean).masked_fill(mean > limit, math.nan)
+        return loss
+
+    def see(self, report: StepReport) -> None:
+        """Call for every report in order.
+
+        Raises:
+            NotFiniteError, SpikeError: as the recipe asks for it, or after MOST_IN_A_ROW updates left out.
+        """
+        limit = self._limits.pop(report.step)
+        # Sums over ranks may differ in the last digit from the device's own, which decided.
+        is_spike = report.loss > limit or math.isclose(report.loss, limit)
+        if report.is_finite:
+            self.recent_losses = [*self.recent_losses, (report.step, report.loss)][-NUM_RECENT:]
+            self._num_in_a_row = 0
+            if is_spike:
+                self._tell_spike(report, limit)
+            return
+        what = self._describe_spike(report, limit) if is_spike else self._describe_not_finite(report)
+        is_recorded = report.step in self._recorded
+        if self.config.on_not_finite == "stop" and not is_spike and not is_recorded:
+            raise NotFiniteError(f"{what}. {_BEYOND_NOT_FINITE}")
+        self._num_in_a_row += 1
+        self._warn(f"{what}. Its update was left out{' as before the run stopped' if is_recorded else ''}")
+        if not is_recorded:
+            self._write(report, "spike" if is_spike else "not finite")
+        if self._num_in_a_row == MOST_IN_A_ROW:
+            raise NotFiniteError(f"{what}. It is number {MOST_IN_A_ROW} in a row. {_BEYOND_NOT_FINITE}")
+
+    def _tell_spike(self, report: StepReport, limit: float) -> None:
+        what = self._describe_spike(report, limit)
+        if self.config.on_spike == "stop":
+            raise SpikeError(f"{what}. {_BEYOND_A_SPIKE}")
+        self._warn(what)
+
+    def _warn(self, text: str) -> None:
+        if self.world.is_main:
+            log.warning("%s", text)
+
+    def close(self) -> None:
+        if self._record:
+            self._record.close()
+
+    def _limit(self, step: int) -> float:
+        # What a GPU's host has not read yet is left out on every device, so that a resumed run decides the same.
+        known = [loss for at, loss in self.recent_losses if at < step - LAG_ON_GPU]
+        if len(known) < FEWEST_RECENT:
+            return math.inf
+        median = statistics.median(known)
+        deviation = 1.4826 * statistics.median(abs(loss - median) for loss in known)  # of a normal distribution
+        return median + SPIKE_DEVIATIONS * max(deviation, SMALLEST_DEVIATION * median)
+
+    def _write(self, report: StepReport, why: str) -> None:
+        if self._record:
+            first, num_rows = self._positions(report.step)
+            line = {
+                "step": report.step,
+                "why": why,
+                "loss": str(report.loss),
+                "first_position": first,
+                "rows": num_rows,
+            }
+            self._record.write(json.dumps(line).encode() + b"\n")
+
+    def _positions(self, step: int) -> tuple[int, int]:
+        """The place in the data order of the first of the step's rows, and their number."""
+        return (step - 1) * self.config.global_batch_size, self.config.global_batch_size
+
+    def _describe_spike(self, report: StepReport, limit: float) -> str:
+        first, num_rows = self._positions(report.step)
+        return (
+            f"step {report.step}: the loss is {report.loss:.4f}, above {limit:.4f}, the limit that follows from those "
+            f"before it; positions {first} to {first + num_rows - 1} of the data order"
+        )
+
+    def _describe_not_finite(self, report: StepReport) -> str:
+        """All ranks call it together, since only they know whose loss it was."""
+        losses = self.world.gather(int(not math.isfinite(report.own_loss)))
+        bad_ranks = [rank for rank, is_bad in enumerate(losses) if is_bad]
+        first, num_rows = self._positions(report.step)
+        per_rank = num_rows // self.world.size
+        starts = {rank: first + rank * per_rank for rank in bad_ranks}
+        places = [f"the loss on rank {rank} (positions {p} to {p + per_rank - 1})" for rank, p in starts.items()]
+        return (
+            f"step {report.step}: {' and '.join(places) or 'the gradient norm, though not the loss of any rank,'} is "
+            f"not finite. The batch is positions {first} to {first + num_rows - 1} of the data order "
+            f"(data_prep/inspect_batch.py --step {report.step - 1} shows it)"
+        )
+
+
+_BEYOND_NOT_FINITE = (
+    "The update was left out and nothing was saved since. Lower optimizer.peak_learning_rate, set "
+    "optimizer.gradient_clipping, train in float32, or set train.on_not_finite=skip to go on without such updates."
+)
+_BEYOND_A_SPIKE = "Nothing was saved since. Look at the batch; train.on_spike=skip goes on without its update."
+
+
+def _steps_in(path: Path) -> list[int]:
+    """The steps that a run's record of left-out updates names; a line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]

@@ -1,0 +1,140 @@
+"""Steps that are not finite or far above the others: told, left out or refused, alike on all ranks and on resume."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gmlp_scale.config import load_run_config
+from gmlp_scale.engine import TrainConfig
+from gmlp_scale.run import run_task
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.checkpoint import Checkpoint
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.train.step_guard import FEWEST_RECENT, MOST_IN_A_ROW, NotFiniteError, SpikeError, StepGuard
+from gmlp_scale.train.step_reports import StepReport
+from gmlp_scale.world import start_world
+from tests.gloo_ranks import run_ranks
+from tests.train.test_loop import RECIPE, SMOKE
+from tests.written_shards import write_tiny_shards
+
+NOT_FINITE_STEP, SPIKE_STEP, LAST_STEP = 5, FEWEST_RECENT + 5, FEWEST_RECENT + 8
+
+
+class PretrainingWithBadBatches(Pretraining):
+    """Rank 1's loss is multiplied by `factors[step]`."""
+
+    def __init__(self, config, factors: dict[int, float]):
+        super().__init__(config)
+        self.factors, self.step = factors, 0
+
+    def open_loader(self, world):
+        loader, self.rank = super().open_loader(world), world.rank
+        unwatched = loader.steps
+
+        def steps(start_step, stop_step):
+            for self.step, micro_batches in enumerate(unwatched(start_step, stop_step), start_step + 1):
+                yield micro_batches
+
+        loader.steps = steps
+        return loader
+
+    def build_model(self):
+        model = super().build_model()
+        is_bad_rank = self.rank == self.bad_rank
+        model.register_forward_hook(lambda *call: call[-1] * (self.factors.get(self.step, 1.0) if is_bad_rank else 1.0))
+        return model
+
+
+def _run(directory: Path, overrides: list[str], factors: dict[int, float], stop_after: int = LAST_STEP) -> None:
+    every = [f"data.shards={directory.parent / 'shards'}", f"output_dir={directory}", "optimizer.warmup_steps=1"]
+    every += [f"train.num_steps={LAST_STEP}", f"train.stop_after_step={stop_after}", "train.log_every_steps=10"]
+    config = load_run_config(SMOKE, [*RECIPE, *every, *overrides])
+    task = PretrainingWithBadBatches(config, factors)
+    with start_world(60, "cpu", init_group=config.engine.needs_process_group, hear_stop_signals=False) as world:
+        task.bad_rank = world.size - 1
+        run_task(task, world, StartUp(0.0))
+
+
+ENGINES = {
+    "single": (1, ["engine.kind=single"]),
+    "fsdp2": (2, ["engine.kind=fsdp2"]),
+    "zero 1": (2, ["engine.kind=zero", "engine.stage=1", "train.precision=bf16"]),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path):
+    world_size, overrides = ENGINES[engine]
+    write_tiny_shards(tmp_path / "shards", [40], [2], sequence_length=32)
+    overrides = [*overrides, "train.on_not_finite=skip", "train.on_spike=skip", "checkpoint.save_every_steps=30"]
+    bad = {NOT_FINITE_STEP: math.nan, SPIKE_STEP: 1e4}
+    run_ranks(_run, world_size, tmp_path / "undisturbed", overrides, bad)
+    run_ranks(_run, world_size, tmp_path / "resumed", overrides, bad, SPIKE_STEP + 1)
+    checkpoints = tmp_path / "resumed" / "smoke" / "checkpoints"
+    shutil.rmtree(checkpoints / f"step_{SPIKE_STEP + 1:09d}")  # so that it resumes before the spike
+    # What was bad at its first visit is good now, as after a fault of the hardware: the record decides.
+    run_ranks(_run, world_size, tmp_path / "resumed", overrides, {})
+    record = (tmp_path / "resumed" / "smoke" / "skipped_steps.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in record.splitlines()] == [NOT_FINITE_STEP, SPIKE_STEP]
+    resumed, undisturbed = (
+        Checkpoint.open(root / f"step_{LAST_STEP:09d}")
+        for root in (checkpoints, tmp_path / "undisturbed" / "smoke" / "checkpoints")
+    )
+    for key in undisturbed.keys:
+        assert torch.equal(resumed.read(key), undisturbed.read(key)), key
+    lines = read_metrics(tmp_path / "undisturbed" / "smoke" / "metrics.jsonl")
+    assert all(math.isfinite(line["train/loss"]) for line in lines if "train/loss" in line)
+
+
+def _guard(tmp_path, world, **settings) -> StepGuard:
+    config = TrainConfig(num_steps=10**6, global_batch_size=8, micro_batch_size=8, **settings)
+    return StepGuard(config, world, tmp_path, [(step, 4.0 + 0.01 * (step % 3)) for step in range(1, 200)])
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with start_world(10, "cpu") as world:
+        yield world
+
+
+def _see(guard: StepGuard, step: int, loss: float, norm: float = 1.0) -> torch.Tensor:
+    marked = guard.marked(torch.tensor(loss), torch.tensor(loss), step)
+    guard.see(StepReport(step, loss, norm if marked.isfinite() else math.nan, 1e-3, own_loss=loss))
+    return marked
+
+
+@pytest.mark.parametrize("on_spike, is_marked", [("log", False), ("skip", True)])
+def test_a_spike_is_told_with_its_place(on_spike, is_marked, monkeypatch, tmp_path, world, caplog):
+    guard = _guard(tmp_path, world, on_spike=on_spike)
+    monkeypatch.setattr("gmlp_scale.train.step_guard.log.propagate", True, raising=False)
+    assert _see(guard, 200, 4.1).isfinite()
+    assert not caplog.messages
+    assert _see(guard, 201, 9.0).isnan() == is_marked
+    assert "step 201: the loss is 9.0000, above 4.4" in caplog.text
+    assert "positions 1600 to 1607" in caplog.text
+    assert ("left out" in caplog.text) == is_marked
+    assert (201 in dict(guard.recent_losses)) != is_marked
+
+
+def test_what_stops_a_run(monkeypatch, tmp_path, world):
+    guard = _guard(tmp_path, world, on_spike="stop")
+    with pytest.raises(SpikeError, match=r"step 200: .*on_spike=skip goes on"):
+        _see(guard, 200, 9.0)
+    with pytest.raises(NotFiniteError, match=r"step 201: the loss on rank 0 .*on_not_finite=skip"):
+        _see(guard, 201, math.nan, math.nan)
+    with pytest.raises(NotFiniteError, match="the gradient norm, though not the loss of any rank"):
+        _see(guard, 202, 4.0, math.inf)
+
+
+def test_updates_left_out_in_a_row_stop_the_run(monkeypatch, tmp_path, world):
+    guard = _guard(tmp_path, world, on_not_finite="skip")
+    for step in range(200, 200 + MOST_IN_A_ROW - 1):
+        _see(guard, step, math.nan, math.nan)
+    with pytest.raises(NotFiniteError, match=f"number {MOST_IN_A_ROW} in a row"):
+        _see(guard, 200 + MOST_IN_A_ROW - 1, math.nan, math.nan)
