@@ -45,7 +45,7 @@ class Engine(Protocol):
     def step(self, learning_rate: float) -> Tensor:
         """One update. Returns the global gradient norm before clipping, 0-d float32.
 
-        A norm that is not finite leaves parameters and moments as they were, on every rank; the step counts all the same.
+        A norm that is not finite leaves parameters and moments as they were, on every rank. The step still counts.
         """
 
     def predict(self, batch) -> Tensor:
