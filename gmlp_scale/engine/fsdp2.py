@@ -10,10 +10,9 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import get_total_norm
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
-from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
+from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.world import World
@@ -92,7 +91,7 @@ class Fsdp2Engine:
                 master.grad = parameter.grad.to_local()
             parameter.grad = None
         local_gradients = [master.grad for _, master in self.shards if master.grad is not None]
-        local_norm = get_total_norm(local_gradients).to(self.world.device)  # on the CPU if it is of none
+        local_norm = global_norm(local_gradients).to(self.world.device)  # on the CPU if it is of none
         norm = self.vectors.average_gradients(local_norm.square())
         self.masters.step(learning_rate, norm)
         self.vectors.clear_gradients()

@@ -5,6 +5,10 @@ from collections.abc import Iterable
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+NORM_ROW = 4096
+"""Elements whose norm a CPU takes at once."""
 
 
 class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
@@ -63,6 +67,23 @@ def create_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all `gradients` together, 0-d float32; 0 on the CPU if there are none.
+
+    On a CPU torch's float32 norm adds up one element after the other, and 16 M of them give it an error of 7e-4. So
+    norms of rows come first there, and then their norm: 5e-8, in the same time.
+    """
+    if gradients and gradients[0].is_cuda:
+        return get_total_norm(gradients)
+    norms = [torch.zeros(1)]
+    for gradient in gradients:
+        flat = gradient.flatten()
+        num_in_rows = len(flat) // NORM_ROW * NORM_ROW
+        norms.append(torch.linalg.vector_norm(flat[:num_in_rows].view(-1, NORM_ROW), dim=1))
+        norms.append(torch.linalg.vector_norm(flat[num_in_rows:]).view(1))
+    return torch.linalg.vector_norm(torch.cat(norms))
 
 
 def update(optimizer: torch.optim.AdamW, learning_rate: float, norm: Tensor, max_norm: float | None) -> None:

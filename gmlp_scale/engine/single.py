@@ -6,10 +6,9 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
-from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
+from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.world import World
@@ -67,7 +66,7 @@ class SingleEngine:
         (loss / self.num_micro_batches).backward()
 
     def step(self, learning_rate: float) -> Tensor:
-        norm = get_total_norm([m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None])
+        norm = global_norm([m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None])
         self.masters.step(learning_rate, norm)
         self.vectors.clear_gradients()
         self._refresh_copies()

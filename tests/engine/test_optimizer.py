@@ -9,6 +9,7 @@ from gmlp_scale.engine.optimizer import (
     build_adamw,
     create_moments,
     decayed_names,
+    global_norm,
     learning_rate,
     update,
 )
@@ -102,6 +103,14 @@ def test_a_norm_that_is_not_finite_leaves_all_but_the_count_as_it_was(norm):
     before[1]["step"] += 1  # as a resumed run counts
     assert optimizer.state[parameter].keys() == before[1].keys()
     assert all(torch.equal(value, before[1][key]) for key, value in optimizer.state[parameter].items())
+
+
+def test_the_global_norm_is_right_for_large_gradients():
+    torch.manual_seed(0)
+    gradients = [torch.randn(512, 8192), torch.randn(4097), torch.randn(5), torch.tensor(0.5), torch.zeros(0)]
+    exact = torch.cat([gradient.flatten().double() for gradient in gradients]).norm()
+    assert global_norm(gradients).item() == pytest.approx(exact.item(), rel=1e-6)
+    assert global_norm([]).item() == 0.0
 
 
 def test_update_repeats_bit_for_bit():
