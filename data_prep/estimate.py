@@ -2,7 +2,7 @@
 
 import time
 
-from data_prep.input_files import Record
+from data_prep.input_files import Record, records_before_fault
 from data_prep.job_options import JobOptions
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
@@ -16,12 +16,13 @@ def estimate(options: JobOptions, tokenizer: Tokenizer) -> dict[str, int | float
     files = options.files
     if not files:
         raise ValueError("--dry-run needs files: a data set of the hub does not tell its size before it is read")
+    bad_files = []
     started = time.perf_counter()
     num_documents = num_bad = num_bytes = num_tokens = num_stored_bytes = 0
     for file in files[:: max(1, len(files) // _MAX_FILES)][:_MAX_FILES]:
         reader = options.reader(file)
         file_bytes = stored_bytes = 0
-        for record in reader:
+        for record in records_before_fault(reader, bad_files, options.max_bad_files):
             stored_bytes = reader.bytes_read  # asked here, since it is 0 once the file is closed
             if not isinstance(record, Record):
                 num_bad += 1
@@ -41,6 +42,7 @@ def estimate(options: JobOptions, tokenizer: Tokenizer) -> dict[str, int | float
     output_bytes = rows * options.sequence_length * ROW_DTYPE.itemsize
     return {
         "sampled_documents": num_documents,
+        "sampled_bad_files": len(bad_files),
         "sampled_bad_records": num_bad,
         "sampled_tokens_per_byte": round(num_tokens / max(1, num_bytes), 4),
         "estimated_documents": round(scale * num_documents),

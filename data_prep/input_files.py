@@ -1,40 +1,22 @@
 """Finding and reading input files: JSON lines, Parquet and text, by glob or URL.
 
 A record that cannot be read comes out as a BadRecord with its place, never as an exception, and is never left out.
+A file that ends too early or is damaged raises BadFileError after the records that could be read.
 """
 
-import io
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
 import orjson
-import zstandard
-from fsspec.implementations.local import LocalFileSystem
-from isal import isal_zlib
 
 from data_prep.job_folder import JobError
+from data_prep.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
 from gmlp_scale.files import open_filesystem, with_retries
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
-_CHUNK_BYTES = 1 << 15  # compressed bytes that are read and decompressed at a time
-_BLOCK_BYTES = 8 << 20  # bytes that are fetched from a store at a time
-_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".tsv": "text"}
-
-
-@dataclass(frozen=True)
-class InputFile:
-    url: str
-    num_bytes: int
-    """The size as stored, so compressed where the file is."""
-
-    @property
-    def kind(self) -> str | None:
-        """json, parquet or text, by the name's ending."""
-        stem = self.url.removesuffix(".gz").removesuffix(".zst")
-        return next((kind for suffix, kind in _SUFFIXES.items() if stem.endswith(suffix)), None)
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
         if unreadable:
             raise ValueError(
                 f"{option} {source} matches {unreadable[0]}, whose format is unknown; readable are "
-                f"{', '.join(_SUFFIXES)}, all but Parquet also with .gz or .zst after it"
+                f"{', '.join(SUFFIXES)}, all but Parquet also with .gz or .zst after it"
             )
         found += files
     names = [file.url for file in found]
@@ -81,7 +63,7 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
 
 
 class FileReader:
-    """Reads one input file; `bytes_read` is how many stored bytes it has read.
+    """Reads one input file; `bytes_read` is how many stored bytes it has read. BadFileError where the file is broken.
 
     part, num_parts: the parts take the records in turn, and this reader takes those of `part`.
     """
@@ -100,20 +82,14 @@ class FileReader:
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
         read = {"json": self._json_lines, "parquet": self._parquet_rows, "text": self._text_parts}[self._file.kind]
-        last_line = 0
-        with _open(self._file.url) as self._raw:
-            try:
-                for record in read(self._raw):
-                    last_line = record.line
-                    yield record
-            except (EOFError, isal_zlib.error, zstandard.ZstdError, CorruptFileError) as error:
-                yield BadRecord(last_line + 1, "truncated or corrupt file", str(error))
+        with open_input(self._file) as self._raw:
+            yield from read(self._raw)
 
     def _is_own(self, line: int) -> bool:
         return line % self._num_parts == self._part
 
     def _json_lines(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
-        file = _decompressed(raw, self._file.url)
+        file = decompressed(raw, self._file)
         for line in itertools.count(1):
             content = file.readline(self._max_record_bytes + 1)
             if not content:
@@ -140,22 +116,26 @@ class FileReader:
         import pyarrow
         import pyarrow.parquet
 
+        line = num_lines = 0
         try:
-            table = pyarrow.parquet.ParquetFile(raw)
+            table = pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True)
+            num_lines = table.metadata.num_rows
             names = table.schema_arrow.names
             if self._text_field not in names:
                 raise JobError(
                     f"{self._file.url} has no column {self._text_field!r}; it has {', '.join(names)}: choose one with "
                     "--text-field"
                 )
-            line = 0
             for batch in table.iter_batches(batch_size=256, columns=[self._text_field]):
                 for text in batch.column(0).to_pylist():
                     line += 1
                     if self._is_own(line):
                         yield self._check_value(text, line)
-        except pyarrow.ArrowException as error:
-            raise CorruptFileError(str(error)) from error
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
+                raise  # by the disk or the store; pyarrow tells of a damaged page by a plain OSError
+            bytes_read = self._file.num_bytes * line // max(1, num_lines)  # by the records, which lie in their order
+            raise BadFileError(self._file, bytes_read, str(error)) from error
 
     def _check_value(self, text: object, line: int) -> Record | BadRecord:
         if not isinstance(text, str):
@@ -166,7 +146,7 @@ class FileReader:
 
     def _text_parts(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
         """The whole text, or parts of it that end at the end of a line. Line ends such as \\r\\n stay as they are."""
-        file = _decompressed(raw, self._file.url)
+        file = decompressed(raw, self._file)
         lines = iter(lambda: file.readline(self._max_record_bytes), b"")
         for number in itertools.count(1):
             part = bytearray()
@@ -186,100 +166,31 @@ class FileReader:
             return BadRecord(line, "invalid UTF-8", _excerpt(content))
 
 
-class CorruptFileError(Exception):
-    """A file ends too early or is broken."""
+def records_before_fault(reader: FileReader, bad_files: list[dict], max_bad_files: int) -> Iterator[Record | BadRecord]:
+    """The reader's records. If its file is broken they end there, and the file is added to `bad_files`.
 
-
-def _open(url: str) -> BinaryIO:
-    filesystem, path = open_filesystem(url)
-    if isinstance(filesystem, LocalFileSystem):
-        return open(path, "rb")
-    return io.BufferedReader(_RetriedFile(filesystem.open(path, "rb", block_size=_BLOCK_BYTES), url), _BLOCK_BYTES)
-
-
-class _RetriedFile(io.RawIOBase):
-    """A remote file that tries a read again when it fails."""
-
-    def __init__(self, file: BinaryIO, url: str):
-        self._file = file
-        self._url = url
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer) -> int:
-        content = with_retries(lambda: self._read(len(buffer)), f"reading {self._url}")
-        buffer[: len(content)] = content
-        return len(content)
-
-    def _read(self, num_bytes: int) -> bytes:
-        content = self._file.read(num_bytes)
-        if not content and self._file.tell() < self._file.size:
-            raise OSError(f"it ended at byte {self._file.tell()} of {self._file.size}")
-        return content
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _decompressed(raw: BinaryIO, url: str) -> BinaryIO:
-    if url.endswith(".gz"):
-        frames = _Frames(raw, lambda: isal_zlib.decompressobj(wbits=31))  # a gzip header and trailer
-    elif url.endswith(".zst"):
-        frames = _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj())
-    else:
-        return raw
-    return io.BufferedReader(frames, _CHUNK_BYTES)
-
-
-class _Frames(io.RawIOBase):
-    """Decompresses any number of frames one after the other. EOFError where the last one is cut short.
-
-    It reads `raw` in small chunks, so the position in `raw` tells how much of the file was used.
+    Raises JobError where these are now more than allowed.
     """
+    try:
+        yield from reader
+    except BadFileError as error:
+        counts = {"bytes_read": error.bytes_read, "bytes_lost": error.file.num_bytes - error.bytes_read}
+        bad_files.append({"file": error.file.url, "reason": error.reason, **counts})
+        check_bad_files(bad_files, max_bad_files)
 
-    def __init__(self, raw: BinaryIO, start_frame: Callable):
-        self._raw = raw
-        self._start_frame = start_frame
-        self._frame = None
-        self._output = memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._output:
-            compressed = self._raw.read(_CHUNK_BYTES)
-            if not compressed:
-                if self._frame is not None:
-                    raise EOFError("compressed file ended in the middle")
-                return 0
-            self._output = memoryview(self._decompress(compressed))
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
-
-    def _decompress(self, compressed: bytes) -> bytes:
-        parts = []
-        while compressed:
-            self._frame = self._frame or self._start_frame()
-            parts.append(self._frame.decompress(compressed))
-            compressed = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-                compressed = compressed.lstrip(b"\0")  # padding, as after the members of some gzip files
-        return b"".join(parts)
+def check_bad_files(bad_files: list[dict], max_bad_files: int) -> None:
+    """Raise JobError where more files are broken than allowed."""
+    if len(bad_files) > max_bad_files:
+        found = "; ".join(
+            f"{bad['file']} after {bad['bytes_read']:,} of {bad['bytes_read'] + bad['bytes_lost']:,} bytes "
+            f"({bad['reason']})"
+            for bad in bad_files[:3]
+        )
+        raise JobError(
+            f"{len(bad_files)} files are broken, --max-bad-files is {max_bad_files}: {found}. Fetch them again, or "
+            "raise --max-bad-files to do without the rest of each"
+        )
 
 
 def _is_utf8(content: bytes) -> bool:

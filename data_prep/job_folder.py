@@ -7,6 +7,7 @@ OUTPUT/job/executor-PASS/           datatrove's logs and completion marks
 OUTPUT/job/counts/STEP-00003.json   what a step of a task counted
 OUTPUT/job/receipts/00003.json      the shards that a task wrote
 OUTPUT/job/quarantine/00003.jsonl   records that a task could not read, with file and line
+OUTPUT/job/bad_files/00003.json     broken files that a task met, with the bytes read and lost
 OUTPUT/job/progress-PASS/00003.json how far a running task is
 """
 

@@ -29,6 +29,7 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
     shard_bytes: int = 8 << 20
     max_record_bytes: int = 4_000_000
     max_bad_fraction: float = 0.01
+    max_bad_files: int = 0
     dry_run: bool = False
 
     @classmethod
@@ -45,6 +46,7 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
             ("sequence_length", 4, 1 << 16),
             ("heldout_fraction", 0, 0.999),
             ("max_bad_fraction", 0, 1),
+            ("max_bad_files", 0, 1 << 31),
             ("workers", 1, 1 << 16),
             ("shard_bytes", 2 * self.sequence_length, 1 << 31),
             ("max_record_bytes", 1, 1 << 31),

@@ -9,7 +9,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader
 from datatrove.pipeline.readers.base import BaseReader
 
-from data_prep.input_files import BadRecord, InputFile, Record
+from data_prep.input_files import BadRecord, InputFile, Record, records_before_fault
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.job_options import JobOptions
 from gmlp_scale.files import write_file
@@ -28,7 +28,10 @@ def inputs_of_task(files: list[InputFile], rank: int, num_tasks: int) -> list[tu
 
 
 class ReadDocuments(BaseReader):
-    """Yields the documents of a task's input files. Counts what cannot be read and puts it into quarantine."""
+    """Yields the documents of a task's input files. Counts what cannot be read and puts it into quarantine.
+
+    A broken file gives the documents before its fault. JobError where a task meets more of them than are allowed.
+    """
 
     name = "Documents"
 
@@ -39,11 +42,11 @@ class ReadDocuments(BaseReader):
         self._progress = progress
 
     def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        counts, quarantine = Counter(), []
+        counts, quarantine, bad_files = Counter(), [], []
         bytes_before, last_report = 0, time.monotonic()
         for file, part, num_parts in inputs_of_task(self._options.files, rank, world_size):
             reader = self._options.reader(file, part, num_parts)
-            for record in reader:
+            for record in records_before_fault(reader, bad_files, self._options.max_bad_files):
                 problem = _problem(record)
                 if problem is None:
                     counts["documents"] += 1
@@ -61,6 +64,7 @@ class ReadDocuments(BaseReader):
         if quarantine:
             lines = [json.dumps(entry) + "\n" for entry in quarantine]
             write_file(f"{self._job.url}/quarantine/{rank:05d}.jsonl", "".join(lines).encode())
+        self._job.write(f"bad_files/{rank:05d}.json", bad_files)
         self._job.write(f"counts/read-{rank:05d}.json", counts)
         self._report(rank, counts, bytes_before)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from data_prep.input_files import check_bad_files
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.job_options import JobOptions
 from data_prep.read_documents import num_bad_records
@@ -32,7 +33,12 @@ def write_manifest(job: JobFolder, options: JobOptions, tokenizer: Tokenizer) ->
 
 
 def make_report(job: JobFolder, options: JobOptions) -> dict:
-    """What the job read, refused, dropped and wrote, from the counts of its tasks."""
+    """What the job read, refused, dropped and wrote, from the counts of its tasks.
+
+    A broken file's bytes are counted as stored: those before its fault, and those after it. What a file that was cut
+    short has lost beyond its end is unknown.
+    """
+    bad_files = _bad_files(job)
     read, written = job.total_counts("read"), job.total_counts("write")
     seconds = {name.removesuffix(" seconds"): round(written[name], 2) for name in written if name.endswith(" seconds")}
     tokens, num_bytes = written["tokens"], written["bytes"]
@@ -41,6 +47,9 @@ def make_report(job: JobFolder, options: JobOptions) -> dict:
     return {
         "documents_read": read["documents"],
         "bytes_read": read["bytes"],
+        "bad_files": {bad["file"]: bad["reason"] for bad in bad_files},
+        "bad_files_bytes_read": sum(bad["bytes_read"] for bad in bad_files),
+        "bad_files_bytes_lost": sum(bad["bytes_lost"] for bad in bad_files),
         "bad_records": num_bad_records(read),
         "bad_records_by_reason": reasons,
         **_drops(job, options.filters, read["documents"]),
@@ -69,8 +78,15 @@ def _drops(job: JobFolder, filters: list[str], num_documents: int) -> dict[str, 
     return drops
 
 
-def check_bad_fraction(job: JobFolder, max_bad_fraction: float) -> None:
-    """Raise JobError where more of the input's records are bad than allowed."""
+def _bad_files(job: JobFolder) -> list[dict]:
+    """What was read and lost of each broken file. Tasks that share a file all met its fault."""
+    return list({bad["file"]: bad for task in job.read_all("bad_files") for bad in task}.values())
+
+
+def check_input(job: JobFolder, options: JobOptions) -> None:
+    """Raise JobError where more of the input's files or records are bad than allowed."""
+    check_bad_files(_bad_files(job), options.max_bad_files)
+    max_bad_fraction = options.max_bad_fraction
     read = job.total_counts("read")
     num_bad = num_bad_records(read)
     if num_bad > max_bad_fraction * (read["documents"] + num_bad):
@@ -82,11 +98,13 @@ def check_bad_fraction(job: JobFolder, max_bad_fraction: float) -> None:
 
 def print_table(report: dict) -> None:
     for name, value in report.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {number:,}" for key, number in value.items()) or "none"
-        elif isinstance(value, int):
-            value = f"{value:,}"
-        print(f"  {name.replace('_', ' '):36} {value}")
+        print(f"  {name.replace('_', ' '):36} {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items()) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _remove_temporary_files(output: str) -> None:

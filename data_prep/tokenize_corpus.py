@@ -17,7 +17,7 @@ from data_prep.dedup import DEDUPLICATIONS
 from data_prep.estimate import estimate
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.job_options import JobOptions
-from data_prep.report import check_bad_fraction, make_report, print_table, write_manifest
+from data_prep.report import check_input, make_report, print_table, write_manifest
 from data_prep.run_job import run_passes
 from data_prep.write_shards import PACKINGS
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
@@ -49,6 +49,7 @@ def parse_options() -> JobOptions:
     parser.add_argument("--shard-bytes", type=int)
     parser.add_argument("--max-record-bytes", type=int, help="longer records are refused")
     parser.add_argument("--max-bad-fraction", type=float, help="more bad records than this end the job")
+    parser.add_argument("--max-bad-files", type=int, help="more broken files end the job; allowed ones are read so far")
     parser.add_argument("--dry-run", action="store_true", help="read a sample and print what the job would give")
     return JobOptions.checked(vars(parser.parse_args()))
 
@@ -88,7 +89,7 @@ def run(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> int:
 
 def finish(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> None:
     """Write the tokenizer, the report and, last, the manifest."""
-    check_bad_fraction(job, options.max_bad_fraction)
+    check_input(job, options)
     write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
     report = make_report(job, options)
     write_file(f"{options.output}/report.json", (json.dumps(report, indent=1) + "\n").encode())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_prep.input_files import FileReader, InputFile, Record, find_inputs
+from data_prep.input_files import FileReader, InputFile, Record, find_inputs, records_before_fault
 from data_prep.progress import repeating
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
@@ -34,6 +34,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--text-field", default="text")
     parser.add_argument("--sample-bytes", type=int, default=100_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-bad-files", type=int, default=0, help="more broken files are an error")
     return parser.parse_args()
 
 
@@ -46,7 +47,13 @@ def main() -> int:
             raise ValueError(f"--vocab-size is {options.vocab_size}; it must be between {smallest} and 65536")
         if Path(options.output).exists():
             raise ValueError(f"--output {options.output} is there already: choose another, or delete it")
-        texts = sample(find_inputs(options.input), options.text_field, options.sample_bytes, options.seed)
+        texts = sample(
+            find_inputs(options.input),
+            options.text_field,
+            options.sample_bytes,
+            options.seed,
+            max_bad_files=options.max_bad_files,
+        )
         num_bytes = sum(len(text.encode()) for text in texts)
         description = f"training on {len(texts):,} documents, {num_bytes:,} bytes"
         with tqdm(desc=description, bar_format="{desc}: {elapsed}") as bar, repeating(bar.refresh, every_seconds=1.0):
@@ -68,14 +75,21 @@ def main() -> int:
     return 0
 
 
-def sample(files: list[InputFile], text_field: str, sample_bytes: int, seed: int) -> list[str]:
-    """The documents with the smallest seeded hashes, about `sample_bytes` in all, in the order of the hashes."""
+def sample(
+    files: list[InputFile], text_field: str, sample_bytes: int, seed: int, *, max_bad_files: int = 0
+) -> list[str]:
+    """The documents with the smallest seeded hashes, about `sample_bytes` in all, in the order of the hashes.
+
+    Raises JobError where more files are found broken than allowed.
+    """
+    bad_files = []
     read_per_file = _READ_PER_SAMPLED_BYTE * sample_bytes / len(files)
     kept: list[tuple[int, str]] = []  # a heap with the largest hash, negated, on top
     kept_bytes = 0
     for file in tqdm(files, desc="sampling", unit="file"):
         read_bytes = 0
-        for record in FileReader(file, text_field=text_field, max_record_bytes=_MAX_RECORD_BYTES):
+        reader = FileReader(file, text_field=text_field, max_record_bytes=_MAX_RECORD_BYTES)
+        for record in records_before_fault(reader, bad_files, max_bad_files):
             if not isinstance(record, Record):
                 continue
             content = record.text.encode()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import fsspec
+import xxhash
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
@@ -21,6 +22,10 @@ _PERMANENT = (
     ImportError,
 )  # fmt: skip
 _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+class StoreError(OSError):
+    """A store failed at every try."""
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
@@ -40,7 +45,7 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
     """The operation's result; a failure is tried again with growing waits, since a store may fail for a moment.
 
     An error that waiting does not mend, such as a missing object or a refused key, is raised at once. The last failure
-    raises OSError, which names `what`.
+    raises StoreError, which names `what`.
     """
     for wait_seconds in (*_WAIT_SECONDS, None):
         try:
@@ -51,7 +56,7 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
             raise
         except Exception as error:
             if wait_seconds is None:
-                raise OSError(f"{what} failed {len(_WAIT_SECONDS) + 1} times, at last with {error!r}") from error
+                raise StoreError(f"{what} failed {len(_WAIT_SECONDS) + 1} times, at last with {error!r}") from error
             log.info("%s failed with %r; trying again in %s s", what, error, wait_seconds)
             time.sleep(wait_seconds)
     raise AssertionError
@@ -107,6 +112,20 @@ def write_file(url: str | Path, content: bytes) -> None:
 def write_text(url: str | Path, text: str) -> None:
     """`write_file` of a text, in UTF-8."""
     write_file(url, text.encode())
+
+
+def sealed(body: str) -> str:
+    """A JSON object's text, with the text's checksum added as the last field."""
+    return f'{body[:-1]}, "xxh3_128": "{xxhash.xxh3_128_hexdigest(body.encode())}"}}'
+
+
+def check_seal(text: str) -> None:
+    """Raises ValueError unless `sealed` made `text`."""
+    body, _, seal = text.rpartition(", ")
+    if not seal.startswith('"xxh3_128": '):
+        raise ValueError(f"it ends with {seal[:12]!r}..., where it should have an xxh3_128 checksum")
+    if sealed(body + "}") != text:
+        raise ValueError("its own checksum does not hold")
 
 
 def _write_temporary(target: Path, content: bytes) -> Path:

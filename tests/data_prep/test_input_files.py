@@ -1,13 +1,17 @@
 import gzip
+import io
 import json
+import pickle
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
-from data_prep.input_files import BadRecord, FileReader, InputFile, Record, find_inputs
+from data_prep.input_files import BadRecord, FileReader, Record, find_inputs, records_before_fault
 from data_prep.job_folder import JobError
+from data_prep.open_input import BadFileError, InputFile
 from data_prep.read_documents import inputs_of_task
 
 TEXTS = [f"document {number}\twith «ünïcode»\r\nand lines" for number in range(50)]
@@ -58,11 +62,6 @@ def test_parquet(tmp_path):
     ]
     with pytest.raises(JobError, match="no column 'text'; it has body, n: choose one with --text-field"):
         read(tmp_path / "a.parquet")
-    content = (tmp_path / "a.parquet").read_bytes()
-    (tmp_path / "b.parquet").write_bytes(content[: len(content) // 2])
-    assert [record.reason for record in read(tmp_path / "b.parquet", text_field="body")] == [
-        "truncated or corrupt file"
-    ]
 
 
 def test_text_files_keep_every_character_and_are_cut_at_line_ends(tmp_path):
@@ -97,17 +96,55 @@ def test_bad_lines_come_out_with_their_place_and_the_rest_is_read(tmp_path):
     assert bad == [(2 * number, reason) for number, reason in enumerate(BAD_LINES.values(), start=1)]
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_file_cut_short_is_a_bad_record_after_what_could_be_read(suffix, tmp_path):
+def stored(kind: str, texts: list[str]) -> bytes:
+    """A file of this kind, whose checksums cover all its bytes."""
+    if kind == "parquet":
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": texts}), buffer, row_group_size=100, write_page_checksum=True
+        )
+        return buffer.getvalue()
+    if kind == "jsonl.gz":
+        return gzip.compress(lines(texts))
+    return zstandard.ZstdCompressor(write_checksum=True).compress(lines(texts))
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path):
     texts = [f"{number} {number**9}" for number in range(3000)]
-    whole = gzip.compress(lines(texts)) if suffix == "gz" else zstandard.compress(lines(texts))
-    (tmp_path / f"a.jsonl.{suffix}").write_bytes(whole[: len(whole) // 2])
-    records = read(tmp_path / f"a.jsonl.{suffix}")
-    assert records[-1].reason == "truncated or corrupt file"
-    assert [record.text for record in records[:-1] if isinstance(record, Record)] == texts[: records[-1].line - 1]
-    garbage = whole[:-200] + b"\0" * 200
-    (tmp_path / f"a.jsonl.{suffix}").write_bytes(garbage)
-    assert isinstance(read(tmp_path / f"a.jsonl.{suffix}")[-1], BadRecord)
+    whole, path = stored(kind, texts), tmp_path / f"a.{kind}"
+    random = np.random.default_rng(0)
+    damaged = [whole[: len(whole) // 2], whole[:-1], b""]
+    for place in random.integers(0, len(whole), 60):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << int(random.integers(8))
+        damaged.append(bytes(flipped))
+    for content in damaged:
+        path.write_bytes(content)
+        found = []
+        try:
+            for record in FileReader(InputFile(str(path), len(content)), text_field="text", max_record_bytes=1000):
+                found.append(record)
+        except BadFileError as error:
+            assert 0 <= error.bytes_read <= len(content)
+            assert str(pickle.loads(pickle.dumps(error))) == str(error)  # it comes from a worker
+            assert f"{path} is broken after {error.bytes_read:,} of {len(content):,} bytes: " in str(error)
+        else:  # such as a bit of the header that tells who wrote the file
+            assert [record.text for record in found] == texts
+
+
+def test_a_file_cut_short_gives_what_could_be_read(tmp_path):
+    texts = [f"{number} {number**9}" for number in range(9000)]
+    whole, path, found = stored("jsonl.gz", texts), tmp_path / "a.jsonl.gz", []
+    half = len(whole) // 2
+    path.write_bytes(whole[:half])
+    bad_files = []
+    (file,) = find_inputs([str(path)])
+    reader = FileReader(file, text_field="text", max_record_bytes=1000)
+    found = [record.text for record in records_before_fault(reader, bad_files, max_bad_files=1)]
+    assert 2000 < len(found) < 7000 and found == texts[: len(found)]
+    (bad,) = bad_files
+    assert (bad["file"], bad["bytes_read"], bad["bytes_lost"]) == (str(path), half, 0)
 
 
 def test_parts_share_a_file_without_loss_or_repetition(tmp_path):

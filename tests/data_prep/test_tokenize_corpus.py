@@ -6,6 +6,9 @@ import subprocess
 import numpy as np
 import pytest
 
+from data_prep.estimate import estimate
+from data_prep.job_folder import JobError
+from data_prep.job_options import JobOptions
 from data_prep.write_shards import is_heldout
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import Tokenizer
@@ -93,6 +96,32 @@ def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
     bad.write_bytes(b"{}\n" * 10_001)
     message = tokenize(bad, tmp_path / "early", code=1)
     assert f"10000 of 10000 records are bad, more than --max-bad-fraction 0.01; the first is {bad}, line 1" in message
+
+
+def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, tokenizer_dir, tmp_path):
+    """Three tasks share two files, so that one file has its fault in two tasks."""
+    broken, whole = corpus / "part-0.jsonl.gz", corpus / "part-1.jsonl.gz"
+    content = broken.read_bytes()
+    broken.write_bytes(content[: len(content) // 2])
+    command = (f"{corpus}/part-[01].jsonl.gz", tmp_path / "out", "--tasks", 3)
+    message = tokenize(*command, code=1)
+    assert f"1 files are broken, --max-bad-files is 0: {broken} after " in message
+    assert not (tmp_path / "out/manifest.json").exists()
+    assert f"bad files                            {broken} it ends in the middle" in tokenize(
+        *command, "--max-bad-files", 1
+    )
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert list(report["bad_files"]) == [str(broken)] and 300 < report["documents"] < 600
+    assert report["bad_files_bytes_read"] == len(content) // 2 and report["bad_files_bytes_lost"] == 0
+    flipped = bytearray(whole.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    whole.write_bytes(flipped)
+    options = JobOptions(
+        input=(f"{corpus}/part-[01].jsonl.gz",), tokenizer=str(tokenizer_dir), sequence_length=32, output="out",
+        max_bad_files=1,
+    )  # fmt: skip
+    with pytest.raises(JobError, match="2 files are broken, --max-bad-files is 1"):
+        estimate(options, Tokenizer(tokenizer_dir))
 
 
 def drops(folder) -> dict:

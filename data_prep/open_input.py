@@ -1,0 +1,145 @@
+"""Opening one input file: on the disk or in a store, plain or compressed."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import zstandard
+from fsspec.implementations.local import LocalFileSystem
+from isal import isal_zlib
+
+from data_prep.job_folder import JobError
+from gmlp_scale.files import open_filesystem, with_retries
+
+SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".tsv": "text"}
+
+_CHUNK_BYTES = 1 << 15  # compressed bytes that are read and decompressed at a time
+_BLOCK_BYTES = 8 << 20  # bytes that are fetched from a store at a time
+
+
+@dataclass(frozen=True)
+class InputFile:
+    url: str
+    num_bytes: int
+    """The size as stored, so compressed where the file is."""
+
+    @property
+    def kind(self) -> str | None:
+        """json, parquet or text, by the name's ending."""
+        stem = self.url.removesuffix(".gz").removesuffix(".zst")
+        return next((kind for suffix, kind in SUFFIXES.items() if stem.endswith(suffix)), None)
+
+
+class BadFileError(JobError):
+    """A file ends too early or is damaged."""
+
+    def __init__(self, file: InputFile, bytes_read: int, reason: str):
+        super().__init__(file, bytes_read, reason)  # as they are, so that it comes whole from another process
+        self.file = file
+        self.bytes_read = bytes_read
+        """The stored bytes before the fault."""
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.file.url} is broken after {self.bytes_read:,} of {self.file.num_bytes:,} bytes: {self.reason}"
+
+
+def open_input(file: InputFile) -> BinaryIO:
+    """The stored bytes, from the disk or the store."""
+    filesystem, path = open_filesystem(file.url)
+    if isinstance(filesystem, LocalFileSystem):
+        return open(path, "rb")
+    return io.BufferedReader(_RetriedFile(filesystem.open(path, "rb", block_size=_BLOCK_BYTES), file.url), _BLOCK_BYTES)
+
+
+class _RetriedFile(io.RawIOBase):
+    """A remote file that tries a read again when it fails."""
+
+    def __init__(self, file: BinaryIO, url: str):
+        self._file = file
+        self._url = url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer) -> int:
+        content = with_retries(lambda: self._read(len(buffer)), f"reading {self._url}")
+        buffer[: len(content)] = content
+        return len(content)
+
+    def _read(self, num_bytes: int) -> bytes:
+        content = self._file.read(num_bytes)
+        if not content and self._file.tell() < self._file.size:
+            raise OSError(f"it ended at byte {self._file.tell()} of {self._file.size}")
+        return content
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
+    """The content of `raw`. Reading it raises BadFileError where the file is damaged or cut short."""
+    if file.url.endswith(".gz"):
+        frames = _Frames(raw, file, lambda: isal_zlib.decompressobj(wbits=31))  # a gzip header and trailer
+    elif file.url.endswith(".zst"):
+        frames = _Frames(raw, file, lambda: zstandard.ZstdDecompressor().decompressobj())
+    else:
+        return raw
+    return io.BufferedReader(frames, _CHUNK_BYTES)
+
+
+class _Frames(io.RawIOBase):
+    """Decompresses one frame or several in a row. BadFileError where one is damaged or the last one is cut short.
+
+    It reads `raw` in small chunks, so the position in `raw` tells how much of the file was used.
+    """
+
+    def __init__(self, raw: BinaryIO, file: InputFile, start_frame: Callable):
+        self._raw = raw
+        self._file = file
+        self._start_frame = start_frame
+        self._frame = start_frame()
+        self._bytes_used = 0
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._output:
+            compressed = self._raw.read(_CHUNK_BYTES)
+            if not compressed:
+                if self._frame is not None:
+                    raise BadFileError(self._file, self._bytes_used, "it ends in the middle of its compressed data")
+                return 0
+            try:
+                self._output = memoryview(self._decompress(compressed))
+            except (isal_zlib.error, zstandard.ZstdError) as error:
+                raise BadFileError(self._file, self._bytes_used, str(error)) from error
+            self._bytes_used += len(compressed)
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        parts = []
+        while compressed:
+            self._frame = self._frame or self._start_frame()
+            parts.append(self._frame.decompress(compressed))
+            compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+                compressed = compressed.lstrip(b"\0")  # padding, as after the members of some gzip files
+        return b"".join(parts)
