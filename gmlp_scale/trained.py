@@ -4,6 +4,7 @@ gmlp_scale/export/folder.py describes an export's folder. Only safetensors and J
 folder is run or unpickled.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,8 @@ MODEL_TYPE = "gmlp_scale"
 PREFIX = "model."
 """Of the parameter names in checkpoints and exports."""
 WEIGHTS_NAME = "model.safetensors"
+CHECKSUMS_NAME = "SHA256SUMS"
+"""Lines `checksum  file name`, as sha256sum writes them. transformers ignores the file."""
 CLASS_OF_HEAD: dict[Head, str] = {
     "masked_language_model": "GmlpScaleForMaskedLM",
     "sequence_classification": "GmlpScaleForSequenceClassification",
@@ -148,9 +151,10 @@ def read_export(folder: str | Path) -> TrainedModel:
     """Reads a folder of write_export, or of transformers' save_pretrained with tokenizer.model copied into it.
 
     Raises:
-        FileNotFoundError, ExportError: naming the file and what is wrong with it.
+        FileNotFoundError, ExportError: naming the file and what is wrong with it, such as its checksum.
     """
     folder = Path(folder)
+    _check_files(folder)
     config = _read_config(folder / "config.json")
     model = _model_config(config, folder)
     head = _head(config, folder)
@@ -207,6 +211,29 @@ def difference(found: dict[str, tuple], expected: dict[str, tuple]) -> str:
         if found.get(name) != expected.get(name)
     ]
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_files(folder: Path) -> None:
+    """Raises ExportError naming a file that does not have its checksum. Only files that are read here are checked."""
+    sums = folder / CHECKSUMS_NAME
+    paths = [path for path in (folder / "config.json", folder / MODEL_NAME, *_weight_files(folder)) if path.exists()]
+    if not paths:
+        return  # what is missing is named where it is read
+    if not sums.exists():
+        log.warning("%s has no %s, so damage to it goes unnoticed; launch/export.py writes one", folder, sums.name)
+        return
+    lines = sums.read_text(encoding="utf-8", errors="replace").splitlines()
+    for path in paths:
+        if f"{sha256_of(path)}  {path.name}" not in lines:
+            raise ExportError(
+                f"{path} does not have its checksum of {sums.name}: copy or export it again; if you changed it "
+                f"yourself, delete {sums}"
+            )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     tokenizer.json, tokenizer_config.json          the tokenizer for transformers
     tokenizer.model        the same tokenizer for this package
     README.md              the model card
+    SHA256SUMS             the checksum of every other file, as `sha256sum -c SHA256SUMS` reads it
 
 gmlp_scale/trained.py reads it back.
 """
@@ -30,6 +31,7 @@ from gmlp_scale.files import read_file
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import (
+    CHECKSUMS_NAME,
     CLASS_OF_HEAD,
     MODEL_TYPE,
     PREFIX,
@@ -39,6 +41,7 @@ from gmlp_scale.trained import (
     difference,
     expected_shapes,
     read_run,
+    sha256_of,
 )
 
 
@@ -134,6 +137,8 @@ def write_export(
         num_parameters = sum(tensor.numel() for tensor in weights.values())
         card = model_card(model, num_parameters, head, row_length, details)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
+        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
+        (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
 
 
 def check_is_free(folder: Path) -> None:

@@ -125,5 +125,6 @@ def test_an_export_without_a_recipe_is_refused(runs, run_dir, launched, tmp_path
     export_pretrained(run_dir, 4, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"details": {}}))
+    (tmp_path / "hf" / "SHA256SUMS").unlink()
     code, _, error = launched(main, "--export", tmp_path / "hf", "--shards", runs / "shards")
     assert code == 2 and "holds no recipe of pretraining" in error

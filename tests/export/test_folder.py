@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ def export(tiny_export, tmp_path):
 
 
 def edit_config(folder, **changes):
+    """As a user does, who then deletes the checksums."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (folder / "SHA256SUMS").unlink(missing_ok=True)
 
 
 def assert_weights_are(export, model):
@@ -139,7 +142,27 @@ def test_a_wrong_config_is_refused(export, changes, message):
         read_export(export)
 
 
+def test_one_flipped_bit_is_found_and_an_export_without_checksums_is_read_with_a_warning(export, caplog):
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=export, check=True, capture_output=True)
+    names = {line.split("  ")[1] for line in (export / "SHA256SUMS").read_text().splitlines()}
+    assert names == {path.name for path in export.iterdir()} - {"SHA256SUMS"}
+    read_export(export)
+    assert not caplog.records
+    for name in ("model.safetensors", "config.json", "tokenizer.model"):
+        whole = (export / name).read_bytes()
+        flipped = bytearray(whole)
+        flipped[-len(whole) // 3] ^= 1
+        (export / name).write_bytes(flipped)
+        with pytest.raises(ExportError, match=f"{name} does not have its checksum of SHA256SUMS: copy or export it"):
+            read_export(export)
+        (export / name).write_bytes(whole)
+    (export / "SHA256SUMS").unlink()
+    read_export(export)
+    assert "hf has no SHA256SUMS, so damage to it goes unnoticed" in caplog.text
+
+
 def test_damaged_files_are_refused(export):
+    (export / "SHA256SUMS").unlink()
     (export / "config.json").write_text("{")
     with pytest.raises(ExportError, match="is not JSON"):
         read_export(export)
@@ -149,6 +172,7 @@ def test_damaged_files_are_refused(export):
 
 
 def test_damaged_weights_are_refused(export):
+    (export / "SHA256SUMS").unlink()
     path = export / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"model.more": torch.zeros(2)}, path)
@@ -167,6 +191,7 @@ def test_weights_in_parts(export):
     for part in ("model-0.safetensors", "model-1.safetensors"):
         save_file({name: tensors[name] for name in names if part_of_name[name] == part}, export / part)
     whole.unlink()
+    (export / "SHA256SUMS").unlink()
     index = export / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": part_of_name}))
     found = read_export(export).weights
@@ -189,5 +214,6 @@ def test_weights_in_parts(export):
 def test_the_tokenizer_must_be_the_model_s(export, tmp_path):
     train_tokenizer(["the cat and the dog went over the sea"] * 50, 275, tmp_path)
     shutil.copy(tmp_path / "tokenizer.model", export)
+    (export / "SHA256SUMS").unlink()
     with pytest.raises(ExportError, match="they are not of one export"):
         read_export(export)
