@@ -1,4 +1,4 @@
-"""Checks a folder of shards against its manifest: checksums, counts, token ids and the tokenizer.
+"""Checks a folder of shards against its manifest: checksums, names, counts, token ids and the tokenizer.
 
 python data_prep/verify_shards.py SHARDS_DIR
 
@@ -17,7 +17,7 @@ from gmlp_scale.data.batch import CLS_ID
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardRows
 from gmlp_scale.data.tokenizer import MODEL_NAME
-from gmlp_scale.files import is_local, read_file
+from gmlp_scale.files import is_local, open_filesystem, read_file, with_retries
 
 _ROWS_AT_A_TIME = 8192
 
@@ -32,7 +32,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     shards = [*manifest.splits.train, *manifest.splits.heldout]
-    problems = check_tokenizer(folder, manifest)
+    problems = check_tokenizer(folder, manifest) + check_all_listed(folder, shards)
     for shard in tqdm(shards, desc="verifying", unit="shard"):
         with tempfile.TemporaryDirectory() as cache_dir:
             files = ShardFiles(folder, None if is_local(folder) else cache_dir)
@@ -60,6 +60,14 @@ def check_shard(files: ShardFiles, shard: Shard, manifest: Manifest) -> list[str
             row = start + int((part[:, 0] != CLS_ID).argmax())
             problems.append(f"{shard.name}: row {row} does not begin with <cls>")
     return problems
+
+
+def check_all_listed(folder: str, shards: list[Shard]) -> list[str]:
+    """Names each shard of the folder that the manifest does not list."""
+    filesystem, root = open_filesystem(folder)
+    found = with_retries(lambda: filesystem.glob(f"{root}/*/*.tar"), f"listing {folder}")
+    names = {"/".join(path.split("/")[-2:]) for path in found} - {shard.name for shard in shards}
+    return [f"{name}: is there, but the manifest does not list it" for name in sorted(names)]
 
 
 def check_tokenizer(folder: str, manifest: Manifest) -> list[str]:

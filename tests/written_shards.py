@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gmlp_scale.data.shards import Manifest, ShardWriter, Splits, write_file
+from gmlp_scale.data.shards import Manifest, ShardWriter, Splits
+from gmlp_scale.files import write_text
 
 VOCAB_SIZE = 1000
 
@@ -39,5 +40,10 @@ def write_tiny_shards(
         total_rows={"train": sum(train), "heldout": sum(heldout)},
         splits=Splits(**splits),
     )
-    write_file(f"{folder}/manifest.json", manifest.to_json().encode())
+    write_text(f"{folder}/manifest.json", manifest.to_json())
     return rows
+
+
+def change_manifest(folder: Path, **fields) -> None:
+    """Gives fields of the manifest other values, and seals it anew."""
+    write_text(f"{folder}/manifest.json", Manifest.load(folder).model_copy(update=fields).to_json())

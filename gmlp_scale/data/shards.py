@@ -11,9 +11,10 @@ straight from the memory-mapped file.
 
 import hashlib
 import io
+import itertools
+import logging
 import mmap
 import os
-import re
 import tarfile
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +23,9 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
-from gmlp_scale.files import read_file, write_file
+from gmlp_scale.files import check_seal, read_file, sealed, write_file
+
+log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 ROW_DTYPE = np.dtype("<u2")
@@ -37,8 +40,8 @@ class ShardError(ValueError):
 
 
 class Shard(BaseModel, frozen=True, extra="forbid"):
-    name: str = Field(pattern=r"^(train|heldout)/[A-Za-z0-9_-]+\.tar$")
-    """Path relative to the manifest's folder."""
+    name: str = Field(pattern=r"^(train/train|heldout/heldout)-[A-Za-z0-9_-]+\.tar$")
+    """Path relative to the manifest's folder. The shard's members begin with its stem, so a shard holds its split."""
     rows: int = Field(ge=1)
     bytes: int = Field(ge=1)
     sha256: Sha256
@@ -61,12 +64,14 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     tokenizer_sha256: Sha256
     total_rows: dict[Split, int]
     splits: Splits
+    xxh3_128: str | None = Field(default=None, exclude=True)
+    """Of the file's text without this field. Older manifests have none."""
 
     @classmethod
     def load(cls, folder: str | Path) -> "Manifest":
         """Read SHARDS_DIR/manifest.json; `folder` is a path or a URL that fsspec opens.
 
-        FileNotFoundError if there is none, ShardError if it is not a valid manifest.
+        FileNotFoundError if there is none, ShardError if it is not a valid manifest or its own checksum does not hold.
         """
         path = f"{str(folder).rstrip('/')}/{MANIFEST_NAME}"
         try:
@@ -77,12 +82,26 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
                 "run that to its end, or change data.shards"
             ) from error
         try:
-            return cls.model_validate_json(content)
+            manifest = cls.model_validate_json(content)
+            if manifest.xxh3_128:
+                check_seal(content.decode().rstrip("\n"))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
             raise ShardError(
                 f"{path} is not a valid manifest of shards ({problems}). Write the shards again"
             ) from error
+        except ValueError as error:
+            raise ShardError(
+                f"{path} was damaged or changed after it was written: {error}. Copy it again, or run the same "
+                "data_prep/tokenize_corpus.py again, which writes it anew"
+            ) from error
+        if not manifest.xxh3_128:
+            log.warning(
+                "%s is of an older version and has no checksum of its own, so changes to it go unnoticed: the same "
+                "data_prep/tokenize_corpus.py, run again, writes one",
+                path,
+            )
+        return manifest
 
     @model_validator(mode="after")
     def _totals_are_sums(self):
@@ -91,16 +110,32 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"total_rows are {self.total_rows} but the shards sum to {sums}")
         return self
 
+    @model_validator(mode="after")
+    def _shards_are_listed_once_and_in_order(self):
+        for split in ("train", "heldout"):
+            names = [shard.name for shard in getattr(self.splits, split)]
+            if strangers := [name for name in names if not name.startswith(f"{split}/")]:
+                raise ValueError(f"splits.{split} lists {strangers[0]}, a shard of another split")
+            for name, following in itertools.pairwise(names):
+                if name >= following:
+                    raise ValueError(f"splits.{split} lists {following} twice or out of the names' order")
+        checksums = {shard.sha256: shard.name for shard in (*self.splits.train, *self.splits.heldout)}
+        for shard in (*self.splits.train, *self.splits.heldout):
+            if checksums[shard.sha256] != shard.name:
+                raise ValueError(f"{shard.name} and {checksums[shard.sha256]} have the same checksum")
+        return self
+
     def num_rows(self, split: Split) -> int:
         return self.total_rows[split]
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=1) + "\n"
+        """The text of the file, with its checksum."""
+        return sealed(self.model_dump_json(indent=1)) + "\n"
 
     @property
     def sha256(self) -> str:
         """Checksum of the manifest, which holds the checksum of every shard."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        return hashlib.sha256(f"{self.model_dump_json(indent=1)}\n".encode()).hexdigest()
 
 
 def _sum_rows(shards: tuple[Shard, ...]) -> int:
@@ -122,18 +157,21 @@ class CorruptShardError(ShardError):
 def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:
     """The bytes of a shard that holds `rows_RN` (uint16 [R, N]); only the rows and the name decide them."""
     assert rows_RN.dtype == ROW_DTYPE and rows_RN.ndim == 2
-    stem = Path(name).stem
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, start in enumerate(range(0, len(rows_RN), ROWS_PER_BLOCK)):
             block = io.BytesIO()
             np.save(block, rows_RN[start : start + ROWS_PER_BLOCK], allow_pickle=False)
             # TarInfo sets mtime, uid and gid to 0 and leaves the owner's names empty, so the bytes are always the same.
-            member = tarfile.TarInfo(f"{stem}-{number:05d}.npy")
+            member = tarfile.TarInfo(_block_name(name, number))
             member.size = block.tell()
             block.seek(0)
             tar.addfile(member, block)
     return buffer.getvalue()
+
+
+def _block_name(shard_name: str, number: int) -> str:
+    return f"{Path(shard_name).stem}-{number:05d}.npy"
 
 
 class ShardWriter:
@@ -205,9 +243,9 @@ def _row_offsets(content: mmap.mmap, name: str, sequence_length: int) -> np.ndar
     blocks = [np.empty(0, np.int64)]
     try:
         with tarfile.open(fileobj=content, mode="r:") as tar:
-            for member in tar:
-                if member.type != tarfile.REGTYPE or not re.fullmatch(r"[A-Za-z0-9_-]+\.npy", member.name):
-                    raise ValueError(f"member {member.name!r} is not a regular file NAME.npy")
+            for number, member in enumerate(tar):
+                if member.type != tarfile.REGTYPE or member.name != _block_name(name, number):
+                    raise ValueError(f"member {member.name!r} is not the regular file {_block_name(name, number)}")
                 blocks.append(_block_offsets(content, member, sequence_length))
     except (tarfile.TarError, ValueError) as error:
         raise CorruptShardError(name, str(error)) from error

@@ -38,7 +38,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gmlp_scale.engine import Engine
-from gmlp_scale.train.checkpoint_files import FileRecord, check_seal, file_problem
+from gmlp_scale.files import check_seal
+from gmlp_scale.train.checkpoint_files import FileRecord, file_problem
 from gmlp_scale.train.checkpoint_index import PIECE_FILE, TensorRecord
 
 logger = logging.getLogger("gmlp_scale")

@@ -109,20 +109,6 @@ def file_checksum(path: Path) -> str:
     return checksum.hexdigest()
 
 
-def sealed(body: str) -> str:
-    """A JSON object's text, with the text's checksum added as the last field."""
-    return f'{body[:-1]}, "xxh3_128": "{xxhash.xxh3_128_hexdigest(body.encode())}"}}'
-
-
-def check_seal(text: str) -> None:
-    """Raises ValueError unless `sealed` made `text`."""
-    body, _, seal = text.rpartition(", ")
-    if not seal.startswith('"xxh3_128": '):
-        raise ValueError(f"it ends with {seal[:12]!r}..., where a checkpoint has an xxh3_128 checksum")
-    if sealed(body + "}") != text:
-        raise ValueError("its own checksum does not hold")
-
-
 def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 
 from gmlp_scale.engine import Engine, Piece
-from gmlp_scale.files import write_text
+from gmlp_scale.files import sealed, write_text
 from gmlp_scale.train.checkpoint import (
     FORMAT_VERSION,
     STEP_FOLDER,
@@ -29,7 +29,7 @@ from gmlp_scale.train.checkpoint import (
     newest_checkpoint,
     step_folders,
 )
-from gmlp_scale.train.checkpoint_files import fsync, sealed, write_pieces
+from gmlp_scale.train.checkpoint_files import fsync, write_pieces
 from gmlp_scale.train.checkpoint_index import merged
 from gmlp_scale.world import World
 

@@ -1,6 +1,5 @@
 """Small pretrained runs of three kinds, on shards whose tokenizer lies beside them."""
 
-import json
 import random
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from gmlp_scale.config import load_run_config
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.run import pretrain
 from tests.gloo_ranks import run_ranks
-from tests.written_shards import VOCAB_SIZE, write_tiny_shards
+from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
 
 SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
 SEQUENCE_LENGTH = 32
@@ -28,9 +27,7 @@ KINDS = {
 def write_shards(folder: Path, tokenizer_folder: Path, sequence_length: int = SEQUENCE_LENGTH) -> None:
     """16 training rows and 6 held-out ones of random ids, said to be of that tokenizer."""
     write_tiny_shards(folder, [16], [6], sequence_length=sequence_length)
-    path = folder / "manifest.json"
-    sha256 = Tokenizer(tokenizer_folder).sha256
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_sha256": sha256}))
+    change_manifest(folder, tokenizer_sha256=Tokenizer(tokenizer_folder).sha256)
 
 
 def write_runs(folder: Path) -> None:

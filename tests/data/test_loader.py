@@ -13,6 +13,7 @@ from gmlp_scale.data.batch import IGNORED, MaskedBatch
 from gmlp_scale.data.loader import DataConfig
 from gmlp_scale.data.open_shards import OpenShards
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
+from tests.written_shards import change_manifest
 
 
 def tensors(batch: MaskedBatch):
@@ -152,8 +153,7 @@ def test_batches_that_do_not_divide_are_refused(write_shards, make_loader):
 @pytest.mark.parametrize("packing, padded", [("packed", False), ("document", True)])
 def test_batches_say_whether_their_rows_are_padded(packing, padded, write_shards, make_loader):
     folder, _ = write_shards([10], heldout=[4])
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"packing": packing}))
+    change_manifest(folder, packing=packing)
     loader = make_loader(folder, data={"packing": packing})
     assert {batch.to("cpu").padded for batch in loader.micro_batches(0)} == {padded}
     assert {batch.padded for batch in loader.heldout_batches(4)} == {padded}

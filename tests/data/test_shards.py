@@ -8,7 +8,16 @@ import tarfile
 import numpy as np
 import pytest
 
-from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardError, ShardRows, ShardWriter, pack_shard
+from gmlp_scale.data.shards import (
+    CorruptShardError,
+    Manifest,
+    Shard,
+    ShardError,
+    ShardRows,
+    ShardWriter,
+    Splits,
+    pack_shard,
+)
 
 
 @pytest.fixture
@@ -24,7 +33,7 @@ def shard(tmp_path):
 def stated(path, rows=1):
     """A manifest entry that vouches for whatever the file holds, as a forger would write it."""
     content = path.read_bytes()
-    return Shard(name="train/x.tar", rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    return Shard(name="train/train-x.tar", rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def test_writer_cuts_shards_and_reader_returns_every_row(tmp_path):
@@ -111,26 +120,29 @@ def member(name, content=b"", kind=tarfile.REGTYPE, link=""):
 
 
 GOOD = npy(np.zeros((4, 16), "<u2"))
+BLOCK = "train-x-00001.npy"  # the name that the second member must have
 MALICIOUS = {
-    "parent": member("../x.npy", GOOD),
-    "absolute": member("/tmp/x.npy", GOOD),
-    "folder": member("a/x.npy", GOOD),
-    "pickle": member("x.pkl", pickle.dumps(Trap())),
-    "pickled array": member("x.npy", npy(np.array([Trap()], object), allow_pickle=True)),
-    "python code": member("x.py", b"raise SystemExit"),
-    "symbolic link": member("x.npy", kind=tarfile.SYMTYPE, link="/etc/passwd"),
-    "hard link": member("x.npy", kind=tarfile.LNKTYPE, link="/etc/passwd"),
-    "device": member("x.npy", kind=tarfile.CHRTYPE),
-    "fifo": member("x.npy", kind=tarfile.FIFOTYPE),
-    "directory": member("x.npy", kind=tarfile.DIRTYPE),
-    "not an array": member("x.npy", b"hello"),
-    "empty member": member("x.npy"),
-    "other dtype": member("x.npy", npy(np.zeros((4, 16), "<i4"))),
-    "big endian": member("x.npy", npy(np.zeros((4, 16), ">u2"))),
-    "Fortran order": member("x.npy", npy(np.asfortranarray(np.ones((4, 16), "<u2")))),
-    "three axes": member("x.npy", npy(np.zeros((2, 2, 16), "<u2"))),
-    "lying header": member("x.npy", lying_npy()),
-    "huge header": member("x.npy", b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535),
+    "other shard": member("train-y-00001.npy", GOOD),
+    "first again": member("train-x-00000.npy", GOOD),
+    "parent": member(f"../{BLOCK}", GOOD),
+    "absolute": member(f"/tmp/{BLOCK}", GOOD),
+    "folder": member(f"a/{BLOCK}", GOOD),
+    "pickle": member("train-x-00001.pkl", pickle.dumps(Trap())),
+    "pickled array": member(BLOCK, npy(np.array([Trap()], object), allow_pickle=True)),
+    "python code": member("train-x-00001.py", b"raise SystemExit"),
+    "symbolic link": member(BLOCK, kind=tarfile.SYMTYPE, link="/etc/passwd"),
+    "hard link": member(BLOCK, kind=tarfile.LNKTYPE, link="/etc/passwd"),
+    "device": member(BLOCK, kind=tarfile.CHRTYPE),
+    "fifo": member(BLOCK, kind=tarfile.FIFOTYPE),
+    "directory": member(BLOCK, kind=tarfile.DIRTYPE),
+    "not an array": member(BLOCK, b"hello"),
+    "empty member": member(BLOCK),
+    "other dtype": member(BLOCK, npy(np.zeros((4, 16), "<i4"))),
+    "big endian": member(BLOCK, npy(np.zeros((4, 16), ">u2"))),
+    "Fortran order": member(BLOCK, npy(np.asfortranarray(np.ones((4, 16), "<u2")))),
+    "three axes": member(BLOCK, npy(np.zeros((2, 2, 16), "<u2"))),
+    "lying header": member(BLOCK, lying_npy()),
+    "huge header": member(BLOCK, b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535),
 }
 
 
@@ -138,7 +150,7 @@ MALICIOUS = {
 def test_malicious_members_are_refused(kind, tmp_path):
     path = tmp_path / "x.tar"
     info, content = MALICIOUS[kind]
-    first = tarfile.TarInfo("good.npy")
+    first = tarfile.TarInfo("train-x-00000.npy")
     first.size = len(GOOD)
     with tarfile.open(path, "w") as tar:
         tar.addfile(first, io.BytesIO(GOOD))
@@ -150,7 +162,7 @@ def test_malicious_members_are_refused(kind, tmp_path):
 def test_a_lying_tar_size_is_refused(tmp_path):
     """A member that claims to reach past the end of the file."""
     path = tmp_path / "x.tar"
-    info = tarfile.TarInfo("x.npy")
+    info = tarfile.TarInfo("train-x-00000.npy")
     info.size = len(GOOD) + 10**6 * 32
     path.write_bytes(info.tobuf() + GOOD.replace(b"(4, 16), }      ", b"(1000004, 16), }"))
     with pytest.raises(CorruptShardError):
@@ -180,6 +192,43 @@ def test_manifest_round_trip_and_mistakes(write_shards, tmp_path):
             Manifest.load(folder)
 
 
+def test_a_manifest_that_was_changed_is_refused_with_and_without_its_checksum(write_shards, caplog):
+    """One that is older and so has none is read with a warning. A run's data keep their fingerprint."""
+    folder, _ = write_shards([5, 6, 7], [3])
+    path = folder / "manifest.json"
+    text, manifest = path.read_text(), Manifest.load(folder)
+    assert not caplog.records
+    one, two, three = manifest.splits.train
+    (held,) = manifest.splits.heldout
+    old = manifest.model_dump_json(indent=1) + "\n"
+    path.write_text(old)
+    assert Manifest.load(folder).sha256 == manifest.sha256 == hashlib.sha256(old.encode()).hexdigest()
+    assert "has no checksum of its own" in caplog.text
+
+    twin = two.model_copy(update={"sha256": one.sha256})
+    for train, heldout, message in [
+        ((one, two, two), (held,), "lists train/train-00001-000000.tar twice"),
+        ((one, twin, three), (held,), "have the same checksum"),
+        ((one, two), (held,), None),
+        ((two, one, three), (held,), "out of the names' order"),
+        ((one, two), (three,), "splits.heldout lists train/train-00002-000000.tar, a shard of another split"),
+    ]:
+        splits = Splits.model_construct(train=train, heldout=heldout)
+        totals = {"train": sum(shard.rows for shard in train), "heldout": sum(shard.rows for shard in heldout)}
+        changed = manifest.model_copy(update={"splits": splits, "total_rows": totals})
+        seal = text[text.rindex(", ") :]
+        path.write_text(changed.model_dump_json(indent=1)[:-1] + seal)
+        with pytest.raises(ShardError, match=message or "its own checksum does not hold"):
+            Manifest.load(folder)
+        if message:
+            path.write_text(changed.to_json())
+            with pytest.raises(ShardError, match=message):
+                Manifest.load(folder)
+    path.write_text(text.replace("0" * 64, "1" * 64))
+    with pytest.raises(ShardError, match=r"manifest\.json was damaged or changed .* its own checksum does not hold"):
+        Manifest.load(folder)
+
+
 def test_rows_must_be_16_bit():
     with pytest.raises(AssertionError):
-        pack_shard(np.zeros((2, 4), "<i8"), "train/x.tar")
+        pack_shard(np.zeros((2, 4), "<i8"), "train/train-x.tar")

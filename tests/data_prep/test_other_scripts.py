@@ -4,9 +4,10 @@ import shutil
 import pytest
 
 from data_prep.gather_docs import docstrings, prose_paragraphs
-from gmlp_scale.data.shards import Manifest
+from gmlp_scale.data.shards import Manifest, Splits
 from gmlp_scale.data.tokenizer import Tokenizer
 from tests.data_prep.corpora import REPOSITORY, run
+from tests.written_shards import change_manifest
 
 
 @pytest.fixture
@@ -29,11 +30,20 @@ def test_verify_shards_names_each_bad_shard(shards):
     for name in names[:4]:
         assert f"BAD {name}: " in printed
     assert f"BAD {names[4]}" not in printed and "4 problems" in printed
+    train, held = manifest.splits.train, manifest.splits.heldout[0]
+    renamed = train[-1].model_copy(update={"name": "heldout/heldout-00009-000000.tar"})
+    (shards / train[-1].name).rename(shards / renamed.name)
+    splits = Splits(train=train[:-2], heldout=(*manifest.splits.heldout, renamed))
+    totals = {split: sum(shard.rows for shard in getattr(splits, split)) for split in ("train", "heldout")}
+    change_manifest(shards, splits=splits, total_rows=totals, vocab_size=300, tokenizer_sha256="1" * 64)
+    printed = run("verify_shards.py", shards, code=1)
+    assert f"BAD {train[-2].name}: is there, but the manifest does not list it" in printed
+    assert f"BAD {renamed.name}: shard {renamed.name} is corrupt: member 'train-" in printed
+    assert "the vocabulary has 300" in printed and f"BAD {held.name}: " in printed
+    assert "tokenizer/tokenizer.model: has sha256" in printed and "the manifest says 1111" in printed
     text = (shards / "manifest.json").read_text()
-    (shards / "manifest.json").write_text(text.replace('"vocab_size": 400', '"vocab_size": 300'))
-    assert "the vocabulary has 300" in run("verify_shards.py", shards, code=1)
-    (shards / "tokenizer/tokenizer.model").write_bytes(b"x")
-    assert "tokenizer/tokenizer.model: has sha256" in run("verify_shards.py", shards, code=1)
+    (shards / "manifest.json").write_text(text.replace('"vocab_size": 300', '"vocab_size": 400'))
+    assert "its own checksum does not hold" in run("verify_shards.py", shards, code=2)
     (shards / "manifest.json").unlink()
     assert "no shards at" in run("verify_shards.py", shards, code=2)
 
@@ -55,6 +65,9 @@ def test_train_tokenizer_mistakes(corpus, tmp_path):
     assert "cannot be trained" in run(*script, tmp_path / "a", "--vocab-size", 30_000, code=2)
     assert "holds no text in field 'body'" in run(*script, tmp_path / "a", "--text-field", "body", code=2)
     assert not (tmp_path / "a").exists()
+    broken = corpus / "part-1.jsonl.gz"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    assert f"1 files are broken, --max-bad-files is 0: {broken}" in run(*script, tmp_path / "a", code=2)
     assert "is there already" in run(*script, corpus, "--vocab-size", 400, code=2)
 
 

@@ -1,6 +1,5 @@
 """launch/export.py on a real run."""
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.trained import read_export, read_run
 from launch.export import main
 from tests.forked import Script
-from tests.written_shards import VOCAB_SIZE, write_tiny_shards
+from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
 
 ROOT = Path(__file__).parents[2]
 RECIPE = [
@@ -43,9 +42,7 @@ def run_dir(tmp_path_factory) -> Path:
     texts = [" ".join("".join(letters.choices("abcdefghijklmnopqrst", k=5)) for _ in range(20)) for _ in range(300)]
     train_tokenizer(texts, VOCAB_SIZE, folder / "shards" / "tokenizer")
     write_tiny_shards(folder / "shards", [16], [4], sequence_length=32)
-    manifest_path = folder / "shards" / "manifest.json"
-    sha256 = Tokenizer(folder / "shards" / "tokenizer").sha256
-    manifest_path.write_text(json.dumps(json.loads(manifest_path.read_text()) | {"tokenizer_sha256": sha256}))
+    change_manifest(folder / "shards", tokenizer_sha256=Tokenizer(folder / "shards" / "tokenizer").sha256)
     places = [f"data.shards={folder / 'shards'}", f"output_dir={folder}", "name=tiny"]
     recipe = ROOT / "configs" / "pretrain" / "smoke.yaml"
     code, _, errors = Script("launch/pretrain.py", ["--config", recipe, *RECIPE, *places]).end()

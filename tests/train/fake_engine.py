@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from gmlp_scale.engine import Piece
+from gmlp_scale.files import sealed
 from gmlp_scale.train.checkpoint import Checkpoint
-from gmlp_scale.train.checkpoint_files import sealed
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
 
 SHAPES = {
