@@ -25,6 +25,7 @@ from data_prep.write_shards import WriteShards
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.files import print_error
 
 _TEXTS_AT_A_TIME = 100
 _SLOW_TEXTS = 300  # of each file for `tokenizers`, which is slow
@@ -47,7 +48,7 @@ def main() -> int:
             num_files = len(options.files)
             Tokenizer(options.tokenizer)
         except (ValueError, OSError) as error:
-            print(error, file=sys.stderr)
+            print_error(error)
             return 2
         for contender in (pipeline, sentencepiece, tokenizers, *(pipeline, sentencepiece) * (arguments.rounds - 1)):
             name = contender.__name__

@@ -13,6 +13,7 @@ from gmlp_scale.config import load_run_config
 from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.files import print_error
 from gmlp_scale.tasks.pretraining import build_loader
 
 
@@ -33,7 +34,7 @@ def main() -> int:
         loader = build_loader(run, rank=0, world_size=1)
         tokenizer = Tokenizer(f"{run.data.shards}/tokenizer")
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     print_batch(loader, tokenizer, options.step, options.rows)
     return 0

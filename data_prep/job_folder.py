@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from data_prep.claim import hold_folder, json_names
-from gmlp_scale.files import open_filesystem, read_file, write_file
+from gmlp_scale.files import open_filesystem, read_file, redacted, write_file
 
 
 class JobError(ValueError):
@@ -40,7 +40,7 @@ class JobFolder:
         if self._is_foreign():
             raise JobError(f"--output {self.output} is there and is not the output of a job like this: choose another")
         with hold_folder(self.output, f"{self.url}/claims"):
-            self._record(json.loads(json.dumps(settings)))
+            self._record(json.loads(json.dumps(redacted(settings))))
             yield
 
     def _is_foreign(self) -> bool:
@@ -65,7 +65,7 @@ class JobFolder:
             )
 
     def write(self, name: str, content: object) -> None:
-        write_file(f"{self.url}/{name}", (json.dumps(content, indent=1) + "\n").encode())
+        write_file(f"{self.url}/{name}", (json.dumps(redacted(content), indent=1) + "\n").encode())
 
     def read(self, name: str) -> dict | None:
         try:

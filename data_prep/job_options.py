@@ -7,6 +7,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from data_prep.input_files import FileReader, InputFile, find_inputs
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.files import redacted
 
 
 class JobOptions(BaseModel, frozen=True, extra="forbid"):
@@ -58,6 +59,11 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"--tasks is {self.tasks}; it must be at least 1")
         if (self.executor == "slurm") != (self.slurm_partition is not None):
             raise ValueError("--executor slurm and --slurm-partition go together: give both or neither")
+        if self.executor == "slurm" and redacted(sources := [*self.input, *self.decontaminate, self.output]) != sources:
+            raise ValueError(
+                "--executor slurm keeps the job's options in a file, and a URL among them holds a password or a "
+                "signature: leave it out and give the store's key in the environment"
+            )
         for source in filter(_is_hub_data_set, self.input):
             if len(self.input) > 1:
                 raise ValueError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")

@@ -25,9 +25,14 @@ class InputFile:
     """The size as stored, so compressed where the file is."""
 
     @property
+    def name(self) -> str:
+        """The URL without its query, as a signature."""
+        return self.url.partition("?")[0] if "://" in self.url else self.url
+
+    @property
     def kind(self) -> str | None:
         """json, parquet or text, by the name's ending."""
-        stem = self.url.removesuffix(".gz").removesuffix(".zst")
+        stem = self.name.removesuffix(".gz").removesuffix(".zst")
         return next((kind for suffix, kind in SUFFIXES.items() if stem.endswith(suffix)), None)
 
 
@@ -90,9 +95,9 @@ class _RetriedFile(io.RawIOBase):
 
 def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
     """The content of `raw`. Reading it raises BadFileError where the file is damaged or cut short."""
-    if file.url.endswith(".gz"):
+    if file.name.endswith(".gz"):
         frames = _Frames(raw, file, lambda: isal_zlib.decompressobj(wbits=31))  # a gzip header and trailer
-    elif file.url.endswith(".zst"):
+    elif file.name.endswith(".zst"):
         frames = _Frames(raw, file, lambda: zstandard.ZstdDecompressor().decompressobj())
     else:
         return raw

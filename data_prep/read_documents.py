@@ -2,17 +2,19 @@
 
 import json
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 
 from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader
 from datatrove.pipeline.readers.base import BaseReader
+from loguru import logger
 
 from data_prep.input_files import BadRecord, InputFile, Record, records_before_fault
 from data_prep.job_folder import JobError, JobFolder
 from data_prep.job_options import JobOptions
-from gmlp_scale.files import write_file
+from gmlp_scale.files import redacted, write_file
 
 _MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
 _CHECK_AFTER_RECORDS = 10_000
@@ -44,18 +46,20 @@ class ReadDocuments(BaseReader):
     def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         counts, quarantine, bad_files = Counter(), [], []
         bytes_before, last_report = 0, time.monotonic()
+        redact_task_log()
         for file, part, num_parts in inputs_of_task(self._options.files, rank, world_size):
+            url = redacted(file.url)
             reader = self._options.reader(file, part, num_parts)
             for record in records_before_fault(reader, bad_files, self._options.max_bad_files):
                 problem = _problem(record)
                 if problem is None:
                     counts["documents"] += 1
                     counts["bytes"] += len(record.text.encode())
-                    yield Document(text=record.text, id=f"{file.url}:{record.line}")
+                    yield Document(text=record.text, id=f"{url}:{record.line}")
                 else:
                     counts[f"bad: {problem.reason}"] += 1
                     if len(quarantine) < _MOST_QUARANTINED:
-                        quarantine.append({"file": file.url, **vars(problem)})
+                        quarantine.append({"file": url, **vars(problem)})
                     self._check_bad_fraction(counts, quarantine[0])
                 if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
                     self._report(rank, counts, bytes_before + reader.bytes_read)
@@ -83,6 +87,21 @@ class ReadDocuments(BaseReader):
             )
 
 
+def redact_task_log() -> None:
+    """Take the passwords and signatures of URLs out of the log that datatrove writes for each task.
+
+    loguru would also print the values of variables below a traceback.
+    """
+
+    def patch(record: dict) -> None:
+        if error := record["exception"]:
+            record["message"] += "\n" + "".join(traceback.format_exception(error.value))
+            record["exception"] = None
+        record["message"] = redacted(record["message"])
+
+    logger.configure(patcher=patch)
+
+
 class ReadHubDataset(HuggingFaceDatasetReader):
     """Streams the documents of this task's share of a data set of the hub, by `datasets`, and counts them."""
 
@@ -100,6 +119,7 @@ class ReadHubDataset(HuggingFaceDatasetReader):
         return document
 
     def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        redact_task_log()
         last_report = time.monotonic()
         for document in super().run(data, rank, world_size):
             self._counts["documents"] += 1

@@ -21,7 +21,7 @@ from data_prep.report import check_input, make_report, print_table, write_manife
 from data_prep.run_job import run_passes
 from data_prep.write_shards import PACKINGS
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.files import read_file, write_file
+from gmlp_scale.files import print_error, read_file, redacted, write_file
 
 
 def parse_options() -> JobOptions:
@@ -65,7 +65,7 @@ def main() -> int:
         with job.begun(options.settings(tokenizer)):
             return run(options, tokenizer, job)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
 
 
@@ -75,11 +75,11 @@ def run(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> int:
     try:
         if run_passes(options, job):
             finish(options, tokenizer, job)
-            print(f"shards in {options.output}, after {time.monotonic() - started:.1f} s")
+            print(f"shards in {redacted(options.output)}, after {time.monotonic() - started:.1f} s")
         else:
             print("submitted to Slurm; when the jobs have ended, the same command writes the manifest")
     except (JobError, OSError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the tasks that are not done", file=sys.stderr)

@@ -20,7 +20,7 @@ from data_prep.input_files import FileReader, InputFile, Record, find_inputs, re
 from data_prep.progress import repeating
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
-from gmlp_scale.files import write_file
+from gmlp_scale.files import print_error, redacted, write_file
 
 _READ_PER_SAMPLED_BYTE = 10
 _MAX_RECORD_BYTES = 4_000_000
@@ -59,7 +59,7 @@ def main() -> int:
         with tqdm(desc=description, bar_format="{desc}: {elapsed}") as bar, repeating(bar.refresh, every_seconds=1.0):
             train_tokenizer(texts, options.vocab_size, options.output)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     tokenizer = Tokenizer(options.output)
     tokens_per_byte = sum(map(len, tokenizer.encode_batch(texts[:1000]))) / sum(len(t.encode()) for t in texts[:1000])
@@ -69,7 +69,7 @@ def main() -> int:
         "tokens_per_byte": round(tokens_per_byte, 4),
         "sha256": tokenizer.sha256,
     }
-    write_file(f"{options.output}/training.json", (json.dumps(details, indent=1) + "\n").encode())
+    write_file(f"{options.output}/training.json", (json.dumps(redacted(details), indent=1) + "\n").encode())
     seconds = time.monotonic() - started
     print(f"{options.output}: {tokenizer.vocab_size} pieces, {tokens_per_byte:.4f} tokens per byte, {seconds:.0f} s")
     return 0

@@ -17,7 +17,7 @@ from gmlp_scale.data.batch import CLS_ID
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardRows
 from gmlp_scale.data.tokenizer import MODEL_NAME
-from gmlp_scale.files import is_local, open_filesystem, read_file, with_retries
+from gmlp_scale.files import is_local, open_filesystem, print_error, read_file, with_retries
 
 _ROWS_AT_A_TIME = 8192
 
@@ -29,7 +29,7 @@ def main() -> int:
     try:
         manifest = Manifest.load(folder)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     shards = [*manifest.splits.train, *manifest.splits.heldout]
     problems = check_tokenizer(folder, manifest) + check_all_listed(folder, shards)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from gmlp_scale.data.loader import DataConfig
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.files import redacted
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.train.checkpointer import CheckpointConfig
 
@@ -65,8 +66,12 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}"])
         return batch // world_size
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields as they are written and compared: without the passwords and signatures of URLs."""
+        return redacted(self.model_dump(mode="json"))
+
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.safe_dump(self.to_json(), sort_keys=False)
 
     def mistakes(self) -> Iterable[str]:
         """The mistakes that no section can see alone."""

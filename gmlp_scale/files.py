@@ -1,7 +1,12 @@
-"""Whole files by path or URL. A file appears only when it is whole; a store's temporary errors are tried again."""
+"""Whole files by path or URL. A file appears only when it is whole; a store's temporary errors are tried again.
+
+A URL may hold a password or a signature. `redacted` takes them out of all that is written or printed.
+"""
 
 import logging
 import os
+import re
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -23,9 +28,34 @@ _PERMANENT = (
 )  # fmt: skip
 _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
+# user:password@ of any URL, token@ of a web address, and the whole query of a URL that is signed: its date changes too.
+_SECRETS_OF_URLS = re.compile(
+    r"""(?<=://)[^\s/?#'"]*:[^\s/?#'"]*@ | (?<=https://)[^\s/?#'"]+@ | (?<=http://)[^\s/?#'"]+@
+    | (?<=\?)[^\s?'"]*(?:signature|sig|token|credential|secret|password|key)[^\s?'"=]*=[^\s'"]*""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
 
 class StoreError(OSError):
     """A store failed at every try."""
+
+
+def redacted(value: T) -> T:
+    """A text, or the texts in a JSON-able value, with *** for the passwords and signatures of URLs."""
+    match value:
+        case str():
+            return _SECRETS_OF_URLS.sub(lambda found: "***@" if found[0].endswith("@") else "***", value)
+        case dict():
+            return {redacted(key): redacted(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(redacted(item) for item in value)
+        case _:
+            return value
+
+
+def print_error(error: BaseException | str) -> None:
+    """Prints an error's message to standard error."""
+    print(redacted(str(error)), file=sys.stderr)
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
@@ -33,7 +63,7 @@ def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
     try:
         return fsspec.url_to_fs(str(url))
     except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
-        raise OSError(f"{url} cannot be opened: {error}") from error
+        raise OSError(redacted(f"{url} cannot be opened: {error}")) from error
 
 
 def is_local(url: str | Path) -> bool:
@@ -52,12 +82,13 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
             return operation()
         except _PERMANENT as error:
             if isinstance(error, OSError):
-                raise type(error)(f"{what}: {error.strerror or error or type(error).__name__}") from error
+                raise type(error)(redacted(f"{what}: {error.strerror or error or type(error).__name__}")) from error
             raise
         except Exception as error:
             if wait_seconds is None:
-                raise StoreError(f"{what} failed {len(_WAIT_SECONDS) + 1} times, at last with {error!r}") from error
-            log.info("%s failed with %r; trying again in %s s", what, error, wait_seconds)
+                found = f"{what} failed {len(_WAIT_SECONDS) + 1} times, at last with {error!r}"
+                raise StoreError(redacted(found)) from error
+            log.info("%s; trying again in %s s", redacted(f"{what} failed with {error!r}"), wait_seconds)
             time.sleep(wait_seconds)
     raise AssertionError
 

@@ -98,7 +98,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         checkpointer = Checkpointer(
             config.run_dir / "checkpoints",
             config.checkpoint,
-            details={"config": task.config.model_dump(mode="json"), "data": task.fingerprint},
+            details={"config": task.config.to_json(), "data": task.fingerprint},
             world=world,
             timeout_seconds=config.engine.timeout_seconds / 2,
         )

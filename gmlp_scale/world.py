@@ -21,6 +21,7 @@ from uuid import UUID
 import torch
 import torch.distributed as dist
 
+from gmlp_scale.files import redacted
 from gmlp_scale.roll_call import RollCall
 
 log = logging.getLogger(__name__)
@@ -317,11 +318,18 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rpartition("] ")[2]
 
 
+class _RedactedLines(logging.Formatter):
+    """Also of the tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 def set_up_logging(world: World) -> None:
     """Sends the package's log to standard error: all lines of rank 0, warnings of the others, each with its rank."""
     rank = f" rank {world.rank}" if world.size > 1 else ""
     line = logging.StreamHandler(sys.stderr)
-    line.setFormatter(logging.Formatter(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    line.setFormatter(_RedactedLines(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     log = logging.getLogger("gmlp_scale")
     log.handlers = [line]
     log.propagate = False

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gmlp_scale.benchmark.comparison import read_report, table, worsened
 from gmlp_scale.benchmark.parts import PARTS, measure
-from gmlp_scale.files import write_text
+from gmlp_scale.files import print_error, write_text
 from gmlp_scale.run import USER_ERRORS
 
 
@@ -50,7 +50,7 @@ def main() -> int:
             write_text(options.output, text + "\n")
         lines = worsened(before, report) if before else []
     except (*USER_ERRORS, ValueError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     for line in lines:
         print(f"worse: {line}", file=sys.stderr)

@@ -24,6 +24,7 @@ import torch
 
 from gmlp_scale.benchmark.kernel_launches import compiled_kernels, host_seconds
 from gmlp_scale.benchmark.kernel_times import load_recipe, measure_kernels
+from gmlp_scale.files import print_error
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.run import USER_ERRORS
 
@@ -44,7 +45,7 @@ def main() -> int:
     try:
         report = measure(options)
     except (*USER_ERRORS, ValueError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     print(json.dumps(report, indent=1))
     return 0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gmlp_scale.analysis.heldout import evaluate_models, table, write_curve
 from gmlp_scale.analysis.probe import add_probe_scores, load_probe
-from gmlp_scale.files import write_text
+from gmlp_scale.files import print_error, write_text
 from gmlp_scale.finetune.finetuning import USER_ERRORS
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.trained import read_all_steps, read_export, read_run
@@ -51,7 +51,7 @@ def main() -> int:
             set_up_logging(world)
             content = _evaluate(options, world)
     except (*USER_ERRORS, ValueError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     print(f"{options.run or options.export}: {table(content)}")
     if options.output:

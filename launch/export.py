@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from gmlp_scale.export.folder import export_pretrained
+from gmlp_scale.files import print_error
 from gmlp_scale.finetune.finetuning import USER_ERRORS
 
 
@@ -20,7 +21,7 @@ def main() -> int:
     try:
         checkpoint_path = export_pretrained(options.run, options.step, options.output)
     except (*USER_ERRORS, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 1
     print(f"{options.output} holds {checkpoint_path}")
     return 0

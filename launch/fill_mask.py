@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from gmlp_scale.analysis.fill_mask import MASK, describe, fill
+from gmlp_scale.files import print_error
 from gmlp_scale.run import USER_ERRORS
 from gmlp_scale.trained import read_run
 
@@ -29,7 +30,7 @@ def main() -> int:
             print(sentence)
             print(describe(fill(model, tokenizer, sentence), tokenizer, options.top))
     except (*USER_ERRORS, ValueError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 1
     return 0
 

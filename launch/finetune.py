@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from gmlp_scale.config import load_config
+from gmlp_scale.files import print_error
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import USER_ERRORS, finetune
 from gmlp_scale.finetune.inputs import read_inputs
@@ -40,7 +41,7 @@ def main() -> int:
             print(describe(runs, options.seeds, read_inputs(run), launched_world_size()))
             return 0
     except USER_ERRORS as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     try:
         with start_world_of(run) as world:
@@ -50,7 +51,7 @@ def main() -> int:
             else:
                 finetune(run, inputs, world)
     except USER_ERRORS as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 1
     return 0
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
+from gmlp_scale.files import print_error
 from gmlp_scale.finetune.finetuning import USER_ERRORS
 from gmlp_scale.trained import TrainedModel, read_export, read_run
 
@@ -39,7 +40,7 @@ def main() -> int:
         if folder := options.tensorboard or (options.run and options.run / "tensorboard" / "pictures"):
             add_picture(folder, options.picture, figure, step)
     except (*USER_ERRORS, ValueError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     print(options.output)
     return 0

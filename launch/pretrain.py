@@ -10,6 +10,7 @@ import sys
 
 from gmlp_scale.config import ConfigError, load_run_config
 from gmlp_scale.data.shards import ShardError
+from gmlp_scale.files import print_error
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.run import USER_ERRORS, pretrain
 from gmlp_scale.world import launched_world_size
@@ -29,12 +30,12 @@ def main() -> int:
             print(describe(run, launched_world_size()))
             return 0
     except (ConfigError, ShardError) as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     try:
         pretrain(run)
     except USER_ERRORS as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 1
     return 0
 

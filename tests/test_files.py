@@ -1,6 +1,8 @@
+import logging
+
 import pytest
 
-from gmlp_scale.files import is_local, open_filesystem
+from gmlp_scale.files import is_local, open_filesystem, print_error, redacted, with_retries
 
 
 def test_a_url_that_nothing_opens_is_one_clear_error():
@@ -11,3 +13,39 @@ def test_a_url_that_nothing_opens_is_one_clear_error():
 def test_local_paths_are_told_from_stores():
     assert is_local("/a/b") and is_local("file:///a/b")
     assert not is_local("memory://a/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("https://user:canary@host:80/a b", "https://***@host:80/a b"),
+        ("sftp://user:can@ary@host/a", "sftp://***@host/a"),
+        ("simplecache::https://canary@host/a", "simplecache::https://***@host/a"),
+        ("https://host/a.gz?X-Amz-Date=1&X-Amz-Signature=canary&x=1", "https://host/a.gz?***"),
+        ("'https://host/a?token=canary', and", "'https://host/a?***', and"),
+        ("az://box/a?sv=1&SIG=canary%3D", "az://box/a?***"),
+        ("https://host:80/a@b?page=2 user:x@y", "https://host:80/a@b?page=2 user:x@y"),
+        ("abfs://container@account/a", "abfs://container@account/a"),
+        ("s3://bucket/what?.tar hf://datasets/a/b@main/c", "s3://bucket/what?.tar hf://datasets/a/b@main/c"),
+    ],
+)
+def test_passwords_and_signatures_of_urls_are_redacted(text, wanted):
+    assert redacted(text) == redacted(redacted(text)) == wanted
+    assert redacted({"a": [text, 1, None], text: (text,)}) == {"a": [wanted, 1, None], wanted: (wanted,)}
+
+
+def test_a_store_s_failures_are_told_without_secrets(monkeypatch, caplog, capsys):
+    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", (0.0,))
+    caplog.set_level(logging.INFO)
+    url = "https://user:canary@host/a?token=canary"
+    for failure in (ConnectionResetError(f"{url} reset"), FileNotFoundError(url)):
+
+        def fail(failure=failure):
+            raise failure
+
+        with pytest.raises(OSError, match="reading") as error:
+            with_retries(fail, f"reading {url}")
+        assert "canary" not in str(error.value)
+    print_error(ValueError(url))
+    assert capsys.readouterr().err == "https://***@host/a?***\n"
+    assert "trying again" in caplog.text and "canary" not in caplog.text

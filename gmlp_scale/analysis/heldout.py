@@ -11,6 +11,7 @@ from tqdm import tqdm
 from gmlp_scale.analysis.tensorboard import replace_scalars
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.shards import ShardError
+from gmlp_scale.files import redacted
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.evaluate import Evaluation, evaluate, unigram_predictor
 from gmlp_scale.trained import TrainedModel, TrainedModelError
@@ -34,7 +35,7 @@ def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, 
             batches, counts_V = _read_heldout(trained, shards, num_rows)
             unigram = evaluate(unigram_predictor(counts_V), batches, world)
             content = {
-                "shards": shards,
+                "shards": redacted(shards),
                 "num_masked_tokens": unigram.num_tokens,
                 "unigram": _figures(unigram),
                 "models": [],

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
-from gmlp_scale.files import is_local, open_filesystem, with_retries
+from gmlp_scale.files import is_local, open_filesystem, redacted, with_retries
 
 _SHARE_FREED_AT_ONCE = 0.1
 """Of the limit. A full cache lists its folder only when this much is used up again: 40,000 copies take 0.5 s."""
@@ -58,7 +58,7 @@ class ShardFiles:
         return self._cache_dir / f"{shard.sha256}.tar"
 
     def _copy(self, shard: Shard, path: Path) -> None:
-        url = self._filesystem.unstrip_protocol(f"{self._root}/{shard.name}")
+        url = redacted(self._filesystem.unstrip_protocol(f"{self._root}/{shard.name}"))
         try:
             content = with_retries(lambda: self._read_verified(shard), f"reading {url}")
         except FileNotFoundError as error:

@@ -124,7 +124,7 @@ class Finetuning:
             "scores": scores,
             "best": self.best,
             "num_examples": {part: rows.num_examples for part, rows in self.inputs.rows.items()},
-            "config": self.config.model_dump(mode="json"),
+            "config": self.config.to_json(),
             "data": self.inputs.fingerprint,
         }
         text = json.dumps(self.content, indent=2) + "\n"
@@ -148,7 +148,7 @@ class Finetuning:
 
     def _write_weights(self, name: str, engine: Engine, world: World, step: int, scores: dict) -> None:
         weights = dict(engine.full_weights())  # all ranks take part; only rank 0 gets them
-        config = self.config.model_dump(mode="json")
+        config = self.config.to_json()
         details = {
             "finetuned": {"task": self.config.task, "step": step, "scores": scores, "config": config},
             "pretrained": self.inputs.pretrained.details if self.config.pretrained else None,

@@ -185,7 +185,7 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     content = world.broadcast(json.loads(path.read_text(encoding="utf-8")) if world.is_main and path.exists() else None)
     if content is None:
         return None
-    check_continues(run, str(path), content, {"config": run.model_dump(mode="json"), "data": inputs.fingerprint})
+    check_continues(run, str(path), content, {"config": run.to_json(), "data": inputs.fingerprint})
     log.info("%s is done", run.run_dir)
     return content
 

@@ -212,6 +212,9 @@ def test_mistakes_are_one_clear_error(corpus, tokenize, tokenizer_dir, tmp_path)
                   "--output", out, code=2)  # fmt: skip
     assert "no tokenizer at" in message
     assert not out.exists()
+    options = {"input": ("http://user:password@host/a.jsonl",), "tokenizer": "t", "sequence_length": 32, "output": "o"}
+    with pytest.raises(ValueError, match="--executor slurm keeps the job's options in a file"):
+        JobOptions.checked(options | {"executor": "slurm", "slurm_partition": "cpu"})
 
 
 def test_dry_run_estimates_and_writes_nothing(corpus, tokenize, tmp_path):
