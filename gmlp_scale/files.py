@@ -60,6 +60,11 @@ def print_error(error: BaseException | str) -> None:
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
     """The file system that fsspec has for a path or URL, and the path in it. OSError if it has none."""
+    if "://***@" in str(url) or str(url).partition("?")[2].startswith("***"):
+        raise OSError(
+            f"{url} has *** where a password or a signature was, which no file keeps: give the whole URL again, as by "
+            "data.shards=..., or a copy on this machine"
+        )
     try:
         return fsspec.url_to_fs(str(url))
     except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown

@@ -83,7 +83,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
             ) from error
         try:
             manifest = cls.model_validate_json(content)
-            if manifest.xxh3_128:
+            if manifest.xxh3_128 is not None:
                 check_seal(content.decode().rstrip("\n"))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
@@ -95,7 +95,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
                 f"{path} was damaged or changed after it was written: {error}. Copy it again, or run the same "
                 "data_prep/tokenize_corpus.py again, which writes it anew"
             ) from error
-        if not manifest.xxh3_128:
+        if manifest.xxh3_128 is None:
             log.warning(
                 "%s is of an older version and has no checksum of its own, so changes to it go unnoticed: the same "
                 "data_prep/tokenize_corpus.py, run again, writes one",
