@@ -188,7 +188,7 @@ def check_bad_files(bad_files: list[dict], max_bad_files: int) -> None:
             for bad in bad_files[:3]
         )
         raise JobError(
-            f"{len(bad_files)} files are broken, --max-bad-files is {max_bad_files}: {found}. Fetch them again, or "
+            f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again, or "
             "raise --max-bad-files to do without the rest of each"
         )
 

@@ -67,7 +67,7 @@ def test_train_tokenizer_mistakes(corpus, tmp_path):
     assert not (tmp_path / "a").exists()
     broken = corpus / "part-1.jsonl.gz"
     broken.write_bytes(broken.read_bytes()[:-1])
-    assert f"1 files are broken, --max-bad-files is 0: {broken}" in run(*script, tmp_path / "a", code=2)
+    assert f"broken files: 1, --max-bad-files is 0: {broken}" in run(*script, tmp_path / "a", code=2)
     assert "is there already" in run(*script, corpus, "--vocab-size", 400, code=2)
 
 

@@ -105,7 +105,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
     broken.write_bytes(content[: len(content) // 2])
     command = (f"{corpus}/part-[01].jsonl.gz", tmp_path / "out", "--tasks", 3)
     message = tokenize(*command, code=1)
-    assert f"1 files are broken, --max-bad-files is 0: {broken} after " in message
+    assert f"broken files: 1, --max-bad-files is 0: {broken} after " in message
     assert not (tmp_path / "out/manifest.json").exists()
     assert f"bad files                            {broken} it ends in the middle" in tokenize(
         *command, "--max-bad-files", 1
@@ -120,7 +120,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
         input=(f"{corpus}/part-[01].jsonl.gz",), tokenizer=str(tokenizer_dir), sequence_length=32, output="out",
         max_bad_files=1,
     )  # fmt: skip
-    with pytest.raises(JobError, match="2 files are broken, --max-bad-files is 1"):
+    with pytest.raises(JobError, match="broken files: 2, --max-bad-files is 1"):
         estimate(options, Tokenizer(tokenizer_dir))
 
 
