@@ -1,5 +1,7 @@
 """Options and fixtures that every test may use."""
 
+import logging
+
 import pytest
 
 
@@ -13,6 +15,16 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def restored_log():
+    """A launcher that a test calls sets up its own log, which hides the lines from the tests after it."""
+    log = logging.getLogger("gmlp_scale")
+    handlers, propagate, level = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate = handlers, propagate
+    log.setLevel(level)
 
 
 @pytest.fixture

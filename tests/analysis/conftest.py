@@ -1,6 +1,5 @@
 """Pretrained runs, and launchers called in this process."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -20,9 +19,6 @@ def runs(tmp_path_factory) -> Path:
 @pytest.fixture
 def launched(monkeypatch, capsys):
     """launched(main, options...) -> (exit code, what it printed, its error)."""
-    package_log = logging.getLogger("gmlp_scale")
-    for name in ("handlers", "propagate", "level"):  # put back afterwards: a launcher sets its own
-        monkeypatch.setattr(package_log, name, getattr(package_log, name))
 
     def run(main, *options) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["launcher", *map(str, options)])
