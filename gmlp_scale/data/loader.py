@@ -20,7 +20,6 @@ from gmlp_scale.data.order import RowAddresses, RowOrder
 from gmlp_scale.data.shards import Manifest, Shard, ShardError
 
 _HELDOUT_SEED = 0
-_MOST_OPEN_SHARDS = 4096  # well below Linux's limit on memory maps
 _CACHE_MAX_BYTES = 500_000_000_000
 
 
@@ -37,7 +36,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     """How documents were put into rows; the shards must have been written so."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
     shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
-    """Rows are shuffled within groups of shards of about this size."""
+    """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups in memory."""
     prefetch_steps: int = Field(default=64, ge=1)
     """How many steps' batches are made ahead; they take 10 bytes of host memory per token."""
     on_corrupt_shard: Literal["error", "skip"] = "error"
@@ -117,7 +116,7 @@ class Loader:
             self._files,
             shards,
             sequence_length,
-            num_open=min(2 * shards_per_group + 8, _MOST_OPEN_SHARDS),
+            num_open=2 * shards_per_group + 8,
             skip_corrupt=SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards)
             if config.on_corrupt_shard == "skip"
             else None,

@@ -5,16 +5,14 @@
     SHARDS_DIR/tokenizer/                             a copy of the tokenizer's folder
 
 A shard is an uncompressed tar, which plain `webdataset` reads too. Its members are blocks of rows as .npy files. The
-reader verifies the checksum of the whole file, takes the rows' offsets from the tar's headers, and then reads rows
-straight from the memory-mapped file.
+reader verifies the checksum of the whole file in memory, takes the rows' offsets from the tar's headers, and copies
+rows from there.
 """
 
 import hashlib
 import io
 import itertools
 import logging
-import mmap
-import os
 import tarfile
 from pathlib import Path
 from typing import Annotated, Literal
@@ -209,20 +207,21 @@ class ShardWriter:
 
 
 class ShardRows:
-    """The rows of one local shard, verified and memory-mapped.
+    """The rows of one local shard, read whole into memory and verified there.
+
+    So no change of the file while it is open reaches a batch. Of a memory map, a shorter file would end the process by
+    SIGBUS, and other bytes would go unnoticed.
 
     Raises CorruptShardError if the file is missing, or if its size, checksum, members or number of rows are wrong.
     """
 
     def __init__(self, path: Path, shard: Shard, sequence_length: int):
         try:
-            with open(path, "rb") as file:
-                found_bytes = os.fstat(file.fileno()).st_size
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if found_bytes else b""
+            content = path.read_bytes()
         except OSError as error:
             raise CorruptShardError(shard.name, f"{path} cannot be read ({error.strerror})") from error
-        if found_bytes != shard.bytes:
-            raise CorruptShardError(shard.name, f"{path} has {found_bytes} bytes, the manifest says {shard.bytes}")
+        if len(content) != shard.bytes:
+            raise CorruptShardError(shard.name, f"{path} has {len(content)} bytes, the manifest says {shard.bytes}")
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 != shard.sha256:
             raise CorruptShardError(shard.name, f"{path} has sha256 {sha256}, the manifest says {shard.sha256}")
@@ -234,36 +233,37 @@ class ShardRows:
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length)
 
     def read(self, row_indices: np.ndarray) -> np.ndarray:
-        """The rows with these indices, uint16 [R, N], copied out of the file."""
+        """The rows with these indices, uint16 [R, N], copied out of the shard."""
         return self._windows[self._offsets[row_indices]]
 
 
-def _row_offsets(content: mmap.mmap, name: str, sequence_length: int) -> np.ndarray:
+def _row_offsets(content: bytes, name: str, sequence_length: int) -> np.ndarray:
     """Byte offset of every row of a shard, int64 [R]. CorruptShardError if a member is not a plain block of rows."""
     blocks = [np.empty(0, np.int64)]
+    file = io.BytesIO(content)
     try:
-        with tarfile.open(fileobj=content, mode="r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             for number, member in enumerate(tar):
                 if member.type != tarfile.REGTYPE or member.name != _block_name(name, number):
                     raise ValueError(f"member {member.name!r} is not the regular file {_block_name(name, number)}")
-                blocks.append(_block_offsets(content, member, sequence_length))
+                blocks.append(_block_offsets(file, member, sequence_length))
     except (tarfile.TarError, ValueError) as error:
         raise CorruptShardError(name, str(error)) from error
     return np.concatenate(blocks)
 
 
-def _block_offsets(content: mmap.mmap, member: tarfile.TarInfo, sequence_length: int) -> np.ndarray:
-    content.seek(member.offset_data)
-    if np.lib.format.read_magic(content) != (1, 0):
+def _block_offsets(file: io.BytesIO, member: tarfile.TarInfo, sequence_length: int) -> np.ndarray:
+    file.seek(member.offset_data)
+    if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError(f"member {member.name} is not a .npy file of version 1.0")
-    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(content, max_header_size=1000)
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=1000)
     if dtype != ROW_DTYPE or fortran_order or len(shape) != 2 or shape[1] != sequence_length:
         raise ValueError(
             f"member {member.name} is an array of {dtype} with shape {shape}; needed are rows of "
             f"{sequence_length} tokens of {ROW_DTYPE}, in C order"
         )
     row_bytes = sequence_length * ROW_DTYPE.itemsize
-    start, end = content.tell(), member.offset_data + member.size
-    if start + shape[0] * row_bytes != end or end > len(content) or start % ROW_DTYPE.itemsize:
+    start, end = file.tell(), member.offset_data + member.size
+    if start + shape[0] * row_bytes != end or end > file.getbuffer().nbytes or start % ROW_DTYPE.itemsize:
         raise ValueError(f"member {member.name} has {member.size} bytes, which its {shape[0]} rows do not fill")
     return start + np.arange(shape[0]) * row_bytes

@@ -1,5 +1,6 @@
 import hashlib
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -87,6 +88,17 @@ def test_every_kind_of_damage_is_found(shard):
     path.unlink()
     with pytest.raises(CorruptShardError, match="cannot be read"):
         ShardRows(path, entry, 16)
+
+
+def test_a_shard_that_changes_while_it_is_open_gives_the_rows_that_were_verified(shard):
+    path, record, rows = shard
+    opened = ShardRows(path, record, rows.shape[1])
+    path.write_bytes(bytes(record.bytes))  # in place, as cp or rsync --inplace do
+    assert np.array_equal(opened.read(np.arange(len(rows))), rows)
+    os.truncate(path, 100)
+    assert np.array_equal(opened.read(np.arange(len(rows))), rows)
+    with pytest.raises(CorruptShardError, match="has 100 bytes"):
+        ShardRows(path, record, rows.shape[1])
 
 
 def test_wrong_count_and_wrong_shape_are_found(shard):

@@ -115,7 +115,7 @@ def test_other_texts_are_refused_and_a_moved_file_is_not(tmp_path, export, world
     go(moved, world)
     text = (tmp_path / "moved.tsv").read_text()
     (tmp_path / "moved.tsv").write_text(text.replace("good", "dull"))
-    with pytest.raises(ConfigError, match="data train_sha256: the checkpoint was trained on"):
+    with pytest.raises(ConfigError, match="data train_sha256: the checkpoint was trained with"):
         go(moved, world)
 
 
