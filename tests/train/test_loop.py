@@ -1,4 +1,4 @@
-"""The training loop: a step that does not log never makes the host wait for the device."""
+"""The training loop: no step makes the host wait for the device, also not one that logs."""
 
 import contextlib
 from pathlib import Path
@@ -26,7 +26,7 @@ NUM_STEPS = 5
 RECIPE = [
     "model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}",
     f"train.num_steps={NUM_STEPS}", "train.global_batch_size=4", "train.micro_batch_size=2",
-    "train.log_every_steps=100", "train.evaluate_every_steps=100", "train.num_evaluation_rows=2",
+    "train.log_every_steps=1", "train.evaluate_every_steps=100", "train.num_evaluation_rows=2",
     "optimizer.warmup_steps=1", "optimizer.gradient_clipping=0.5", "checkpoint.save_every_steps=100",
 ]  # fmt: skip
 MODELS = {kind: [f"model.{field}={value}" for field, value in KINDS[kind].items()] for kind in FAMILIES}
@@ -80,7 +80,7 @@ class ErrorIfCudaWaits:
 
 
 class WatchedPretraining(Pretraining):
-    """Every step but the first, which the start-up log waits for, and the last, which is logged, is watched."""
+    """Every step but the first, which the start-up log waits for, and the last, which is saved, is watched."""
 
     watch: type
 
