@@ -261,7 +261,7 @@ class World:
                 raise
             missing = self._roll_call.describe_missing()
             log.debug("the collective that failed:", exc_info=error)
-            why = "their own messages, or their hosts', say why; the same command resumes"
+            why = "Their own messages, or their hosts', say why; the same command resumes"
             raise LostRankError(f"{missing}. {why} from the newest checkpoint ({_first_line(error)})") from None
 
     @property
