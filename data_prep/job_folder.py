@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from data_prep.claim import hold_folder, json_names
+from gmlp_scale.claim import hold_folder, json_names
 from gmlp_scale.files import open_filesystem, read_file, redacted, write_file
 
 

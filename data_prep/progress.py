@@ -1,29 +1,12 @@
-"""Work that is repeated in a thread beside the main work, as showing how far that is."""
+"""Shows how far a job is."""
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
-
-@contextmanager
-def repeating(call: Callable[[], object], every_seconds: float) -> Iterator[None]:
-    """Call `call` every so many seconds while the body runs."""
-    ended = threading.Event()
-
-    def repeat():
-        while not ended.wait(every_seconds):
-            call()
-
-    thread = threading.Thread(target=repeat, name="repeating", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+from gmlp_scale.repeating import repeating
 
 
 @contextmanager

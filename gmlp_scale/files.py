@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +57,11 @@ def redacted(value: T) -> T:
 def print_error(error: BaseException | str) -> None:
     """Prints an error's message to standard error."""
     print(redacted(str(error)), file=sys.stderr)
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether it is written as a URL, of a known kind or not. So is s3:/bucket, which no folder is meant to be."""
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|.*://", str(place)))
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
@@ -162,6 +168,40 @@ def check_seal(text: str) -> None:
         raise ValueError(f"it ends with {seal[:12]!r}..., where it should have an xxh3_128 checksum")
     if sealed(body + "}") != text:
         raise ValueError("its own checksum does not hold")
+
+
+def list_files(url: str) -> list[str]:
+    """The files in a folder and all folders within, by their path in it; none if there is no folder."""
+    filesystem, path = open_filesystem(url)
+    filesystem.invalidate_cache()
+    paths = with_retries(lambda: filesystem.find(path), f"listing {url}")
+    return sorted(found.removeprefix(f"{path}/") for found in paths)
+
+
+def upload_file(source: Path, url: str) -> None:
+    """Copy a local file to a store, a large one in parts. It appears there only when whole."""
+    filesystem, path = open_filesystem(url)
+    with_retries(lambda: filesystem.put_file(str(source), path), f"writing {url}")
+
+
+def download_file(url: str, target: Path) -> None:
+    """Copy a store's file here. FileNotFoundError if there is none."""
+    filesystem, path = open_filesystem(url)
+
+    def download() -> None:
+        filesystem.get_file(path, str(target))
+        found, needed = target.stat().st_size, filesystem.size(path)
+        if found < needed:
+            raise OSError(f"{found} of {needed} bytes arrived")
+
+    with_retries(download, f"reading {url}")
+
+
+def delete_file(url: str) -> None:
+    """Delete a store's file. One that is gone already is no error."""
+    filesystem, path = open_filesystem(url)
+    with suppress(FileNotFoundError):
+        with_retries(lambda: filesystem.rm_file(path), f"deleting {url}")
 
 
 def _write_temporary(target: Path, content: bytes) -> Path:

@@ -4,6 +4,8 @@ import logging
 
 import pytest
 
+from gmlp_scale import claim
+
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the recipes give now")
@@ -30,3 +32,13 @@ def restored_log():
 @pytest.fixture
 def update_golden(request) -> bool:
     return request.config.getoption("--update-golden")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Claims that change often and are not given up while they do, however slow the machine. Processes never seem to
+    have ended."""
+    monkeypatch.setattr(claim, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claim, "_GONE_AFTER_SECONDS", 600.0)
+    monkeypatch.setattr(claim, "_LOOK_EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(claim, "_is_other_process", lambda process: True)

@@ -11,8 +11,8 @@ PACKAGES = ("gmlp_scale", "data_prep", "launch")
 
 # Each imports from itself and from those above it.
 ORDER = [
-    ("roll_call", "files"),
-    ("world",),
+    ("roll_call", "files", "repeating"),
+    ("world", "claim"),
     ("data", "kernels"),
     ("models",),
     ("engine",),
@@ -29,6 +29,7 @@ ORDER = [
 ALLOWED = {
     "gmlp_scale.world": ("gmlp_scale.roll_call", "gmlp_scale.files"),
     "gmlp_scale.files": (),
+    "gmlp_scale.claim": ("gmlp_scale.files", "gmlp_scale.repeating"),
     "gmlp_scale.kernels": ("gmlp_scale.kernels",),
     "gmlp_scale.data": ("gmlp_scale.data", "gmlp_scale.files"),
     "gmlp_scale.models": ("gmlp_scale.models", "gmlp_scale.data.batch", "gmlp_scale.kernels.fused_gating"),
@@ -39,8 +40,10 @@ ALLOWED = {
         "gmlp_scale.data",
         "gmlp_scale.world",
         "gmlp_scale.files",
+        "gmlp_scale.claim",
+        "gmlp_scale.repeating",
     ),
-    "data_prep": ("data_prep", "gmlp_scale.data", "gmlp_scale.files"),
+    "data_prep": ("data_prep", "gmlp_scale.data", "gmlp_scale.files", "gmlp_scale.claim", "gmlp_scale.repeating"),
 }
 EXCEPTIONS = {
     "data_prep.inspect_batch": ("gmlp_scale.config", "gmlp_scale.tasks.pretraining"),  # shows the rows of a recipe

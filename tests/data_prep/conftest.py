@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from data_prep import claim
 from gmlp_scale.data.tokenizer import train_tokenizer
 from tests.data_prep.corpora import make_texts, run, write_jsonl
 
@@ -37,13 +36,3 @@ def shards_to_read(tokenizer_dir, tmp_path_factory) -> Path:
     run("tokenize_corpus.py", "--input", f"{folder}/corpus/*.gz", "--tokenizer", tokenizer_dir, "--sequence-length", 32,
         "--output", folder / "shards", "--heldout-fraction", 0.1, "--shard-bytes", 20_000)  # fmt: skip
     return folder / "shards"
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Claims that change often and are not given up while they do, however slow the machine. Processes never seem to
-    have ended."""
-    monkeypatch.setattr(claim, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(claim, "_GONE_AFTER_SECONDS", 600.0)
-    monkeypatch.setattr(claim, "_LOOK_EVERY_SECONDS", 0.02)
-    monkeypatch.setattr(claim, "_is_other_process", lambda process: True)

@@ -14,8 +14,8 @@ from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
 from gmlp_scale.files import read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
-from tests.data_prep.test_claim import check_races
 from tests.forked import Script, fork
+from tests.test_claim import check_races
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs and moto's server")
 faulty_s3 = pytest.importorskip("tests.data_prep.faulty_s3", reason="needs s3fs and moto's server")

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from data_prep import claim
-from data_prep.claim import ClaimedError, hold_folder
+from gmlp_scale import claim
+from gmlp_scale.claim import ClaimedError, hold_folder
 
 
 def claims(folder):

@@ -1,22 +1,25 @@
 """One job at a time works in an output folder, however the job before it ended.
 
-The file with the highest number in OUTPUT/job/claims tells which job holds the folder. A job creates it, which fails
+The file with the highest number in the folder of claims tells which job holds the folder. A job creates it, which fails
 if the number is taken, and rewrites it every few seconds. Another job may take the next number once the file says that
 its job ended, the job's process is gone, or the file no longer changes. Files are never removed, so each number is
 taken once.
 """
 
 import json
+import logging
 import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from data_prep.progress import repeating
-from gmlp_scale.files import create_file, open_filesystem, read_file, with_retries, write_file
+from gmlp_scale.files import create_file, open_filesystem, read_file, redacted, with_retries, write_file
+from gmlp_scale.repeating import repeating
+
+log = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 5.0
 _GONE_AFTER_SECONDS = 30.0
@@ -28,23 +31,25 @@ class ClaimedError(ValueError):
 
 
 @contextmanager
-def hold_folder(output: str, claims: str) -> Iterator[None]:
+def hold_folder(output: str, claims: str) -> Iterator[Callable[[], bool]]:
     """Hold the folder `output`, whose claims are in the folder `claims`, while the body runs.
 
-    Raises ClaimedError naming the other job that holds it.
+    Yields a function that tells whether we still hold it: while this process stood still, another job may have taken
+    the folder. Raises ClaimedError naming the other job that holds it.
     """
     mine = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex, "beats": 0, "ended": False}
     number = _take(claims, output, mine)
     try:
         with repeating(partial(_beat, _name(claims, number), mine), _BEAT_SECONDS):
-            yield
+            yield lambda: _newest(claims) == number
     finally:
-        write_file(_name(claims, number), _encoded(mine | {"ended": True}))
+        with suppress(OSError):  # it then stands still, which the next job waits for
+            write_file(_name(claims, number), _encoded(mine | {"ended": True}))
 
 
 def _take(url: str, output: str, mine: dict) -> int:
     """The number of the claim that is now ours."""
-    number = max((int(name.removesuffix(".json")) for name in json_names(url)), default=0)
+    number = _newest(url)
     if number:
         _see_that_it_is_gone(_name(url, number), output)
     try:
@@ -52,6 +57,10 @@ def _take(url: str, output: str, mine: dict) -> int:
     except FileExistsError as error:
         raise _refusal(json.loads(read_file(_name(url, number + 1))), output) from error
     return number + 1
+
+
+def _newest(url: str) -> int:
+    return max((int(name.removesuffix(".json")) for name in json_names(url)), default=0)
 
 
 def _see_that_it_is_gone(name: str, output: str) -> None:
@@ -69,6 +78,13 @@ def _see_that_it_is_gone(name: str, output: str) -> None:
         if holder != first:
             raise _refusal(holder, output)
         time.sleep(_LOOK_EVERY_SECONDS)
+    log.warning(
+        "%s was held by process %s on %s, which has shown no sign for %.0f s: taking it over",
+        redacted(output),
+        first["process"],
+        first["host"],
+        _GONE_AFTER_SECONDS,
+    )
 
 
 def _is_other_process(process: int) -> bool:
