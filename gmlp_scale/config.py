@@ -5,16 +5,19 @@ section can check alone, and reports all mistakes at once, each as `field: what 
 """
 
 import difflib
+import hashlib
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from gmlp_scale.data.loader import DataConfig
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
-from gmlp_scale.files import redacted
+from gmlp_scale.files import is_url, open_filesystem, read_file, redacted
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.train.checkpointer import CheckpointConfig
 
@@ -28,6 +31,10 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 
 
+_STORES = ("s3", "s3a", "gs", "gcs", "memory")
+"""Those that create a file for only one of several processes, as the claim on a run folder needs."""
+
+
 class ConfigError(ValueError):
     """All mistakes in a recipe and its overrides, one per line."""
 
@@ -37,6 +44,26 @@ class ConfigError(ValueError):
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
 
 
+def _plain_path(place: Any) -> Any:
+    """Without what makes two ways to write one path. URLs, and what is none of both, are left as they are."""
+    return str(Path(place)) if isinstance(place, str | Path) and not is_url(place) else place
+
+
+def _place_mistakes(output_dir: str) -> Iterable[str]:
+    """Does not repeat the URL, which may hold a password."""
+    kind, _, rest = output_dir.partition("://")
+    if not is_url(output_dir):
+        return
+    if kind not in _STORES or not rest.strip("/"):
+        known = ", ".join(f"{store}://" for store in _STORES)
+        yield f"output_dir: found a URL that begins with {kind.partition(':')[0]}:; needed: a path, or one of {known}"
+        return
+    try:
+        open_filesystem(output_dir)
+    except OSError as error:
+        yield f"output_dir: {kind}:// cannot be opened: {error.__cause__}"
+
+
 class Recipe(BaseModel, frozen=True, extra="forbid"):
     """What the recipes of pretraining and finetuning share. Both also have train, optimizer, engine and checkpoint."""
 
@@ -44,13 +71,28 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
-    output_dir: Path = Path("outputs")
+    output_dir: Annotated[str, BeforeValidator(_plain_path)] = "outputs"
+    """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
     seed: int = Field(ge=0, lt=2**32)
     """For the initial weights, the order of the rows, the masks and dropout."""
 
     @property
+    def run_folder(self) -> str:
+        """A path or a URL."""
+        if not is_url(self.output_dir):
+            return str(Path(self.output_dir, self.name))
+        return f"{self.output_dir.rstrip('/')}/{self.name}"
+
+    @property
     def run_dir(self) -> Path:
-        return self.output_dir / self.name
+        """The local folder that the run works in: its run folder or, for a URL, one of the system's temporary folder.
+
+        All processes of a host that run this recipe have the same.
+        """
+        if not is_url(self.output_dir):
+            return Path(self.run_folder)
+        digest = hashlib.sha256(self.run_folder.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir(), f"gmlp_scale-{os.getuid()}", f"{self.name}-{digest}")
 
     def rows_per_rank(self, world_size: int) -> int:
         """Rows per rank and step. Raises ConfigError if the recipe does not fit this number of ranks."""
@@ -76,6 +118,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     def mistakes(self) -> Iterable[str]:
         """The mistakes that no section can see alone."""
         train = self.train
+        yield from _place_mistakes(self.output_dir)
         if train.micro_batch_size != "auto" and train.global_batch_size % train.micro_batch_size:
             needed = f"must divide train.global_batch_size = {train.global_batch_size}"
             yield f"train.micro_batch_size: found {train.micro_batch_size}; {needed}"
@@ -150,11 +193,10 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     Raises:
         ConfigError: with every mistake at once.
     """
-    path = Path(path)
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        content = yaml.load(read_file(path).decode(), Loader=_StrictLoader)
     except OSError as error:
-        mistake = f"cannot be read ({error.strerror}); give a recipe, such as those in configs/"
+        mistake = f"cannot be read ({error.strerror or error}); give a recipe, such as those in configs/"
         raise ConfigError(str(path), [mistake]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None

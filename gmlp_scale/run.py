@@ -11,7 +11,7 @@ from gmlp_scale import IMPORTED_AT_SECONDS
 from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
-from gmlp_scale.files import write_text
+from gmlp_scale.files import is_url, write_text
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.tasks.pretraining import Pretraining
@@ -20,6 +20,7 @@ from gmlp_scale.train.checkpoint import CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.loop import BatchLoader, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
+from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
 from gmlp_scale.world import DeviceError, LostRankError, OtherRankError, World, set_up_logging, start_world
@@ -91,12 +92,12 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     config = task.config
     config.rows_per_rank(world.size)
     with ExitStack() as stack, world.naming_lost_ranks():
-        world.on_main(lambda: stack.enter_context(claimed(config.run_dir)))
+        remote = _hold_run_folder(config, world, stack)
         loader = task.open_loader(world)
         stack.callback(loader.close)
         start_up.finish("data")
         checkpointer = Checkpointer(
-            config.run_dir / "checkpoints",
+            remote.checkpoints if remote else config.run_dir / "checkpoints",
             config.checkpoint,
             details={"config": task.config.to_json(), "data": task.fingerprint},
             world=world,
@@ -107,7 +108,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         if checkpoint:
             check_continues(config, str(checkpoint.path), checkpoint.details, checkpointer.details)
         start_up.finish("checkpoint")
-        world.on_main(lambda: write_text(config.run_dir / "config.yaml", config.to_yaml()))
+        world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)
@@ -138,10 +139,23 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         )
         if progress.finished:
             task.finish(engine, world, progress.step)
-            log.info("finished at step %d: %s", progress.step, config.run_dir)
+            log.info("finished at step %d: %s", progress.step, config.run_folder)
         else:
             log.info("stopped after step %d of %d; the same command resumes", progress.step, task.train.num_steps)
         return progress
+
+
+def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> RemoteFolder | None:
+    """Claims the run folder until `stack` ends. One at a URL gets its local folders, and is returned."""
+    if not is_url(config.run_folder):
+        world.on_main(lambda: stack.enter_context(claimed(config.run_folder)))
+        return None
+    remote = RemoteFolder(config.run_folder, config.run_dir)
+    world.on_main(lambda: stack.enter_context(remote.claimed()))
+    if world.local_rank == 0:
+        remote.clear_local()
+    world.on_main(lambda: stack.enter_context(remote.mirrored()))
+    return remote
 
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:

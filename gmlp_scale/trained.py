@@ -24,7 +24,8 @@ from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name, newest_checkpoint, step_folders
+from gmlp_scale.train.checkpoint import CheckpointError, folder_name
+from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    place: Path
-    """The checkpoint's or the export's folder."""
+    place: str
+    """The checkpoint's or the export's folder: a path or a URL."""
     config: ModelConfig
     head: Head
     labels: tuple[str, ...]
@@ -99,27 +100,28 @@ def copy_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
         parameters[name].copy_(weight)
 
 
-def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
-    """Reads a run's newest good checkpoint, or the one after `step`.
+def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
+    """Reads a run's newest good checkpoint, or the one after `step`. The run folder is a path or a URL.
 
     Raises:
         ConfigError, CheckpointError: the recipe or the checkpoint cannot be read.
     """
-    run = load_run_config(run_dir / "config.yaml")
-    if step is None:
-        checkpoint, _ = newest_checkpoint(run_dir / "checkpoints")
-    else:
-        checkpoint = Checkpoint.open(run_dir / "checkpoints" / folder_name(step))
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
+    run = load_run_config(f"{run_folder}/config.yaml")
+    with checkpoints_of(run_folder) as checkpoints:
+        checkpoint = checkpoints.newest()[0] if step is None else checkpoints.open(folder_name(step))
+        if checkpoint is None:
+            raise CheckpointError(f"{run_folder} holds no complete checkpoint: train the run first")
+        weights = {
+            name.removeprefix(PREFIX): checkpoint.read(name) for name in checkpoint.keys if name.startswith(PREFIX)
+        }
     if run.train.micro_batch_size == "auto":
         run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
     return TrainedModel(
-        place=checkpoint.path,
+        place=f"{run_folder}/checkpoints/{folder_name(checkpoint.step)}",
         config=with_kernels(run.model, "auto"),  # the run may have had a GPU that this machine lacks
         head="masked_language_model",
         labels=(),
-        weights={key.removeprefix(PREFIX): checkpoint.read(key) for key in checkpoint.keys if key.startswith(PREFIX)},
+        weights=weights,
         tokenizer_folder=f"{run.data.shards}/tokenizer",
         tokenizer_sha256=checkpoint.details["data"]["tokenizer_sha256"],
         row_length=None,
@@ -128,23 +130,23 @@ def read_run(run_dir: Path, step: int | None = None) -> TrainedModel:
     )
 
 
-def read_all_steps(run_dir: Path) -> Iterator[TrainedModel]:
+def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:
     """Every complete checkpoint of a run, in the order of steps. A warning names each damaged one.
 
     Raises:
         CheckpointError: no checkpoint is complete.
     """
     found = False
-    for folder in step_folders(run_dir / "checkpoints"):
+    for step in saved_steps(run_folder):
         try:
-            trained = read_run(run_dir, int(folder.name.removeprefix("step_")))
+            trained = read_run(run_folder, step)
         except CheckpointError as error:
             log.warning("checkpoint passed over: %s", error)
             continue
         found = True
         yield trained
     if not found:
-        raise CheckpointError(f"{run_dir} holds no complete checkpoint: train the run first")
+        raise CheckpointError(f"{run_folder} holds no complete checkpoint: train the run first")
 
 
 def read_export(folder: str | Path) -> TrainedModel:
@@ -172,7 +174,7 @@ def read_export(folder: str | Path) -> TrainedModel:
         raise ExportError(f"{folder}: the weights are not of config.json's model: {difference(found, expected)}")
     details = config.get("details", {})
     return TrainedModel(
-        place=folder,
+        place=str(folder),
         config=model,
         head=head,
         labels=labels,

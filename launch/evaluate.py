@@ -29,7 +29,7 @@ RECIPES = Path(__file__).parent.parent / "configs" / "finetune"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--run", type=Path, metavar="RUN_DIR")
+    model.add_argument("--run", metavar="RUN_DIR_OR_URL")
     model.add_argument("--export", type=Path, metavar="HF_DIR", help="a folder that launch/export.py wrote")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")

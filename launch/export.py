@@ -14,7 +14,7 @@ from gmlp_scale.finetune.finetuning import USER_ERRORS
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR")
+    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
     parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     parser.add_argument("--output", type=Path, required=True, metavar="HF_DIR", help="a new folder")
     options = parser.parse_args()

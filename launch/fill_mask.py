@@ -5,7 +5,6 @@ python launch/fill_mask.py --run outputs/gmlp_base "Paris is the <mask> of Franc
 
 import argparse
 import sys
-from pathlib import Path
 
 from gmlp_scale.analysis.fill_mask import MASK, describe, fill
 from gmlp_scale.files import print_error
@@ -15,7 +14,7 @@ from gmlp_scale.trained import read_run
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR")
+    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
     parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     parser.add_argument("--top", type=int, default=5, help="candidates for each sentence (default: %(default)s)")
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE", help=f"text with one {MASK} or more")

@@ -13,7 +13,7 @@ from gmlp_scale.train.log_files import read_metrics
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", type=Path, required=True, metavar="RUN_DIR")
+    parser.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")
     parser.add_argument("--tag", default="eval/perplexity", help="a key of metrics.jsonl (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     options = parser.parse_args()
@@ -24,15 +24,17 @@ def main() -> int:
     axes = figure.subplots()
     for run_dir in options.runs:
         try:
-            lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if options.tag in line]
+            lines = [line for line in read_metrics(f"{run_dir}/metrics.jsonl") if options.tag in line]
         except OSError as error:
-            print(f"{run_dir}: no metrics.jsonl ({error.strerror}); --runs takes run folders", file=sys.stderr)
+            print(f"{run_dir}: no metrics.jsonl ({error.strerror or error}); --runs takes run folders", file=sys.stderr)
             return 2
         if not lines:
             print(f"{run_dir}/metrics.jsonl: no line has {options.tag}", file=sys.stderr)
             return 2
         values = [line[options.tag] for line in lines]
-        axes.plot([line["step"] for line in lines], values, marker=".", label=f"{run_dir.name} ({values[-1]:.2f})")
+        axes.plot(
+            [line["step"] for line in lines], values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.2f})"
+        )
     axes.set(xlabel="step", ylabel=options.tag, yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

@@ -37,7 +37,7 @@ def main() -> int:
             figure, step = _draw(trained, options), trained.step or 0
         options.output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.output, dpi=120, format="png")
-        if folder := options.tensorboard or (options.run and options.run / "tensorboard" / "pictures"):
+        if folder := options.tensorboard or (options.run and f"{options.run}/tensorboard/pictures"):
             add_picture(folder, options.picture, figure, step)
     except (*USER_ERRORS, ValueError) as error:
         print_error(error)
@@ -50,11 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     output.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="where TensorBoard finds the picture (default: in the --run)"
+        "--tensorboard", metavar="DIR_OR_URL", help="where TensorBoard finds the picture (default: in the --run)"
     )
     model = argparse.ArgumentParser(add_help=False, parents=[output])
     place = model.add_mutually_exclusive_group(required=True)
-    place.add_argument("--run", type=Path, metavar="RUN_DIR")
+    place.add_argument("--run", metavar="RUN_DIR_OR_URL")
     place.add_argument("--export", type=Path, metavar="HF_DIR", help="pretrained or finetuned")
     model.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
 
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks, from 0 (default: the first half)")
     scaling = pictures_by_name.add_parser("scaling", parents=[output])
     scaling.set_defaults(run=None)
-    scaling.add_argument("--runs", type=Path, nargs="+", required=True, metavar="RUN_DIR")
+    scaling.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")
     return parser
 
 

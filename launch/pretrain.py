@@ -29,7 +29,7 @@ def main() -> int:
         if options.dry_run:
             print(describe(run, launched_world_size()))
             return 0
-    except (ConfigError, ShardError) as error:
+    except (ConfigError, ShardError, OSError) as error:
         print_error(error)
         return 2
     try:

@@ -97,7 +97,7 @@ class RunSize:
     perplexity: float
 
 
-def run_sizes(run_dirs: Sequence[Path]) -> list[RunSize]:
+def run_sizes(run_folders: Sequence[str | Path]) -> list[RunSize]:
     """Parameters and last held-out perplexity of each run.
 
     Raises:
@@ -105,15 +105,18 @@ def run_sizes(run_dirs: Sequence[Path]) -> list[RunSize]:
         ConfigError: a folder holds no run.
     """
     sizes, problems = [], []
-    for run_dir in run_dirs:
-        recipe, metrics = load_run_config(run_dir / "config.yaml"), run_dir / "metrics.jsonl"
-        lines = [line for line in read_metrics(metrics) if "eval/perplexity" in line] if metrics.exists() else []
+    for run_folder in run_folders:
+        recipe = load_run_config(f"{run_folder}/config.yaml")
+        try:
+            lines = [line for line in read_metrics(f"{run_folder}/metrics.jsonl") if "eval/perplexity" in line]
+        except FileNotFoundError:
+            lines = []
         last = lines[-1] if lines else {}
         perplexity = last.get("eval/perplexity")
         if perplexity is None:
-            problems.append(f"{run_dir} has no held-out evaluation in metrics.jsonl: train it further")
+            problems.append(f"{run_folder} has no held-out evaluation in metrics.jsonl: train it further")
         elif not math.isfinite(perplexity):
-            problems.append(f"{run_dir} has the perplexity {perplexity}: leave it out")
+            problems.append(f"{run_folder} has the perplexity {perplexity}: leave it out")
         else:
             sizes.append(RunSize(recipe.name, count_parameters(recipe), last["step"], perplexity))
     if problems:

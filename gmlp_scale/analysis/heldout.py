@@ -40,10 +40,10 @@ def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, 
                 "unigram": _figures(unigram),
                 "models": [],
             }
-        progress = tqdm(batches, desc=trained.place.name, unit=" batches", disable=None, leave=False)
+        progress = tqdm(batches, desc=Path(trained.place).name, unit=" batches", disable=None, leave=False)
         with torch.inference_mode():
             result = evaluate(trained.build().to(world.device).predict, progress, world)
-        content["models"].append({"place": str(trained.place), "step": trained.step, **_figures(result)})
+        content["models"].append({"place": trained.place, "step": trained.step, **_figures(result)})
     return content
 
 
@@ -61,10 +61,10 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join([heading, *("".join(line) for line in lines)])
 
 
-def write_curve(content: dict[str, Any], run_dir: Path) -> None:
+def write_curve(content: dict[str, Any], run_folder: str | Path) -> None:
     """Writes the models' figures to RUN_DIR/tensorboard/evaluation, in place of what was there."""
     scalars = {of["step"]: {f"eval/{tag}": of[tag] for tag in _FIGURES} for of in content["models"]}
-    replace_scalars(run_dir / "tensorboard" / "evaluation", scalars)
+    replace_scalars(f"{run_folder}/tensorboard/evaluation", scalars)
 
 
 def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[list[MaskedBatch], torch.Tensor]:

@@ -29,22 +29,22 @@ def load_probe(recipe: Path, overrides: list[str]) -> FinetuneConfig:
     return load_config(FinetuneConfig, recipe, [*BUDGET, *overrides])
 
 
-def add_probe_scores(content: dict[str, Any], run_dir: Path, config: FinetuneConfig, world: World) -> None:
+def add_probe_scores(content: dict[str, Any], run_folder: str | Path, config: FinetuneConfig, world: World) -> None:
     """Probes each model of heldout.evaluate_models; adds its score there and in RUN_DIR/tensorboard/probe."""
     name = f"probe_{config.task}_{config.task_row.main_score}"
     for of_model in content["models"]:
-        of_model[name] = probe(run_dir, of_model["step"], config, world)
-        add_scalars(run_dir / "tensorboard" / "probe", {of_model["step"]: {f"eval/{name}": of_model[name]}})
+        of_model[name] = probe(run_folder, of_model["step"], config, world)
+        add_scalars(f"{run_folder}/tensorboard/probe", {of_model["step"]: {f"eval/{name}": of_model[name]}})
 
 
-def probe(run_dir: Path, step: int, config: FinetuneConfig, world: World) -> float:
+def probe(run_folder: str | Path, step: int, config: FinetuneConfig, world: World) -> float:
     """The dev score of the run's checkpoint after `step`, exported and finetuned in a temporary folder.
 
     Raises one of finetune.finetuning.USER_ERRORS.
     """
     with tempfile.TemporaryDirectory() as folder:
         export_dir = Path(folder) / "export"
-        export_pretrained(run_dir, step, export_dir)
-        one = config.model_copy(update={"output_dir": Path(folder), "model": export_dir})
+        export_pretrained(run_folder, step, export_dir)
+        one = config.model_copy(update={"output_dir": folder, "model": export_dir})
         content = finetune(one, read_inputs(one), world)
         return content["scores"]["dev"][one.task_row.main_score]

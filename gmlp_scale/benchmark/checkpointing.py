@@ -24,9 +24,9 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
         key: torch.empty(piece.tensor.shape, device="cpu", pin_memory=world.device.type == "cuda")
         for key, piece in engine.state()
     }
-    run.output_dir.mkdir(parents=True, exist_ok=True)
+    run.run_dir.parent.mkdir(parents=True, exist_ok=True)
     rounds = []
-    with tempfile.TemporaryDirectory(dir=run.output_dir) as folder:  # on the disk that checkpoints go to
+    with tempfile.TemporaryDirectory(dir=run.run_dir.parent) as folder:  # on the disk that checkpoints go to
         checkpointer = Checkpointer(
             Path(folder) / "checkpoints",
             CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed

@@ -108,7 +108,7 @@ def loader_of(run: RunConfig, shards: Path) -> Loader:
     data = run.data.model_copy(update={"shards": str(shards), "cache_dir": None})
     sizes = {"global_batch_size": ROWS_PER_BATCH, "micro_batch_size": ROWS_PER_BATCH}
     train = run.train.model_copy(update=sizes)
-    here = run.model_copy(update={"data": data, "train": train, "output_dir": shards})
+    here = run.model_copy(update={"data": data, "train": train, "output_dir": str(shards)})
     return build_loader(here, rank=0, world_size=1)
 
 

@@ -45,7 +45,7 @@ from gmlp_scale.trained import (
 )
 
 
-def export_pretrained(run_dir: Path, step: int | None, folder: Path) -> Path:
+def export_pretrained(run_folder: str | Path, step: int | None, folder: Path) -> str:
     """Writes the model of a run's newest good checkpoint, or of the one after `step`; returns the checkpoint's folder.
 
     The export's details are the step, the last held-out evaluation up to it, the data's fingerprint and the config.
@@ -55,14 +55,14 @@ def export_pretrained(run_dir: Path, step: int | None, folder: Path) -> Path:
         ExportError, TrainedModelError: `folder` is not empty, or the run's tokenizer is no longer beside its shards.
     """
     check_is_free(folder)
-    trained = read_run(run_dir, step)
+    trained = read_run(run_folder, step)
     trained.tokenizer()  # raises if it has changed
     write_export(
         folder,
         trained.config,
         trained.weights,
         tokenizer_folder=trained.tokenizer_folder,
-        details={"step": trained.step, "heldout": _heldout_result(run_dir, trained.step), **trained.details},
+        details={"step": trained.step, "heldout": _heldout_result(run_folder, trained.step), **trained.details},
     )
     return trained.place
 
@@ -162,9 +162,11 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _heldout_result(run_dir: Path, step: int) -> dict[str, float] | None:
+def _heldout_result(run_folder: str | Path, step: int) -> dict[str, float] | None:
     """The last evaluation up to `step`: its step, loss, perplexity and accuracy; None if there is none."""
-    path = run_dir / "metrics.jsonl"
-    lines = read_metrics(path) if path.exists() else []
+    try:
+        lines = read_metrics(f"{run_folder}/metrics.jsonl")
+    except FileNotFoundError:
+        return None
     evaluations = [line for line in lines if "eval/perplexity" in line and line["step"] <= step]
     return {name.removeprefix("eval/"): value for name, value in evaluations[-1].items()} if evaluations else None

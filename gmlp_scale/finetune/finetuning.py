@@ -19,7 +19,7 @@ from torch import Tensor
 from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.export.folder import write_export
-from gmlp_scale.files import write_text
+from gmlp_scale.files import read_file, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.models import build_model
@@ -183,7 +183,7 @@ class Finetuning:
         None if best/ is of `step` or a later one: a killed run wrote it, and this run will evaluate that step again.
         """
         try:
-            details = json.loads((self.config.run_dir / "best" / "config.json").read_text(encoding="utf-8"))["details"]
+            details = json.loads(read_file(f"{self.config.run_folder}/best/config.json"))["details"]
         except FileNotFoundError:
             return None
         best = details["finetuned"]

@@ -7,11 +7,10 @@ and resumes the others. It writes table.md and table.json once all are done.
 import json
 import logging
 import statistics
-from pathlib import Path
 
 import torch
 
-from gmlp_scale.files import write_text
+from gmlp_scale.files import read_file, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
 from gmlp_scale.finetune.inputs import Inputs
@@ -39,7 +38,7 @@ def member(run: FinetuneConfig, global_batch_size: int, peak_learning_rate: floa
     """The recipe's run at a point of the grid and with a seed, in its own folder."""
     return run.model_copy(
         update={
-            "output_dir": run.run_dir,
+            "output_dir": run.run_folder,
             "name": f"batch_{global_batch_size}_rate_{peak_learning_rate:g}_seed_{seed}",
             "seed": seed,
             "train": run.train.model_copy(update={"global_batch_size": global_batch_size}),
@@ -75,7 +74,7 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
             return None
         seeds.append(scores)
     table = build_table(run, inputs, tried, seeds)
-    world.on_main(lambda: _write_table(run.run_dir, table))
+    world.on_main(lambda: _write_table(run.run_folder, table))
     return table
 
 
@@ -170,26 +169,33 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
         ),
         f"steps                   {num_steps:,}, {task.optimizer.warmup_steps:,} of them warm-up; "
         f"{num_steps * run.train.global_batch_size / task.num_rows:.2f} epochs",
-        describe_resume(run.run_dir),
+        describe_resume(run.run_folder),
     ]
     if len(runs) > 1 or num_seeds > 1:
         num_runs = len(runs) + num_seeds - 1
         lines.append(f"runs                    {num_runs}: the grid's, then the other seeds' at the best")
-        lines += [f"    {task.config.run_dir}: {task.train.num_steps:,} steps" for task in tasks]
+        lines += [f"    {task.config.run_folder}: {task.train.num_steps:,} steps" for task in tasks]
     return "\n".join(lines)
 
 
 def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     """The content of scores.json of a run that is done. ConfigError if it had another recipe, model or data."""
-    path = run.run_dir / "scores.json"
-    content = world.broadcast(json.loads(path.read_text(encoding="utf-8")) if world.is_main and path.exists() else None)
+    path = f"{run.run_folder}/scores.json"
+    content = world.broadcast(_read_scores(path) if world.is_main else None)
     if content is None:
         return None
-    check_continues(run, str(path), content, {"config": run.to_json(), "data": inputs.fingerprint})
-    log.info("%s is done", run.run_dir)
+    check_continues(run, path, content, {"config": run.to_json(), "data": inputs.fingerprint})
+    log.info("%s is done", run.run_folder)
     return content
 
 
-def _write_table(folder: Path, table: dict) -> None:
-    write_text(folder / "table.json", json.dumps(table, indent=2) + "\n")
-    write_text(folder / "table.md", to_markdown(table))
+def _read_scores(path: str) -> dict | None:
+    try:
+        return json.loads(read_file(path))
+    except FileNotFoundError:
+        return None
+
+
+def _write_table(folder: str, table: dict) -> None:
+    write_text(f"{folder}/table.json", json.dumps(table, indent=2) + "\n")
+    write_text(f"{folder}/table.md", to_markdown(table))

@@ -1,7 +1,6 @@
 """Computes what a run would be and need without starting it; --dry-run prints it."""
 
 import math
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,7 +12,8 @@ from gmlp_scale.data.shards import Manifest
 from gmlp_scale.engine import EngineConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.plan.activations import activation_bytes_per_token
-from gmlp_scale.train.checkpoint import step_folders
+from gmlp_scale.train.checkpoint import folder_name
+from gmlp_scale.train.remote_checkpoints import saved_steps
 
 
 def count_parameters(run: RunConfig) -> int:
@@ -51,7 +51,7 @@ def describe(run: RunConfig, world_size: int) -> str:
         describe_states(_meta_model(run), run.train.precision, run.engine, world_size, accumulates=accumulates),
         _describe_activations(run),
         _describe_data(run),
-        describe_resume(run.run_dir),
+        describe_resume(run.run_folder),
     ]
     return "\n".join(lines)
 
@@ -98,9 +98,10 @@ def _describe_data(run: RunConfig) -> str:
     return f"steps per epoch         {steps:,.1f} ({rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"
 
 
-def describe_resume(run_dir: Path) -> str:
-    folders = step_folders(run_dir / "checkpoints")
-    return f"would resume from       {folders[-1] if folders else 'nothing: a new run'}"
+def describe_resume(run_folder: str) -> str:
+    steps = saved_steps(run_folder)
+    newest = f"{run_folder}/checkpoints/{folder_name(steps[-1])}" if steps else "nothing: a new run"
+    return f"would resume from       {newest}"
 
 
 def short(value: float) -> str:

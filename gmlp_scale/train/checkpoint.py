@@ -27,6 +27,7 @@ import difflib
 import logging
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,19 +86,7 @@ class Checkpoint:
     @classmethod
     def open(cls, path: Path, verify_files: bool = True) -> "Checkpoint":
         """Reads DONE and, unless rank 0 did, checks all files against it. CheckpointError names what is wrong."""
-        try:
-            text = (path / "DONE").read_text(encoding="ascii")
-            check_seal(text)  # first: a damaged version is no other version
-            _check_version(path, text)
-            done = _Done.model_validate_json(text)
-            if path.name != folder_name(done.step):
-                raise ValueError(f"it is of step {done.step}")
-            if not all(PIECE_FILE.fullmatch(name) for name in done.files):
-                raise ValueError(f"it names files that no checkpoint has: {list(done.files)}")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path.name} has no DONE") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path.name}: DONE cannot be used: {error}") from error
+        done = read_done(path)
         if verify_files:
             _verify_files(path, done)
         return cls(path, done.step, done.details, done.recent_losses, done.tensors)
@@ -138,28 +127,54 @@ class Checkpoint:
         return self._files[name]
 
 
-def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[Path]]:
+def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose checksums all hold, or None, and the newer, damaged ones, which a warning names.
 
     Changes nothing on disk. Raises CheckpointError if all are damaged, naming each, or if the newest usable one is of
     another version.
     """
-    problems: dict[Path, str] = {}
-    for path in reversed(step_folders(directory)):
+    names = [path.name for path in step_folders(directory)]
+    return newest_of(names, lambda name: Checkpoint.open(directory / name), directory)
+
+
+def newest_of(
+    names: list[str], open_checkpoint: Callable[[str], Checkpoint], place: str | Path
+) -> tuple[Checkpoint | None, list[str]]:
+    """As newest_checkpoint, of the folders `names` in `place`, from the oldest to the newest."""
+    problems: dict[str, str] = {}
+    for name in reversed(names):
         try:
-            checkpoint = Checkpoint.open(path)
+            checkpoint = open_checkpoint(name)
         except CheckpointVersionError:
             raise
         except CheckpointError as error:
-            problems[path] = str(error)
+            problems[name] = str(error)
             continue
         if problems:
-            logger.warning("damaged checkpoint: %s. Taking %s instead", "; ".join(problems.values()), path.name)
+            logger.warning("damaged checkpoint: %s. Taking %s instead", "; ".join(problems.values()), name)
         return checkpoint, list(problems)
     if problems:
         found = "; ".join(problems.values())
-        raise CheckpointError(f"no checkpoint in {directory} is whole: {found}. Move them away to start from step 0")
+        raise CheckpointError(f"no checkpoint in {place} is whole: {found}. Move them away to start from step 0")
     return None, []
+
+
+def read_done(path: Path) -> _Done:
+    """The DONE of a checkpoint's folder. CheckpointError if there is none, or if it is damaged or another's."""
+    try:
+        text = (path / "DONE").read_text(encoding="ascii")
+        check_seal(text)  # first: a damaged version is no other version
+        _check_version(path, text)
+        done = _Done.model_validate_json(text)
+        if path.name != folder_name(done.step):
+            raise ValueError(f"it is of step {done.step}")
+        if not all(PIECE_FILE.fullmatch(name) for name in done.files):
+            raise ValueError(f"it names files that no checkpoint has: {list(done.files)}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.name} has no DONE") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name}: DONE cannot be used: {error}") from error
+    return done
 
 
 def _check_version(path: Path, text: str) -> None:

@@ -5,7 +5,6 @@ import errno
 import json
 import logging
 import math
-import shutil
 import threading
 import time
 import uuid
@@ -19,18 +18,17 @@ from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 
 from gmlp_scale.engine import Engine, Piece
-from gmlp_scale.files import sealed, write_text
+from gmlp_scale.files import sealed
 from gmlp_scale.train.checkpoint import (
     FORMAT_VERSION,
-    STEP_FOLDER,
     Checkpoint,
     CheckpointError,
     folder_name,
-    newest_checkpoint,
-    step_folders,
 )
-from gmlp_scale.train.checkpoint_files import fsync, write_pieces
+from gmlp_scale.train.checkpoint_files import write_pieces
 from gmlp_scale.train.checkpoint_index import merged
+from gmlp_scale.train.local_checkpoints import LocalCheckpoints, remove
+from gmlp_scale.train.remote_checkpoints import RemoteCheckpoints
 from gmlp_scale.world import World
 
 logger = logging.getLogger("gmlp_scale")
@@ -58,7 +56,8 @@ class Checkpointer:
     """Saves and finds the checkpoints of one run. Every rank has one and calls the same methods in the same order.
 
     Args:
-        directory: the run's `checkpoints` folder, on a filesystem that all ranks share; no other run may write there.
+        place: the run's `checkpoints` folder, on a filesystem that all ranks share, or at a URL. No other run may write
+            there.
         details: JSON-able; every checkpoint holds them. A resumed run compares them with its own.
         timeout_seconds: how long rank 0 waits for every rank's part of a save before it fails.
 
@@ -69,7 +68,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Path,
+        place: Path | RemoteCheckpoints,
         config: CheckpointConfig,
         *,
         details: dict[str, Any],
@@ -77,7 +76,10 @@ class Checkpointer:
         timeout_seconds: float,
     ):
         self.details = json.loads(json.dumps(details, allow_nan=False))  # what is not JSON fails here
-        self.directory, self.config, self.world, self.timeout_seconds = directory, config, world, timeout_seconds
+        self.config, self.world, self.timeout_seconds = config, world, timeout_seconds
+        self.checkpoints = LocalCheckpoints(place) if isinstance(place, Path) else place
+        self.directory = self.checkpoints.directory
+        """Local: where the ranks of this host write and read."""
         self.last_error: str | None = None
         self._thread: threading.Thread | None = None
         self._no_more_attempts = threading.Event()
@@ -85,23 +87,22 @@ class Checkpointer:
         self._num_attempts = 0
         self._newest_step: int | None = None
         self._buffers: dict[str, Tensor] = {}
-        directory.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0:
-            for leftover in directory.glob("step_*.tmp-*"):
-                _remove(leftover)
+        self.directory.mkdir(parents=True, exist_ok=True)
         self._token = world.broadcast(uuid.uuid4().hex[:8])
 
     def newest(self) -> Checkpoint | None:
         """Collective: rank 0 finds the newest_checkpoint and verifies it, and all ranks open it.
 
-        Renames damaged ones, since the run will save its own when it reaches those steps again.
+        Deletes what killed saves left. Renames damaged ones, since the run will save its own when it reaches those
+        steps again.
         """
         name, error = None, None
         if self.world.rank == 0:
             try:
-                checkpoint, damaged = newest_checkpoint(self.directory)
-                for path in damaged:
-                    path.rename(path.with_name(f"{path.name}.damaged-{self._token}"))
+                self.checkpoints.delete_unfinished()
+                checkpoint, damaged = self.checkpoints.newest()
+                for damaged_name in damaged:
+                    self.checkpoints.set_aside(damaged_name, f"damaged-{self._token}")
                 name = checkpoint.path.name if checkpoint else None
             except (CheckpointError, OSError) as problem:
                 error = str(problem)
@@ -110,9 +111,23 @@ class Checkpointer:
             raise CheckpointError(error)
         if name is None:
             return None
+        if isinstance(self.checkpoints, RemoteCheckpoints):
+            self._copy_to_other_hosts(name)
         checkpoint = Checkpoint.open(self.directory / name, verify_files=False)
         self._newest_step = checkpoint.step
         return checkpoint
+
+    def _copy_to_other_hosts(self, name: str) -> None:
+        """Collective: every host gets the copy that rank 0's host has."""
+        error = None
+        if self.world.local_rank == 0 and self.world.rank != 0:
+            try:
+                self.checkpoints.open(name)
+            except (CheckpointError, OSError) as problem:
+                error = problem
+        failed = [rank for rank, has_failed in enumerate(self.world.gather(int(error is not None))) if has_failed]
+        if failed:
+            raise CheckpointError(f"{name} could not be copied to the hosts of ranks {failed}: {error or 'see there'}")
 
     def save(self, engine: Engine, step: int, recent_losses: Sequence[tuple[int, float]] = ()) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
@@ -201,8 +216,16 @@ class Checkpointer:
         try:
             folder.mkdir(exist_ok=True)
             receipt = write_pieces(folder, self.world.rank, pieces)
+            self.checkpoints.upload(folder, list(receipt["files"]), folder_name(step))
         except Exception as error:
             receipt = _failure(self.world.rank, error)
+        try:
+            return self._share_outcome(folder, step, receipt)
+        finally:
+            if self.world.local_rank == 0:
+                self.checkpoints.end_attempt(folder)
+
+    def _share_outcome(self, folder: Path, step: int, receipt: dict[str, Any]) -> bool:
         if self.world.rank == 0:
             is_again = False
             try:
@@ -233,15 +256,17 @@ class Checkpointer:
             errors[MOST_ERRORS_SHOWN:] = [f"and {len(errors) - MOST_ERRORS_SHOWN} more ranks failed"]
         self.last_error = f"{folder_name(step)} could not be saved: {'; '.join(errors)}"
         if folder.exists():
-            _remove(folder)
+            remove(folder)
         return self._may_try_again({failure["errno"] for failure in failures})
 
     def _may_try_again(self, numbers: set[int | None]) -> bool:
-        """Whether to try again after failures with these errnos (None: not the disk's). Waits before it says yes."""
-        older = step_folders(self.directory)[:-1]
-        if self.config.on_full_disk == "drop_oldest" and numbers <= _NO_ROOM and older:
-            logger.warning("%s. Deleting %s to make room (checkpoint.on_full_disk)", self.last_error, older[0].name)
-            _remove(older[0])
+        """Whether to try again after failures with these errnos (None: neither disk nor store). Waits before a yes."""
+        if (
+            self.config.on_full_disk == "drop_oldest"
+            and numbers <= _NO_ROOM
+            and (old := self.checkpoints.drop_oldest())
+        ):
+            logger.warning("%s. Deleted %s to make room (checkpoint.on_full_disk)", self.last_error, old)
             return True
         if None in numbers or self._no_more_attempts.is_set():
             logger.error("%s. Earlier checkpoints are untouched", self.last_error)
@@ -250,7 +275,7 @@ class Checkpointer:
             "%s. Earlier checkpoints are untouched. Make room in %s: this step is tried again in %.0f s and, where the "
             "run has no more steps, until it is saved or a stop signal comes",
             self.last_error,
-            self.directory,
+            self.checkpoints,
             RETRY_SECONDS,
         )
         return not self._no_more_attempts.wait(RETRY_SECONDS)
@@ -260,16 +285,8 @@ class Checkpointer:
         files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
         tensors = merged([receipt["layout"] for receipt in receipts])
         done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, "files": files}
-        write_text(
-            folder / "DONE", sealed(json.dumps({**done, "tensors": tensors, "recent_losses": self._recent_losses}))
-        )
-        final = self.directory / folder_name(step)
-        if final.exists():
-            raise CheckpointError(f"{final} is there already")
-        folder.rename(final)
-        fsync(self.directory)
-        for old in step_folders(self.directory)[: -self.config.keep_last]:
-            _remove(old)
+        text = sealed(json.dumps({**done, "tensors": tensors, "recent_losses": self._recent_losses}))
+        self.checkpoints.publish(folder, folder_name(step), text, self.config.keep_last)
 
     def _hear_receipts(self, attempt: str) -> list[dict[str, Any]]:
         """The other ranks' receipts. Those that did not come in time are a failure like those that ranks report."""
@@ -301,14 +318,5 @@ class Checkpointer:
 
 
 def _failure(rank: int, error: Exception) -> dict[str, Any]:
-    return {"error": f"rank {rank}: {error!r}", "errno": error.errno if isinstance(error, OSError) else None}
-
-
-def _remove(folder: Path) -> None:
-    """Deletes a folder. A checkpoint is renamed first, so that half of one never has its name."""
-    try:
-        if STEP_FOLDER.fullmatch(folder.name):
-            folder = folder.rename(folder.with_name(f"{folder.name}.tmp-deleted"))
-        shutil.rmtree(folder)
-    except OSError as error:
-        logger.warning("could not delete %s: %s", folder, error)
+    number = error.errno or errno.EIO if isinstance(error, OSError) else None  # a store's errors have no number
+    return {"error": f"rank {rank}: {error!r}", "errno": number}

@@ -7,7 +7,7 @@ import socket
 import time
 from pathlib import Path
 
-from gmlp_scale.files import write_text
+from gmlp_scale.files import read_file, write_text
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class EventsFile(GrowingFile):
         self._records.write(event.SerializeToString())
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+def read_metrics(path: str | Path) -> list[dict]:
+    """The lines of a metrics.jsonl at a path or URL; a last line cut short by a kill is left out."""
+    lines = read_file(path).decode().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,16 +1,19 @@
 """The run folder outputs/<name>: claimed by one job at a time.
 
 The kernel drops the lock when its process ends, however it ends, so no stale lock is left. The text of the file LOCK
-only says whose it is.
+only says whose it is. At a URL gmlp_scale/claim.py has the claim, which a job shows to be alive by rewriting it.
 """
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from gmlp_scale.claim import ClaimedError, hold_folder
+from gmlp_scale.files import is_url
 
 
 class RunFolderError(RuntimeError):
@@ -18,23 +21,32 @@ class RunFolderError(RuntimeError):
 
 
 @contextlib.contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Creates the run folder if needed and holds it for this process.
+def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
+    """Creates the run folder, a path or a URL, if needed and holds it for this process.
+
+    Yields a function that tells whether it still does.
 
     Raises:
         RunFolderError: another process holds it, whose host and process are named; or the filesystem cannot lock.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = run_dir / "LOCK"
+    if is_url(run_folder):
+        try:
+            with hold_folder(str(run_folder), f"{run_folder}/claims") as is_held:
+                yield is_held
+        except ClaimedError as error:
+            raise RunFolderError(f"{error}, or give this run another name=...") from None
+        return
+    lock = Path(run_folder) / "LOCK"
+    lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         held = FileLock(lock, fallback_to_soft=False).acquire(blocking=False)
     except Timeout:
         holder = lock.read_text(encoding="utf-8").strip() or "another process"
         needed = "wait for it, stop it, or give this run another name=..."
-        raise RunFolderError(f"{run_dir} is in use by {holder}; {needed}") from None
+        raise RunFolderError(f"{run_folder} is in use by {holder}; {needed}") from None
     except OSError as error:
         needed = "set output_dir to a filesystem with locks, which keep two jobs from writing to one run"
         raise RunFolderError(f"{lock} cannot be locked ({error.strerror}); {needed}") from None
     with held:
         lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
-        yield
+        yield lambda: True

@@ -60,7 +60,7 @@ class FakeWorld:
     """A rank on a thread: what a Checkpointer uses of a World."""
 
     def __init__(self, rank: int = 0, size: int = 1, shared: "Shared | None" = None):
-        self.rank, self.size, self.shared = rank, size, shared or Shared(1)
+        self.rank, self.local_rank, self.size, self.shared = rank, rank, size, shared or Shared(1)
         self.store, self.is_stop_signalled = self.shared.store, False
 
     def gather(self, value: int) -> list[int]:

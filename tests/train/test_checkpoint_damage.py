@@ -43,7 +43,7 @@ def test_leftovers_of_a_dead_run_go_at_the_start_and_nothing_else(tmp_path):
         (tmp_path / name / "file").touch()
     assert newest_checkpoint(tmp_path)[0].step == 1
     assert len(names_in(tmp_path)) == 5  # looking changes nothing
-    alone(tmp_path)
+    alone(tmp_path).newest()
     assert names_in(tmp_path) == ["mine", "step_000000001", "step_000000004.damaged-0123abcd"]
 
 
@@ -135,7 +135,7 @@ def test_300_damages_are_all_found_and_the_checkpoint_before_is_taken(tmp_path, 
         caplog.clear()
         with caplog.at_level(logging.WARNING, "gmlp_scale"):
             taken, damaged = newest_checkpoint(tmp_path)
-        assert (taken.step, damaged) == (1, [newest]), (path.name, kind, position)
+        assert (taken.step, damaged) == (1, [newest.name]), (path.name, kind, position)
         (warning,) = caplog.messages
         assert "step_000000002" in warning and "step_000000001" in warning
         assert path.name in warning
@@ -207,7 +207,7 @@ def test_a_damaged_version_is_not_taken_for_another_one(tmp_path):
     for bit in range(7):  # one of them makes another digit, and most something else
         done.write_text(text.replace('version": 3,', f'version": {chr(ord("3") ^ 1 << bit)},'))
         checkpoint, damaged = newest_checkpoint(tmp_path)
-        assert (checkpoint.step, [path.name for path in damaged]) == (2, ["step_000000003"])
+        assert (checkpoint.step, damaged) == (2, ["step_000000003"])
 
 
 def test_an_index_that_the_files_contradict_is_found(tmp_path):

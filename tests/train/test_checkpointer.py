@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gmlp_scale.train import checkpoint_files
+from gmlp_scale.train import checkpoint_files, local_checkpoints
 from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from tests.train.fake_engine import (
@@ -30,13 +30,13 @@ from tests.train.fake_engine import (
 
 
 def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_path, monkeypatch):
-    disk_is_back, real_fsync = threading.Event(), checkpointer_module.fsync
+    disk_is_back, real_fsync = threading.Event(), local_checkpoints.fsync
 
     def stuck_fsync(path):
         assert disk_is_back.wait(timeout=60)
         real_fsync(path)
 
-    monkeypatch.setattr(checkpointer_module, "fsync", stuck_fsync)
+    monkeypatch.setattr(local_checkpoints, "fsync", stuck_fsync)
     checkpointer, engine = alone(tmp_path), FakeEngine(seed=1)
     checkpointer.save(engine, 1)  # returns with the disk stuck
     for key, tensor in FakeEngine(seed=2).tensors.items():  # the next training step

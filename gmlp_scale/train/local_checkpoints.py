@@ -1,0 +1,78 @@
+"""Checkpoints in a folder on a filesystem that all ranks share."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from gmlp_scale.files import write_text
+from gmlp_scale.train.checkpoint import STEP_FOLDER, Checkpoint, CheckpointError, newest_checkpoint, step_folders
+from gmlp_scale.train.checkpoint_files import fsync
+
+logger = logging.getLogger("gmlp_scale")
+
+
+class LocalCheckpoints:
+    """The checkpoints of one run, as RemoteCheckpoints has them at a URL."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def names(self) -> list[str]:
+        """The checkpoints' folders, in the order of steps."""
+        return [path.name for path in step_folders(self.directory)]
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        return newest_checkpoint(self.directory)
+
+    def open(self, name: str) -> Checkpoint:
+        """Verified. CheckpointError if it is damaged or absent."""
+        return Checkpoint.open(self.directory / name)
+
+    def upload(self, folder: Path, files: list[str], name: str) -> None:
+        """Nothing: the ranks write where the checkpoint is made."""
+
+    def publish(self, folder: Path, name: str, done: str, keep_last: int) -> None:
+        """Turns a folder with all ranks' files into the checkpoint `name`; then deletes all but the newest ones."""
+        write_text(folder / "DONE", done)
+        final = self.directory / name
+        if final.exists():
+            raise CheckpointError(f"{final} is there already")
+        folder.rename(final)
+        fsync(self.directory)
+        for old in self.names()[:-keep_last]:
+            self.delete(old)
+
+    def set_aside(self, name: str, suffix: str) -> None:
+        """Renames a damaged checkpoint, which stays."""
+        (self.directory / name).rename(self.directory / f"{name}.{suffix}")
+
+    def drop_oldest(self) -> str | None:
+        """Deletes the oldest checkpoint to make room and returns its name, but never the newest one."""
+        older = self.names()[:-1]
+        if older:
+            self.delete(older[0])
+        return older[0] if older else None
+
+    def delete(self, name: str) -> None:
+        remove(self.directory / name)
+
+    def delete_unfinished(self) -> None:
+        """Deletes what killed saves and deletions left."""
+        for leftover in self.directory.glob("step_*.tmp-*"):
+            remove(leftover)
+
+    def end_attempt(self, folder: Path) -> None:
+        """Nothing: `publish` renamed the folder, or the attempt failed and rank 0 removed it."""
+
+
+def remove(folder: Path) -> None:
+    """Deletes a folder. A checkpoint is renamed first, so that half of one never has its name."""
+    try:
+        if STEP_FOLDER.fullmatch(folder.name):
+            folder = folder.rename(folder.with_name(f"{folder.name}.tmp-deleted"))
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("could not delete %s: %s", folder, error)
