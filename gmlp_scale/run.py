@@ -153,7 +153,7 @@ def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> RemoteFo
     remote = RemoteFolder(config.run_folder, config.run_dir)
     world.on_main(lambda: stack.enter_context(remote.claimed()))
     if world.local_rank == 0:
-        remote.clear_local()
+        stack.enter_context(remote.local_folder())
     world.on_main(lambda: stack.enter_context(remote.mirrored()))
     return remote
 

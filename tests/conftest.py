@@ -6,6 +6,8 @@ import pytest
 
 from gmlp_scale import claim
 
+NEEDS_S3 = "needs s3fs and moto's server"
+
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the recipes give now")
@@ -42,3 +44,31 @@ def quick(monkeypatch):
     monkeypatch.setattr(claim, "_GONE_AFTER_SECONDS", 600.0)
     monkeypatch.setattr(claim, "_LOOK_EVERY_SECONDS", 0.02)
     monkeypatch.setattr(claim, "_is_other_process", lambda process: True)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A FaultyS3."""
+    server = pytest.importorskip("tests.data_prep.faulty_s3", reason=NEEDS_S3).FaultyS3()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    """A client of `server`, which has an empty bucket named bucket."""
+    s3fs = pytest.importorskip("s3fs", reason=NEEDS_S3)
+    boto3 = pytest.importorskip("boto3", reason=NEEDS_S3)
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    yield client
+    server.fault_fraction = 0.0
+    for entry in client.list_objects_v2(Bucket="bucket").get("Contents", []):
+        client.delete_object(Bucket="bucket", Key=entry["Key"])
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -61,12 +61,14 @@ def test_a_second_job_is_refused_once_the_first_shows_life(quick, tmp_path):
 
 
 @pytest.mark.parametrize("host", [os.uname().nodename, "another machine"])
-def test_a_claim_that_stands_still_blocks_nobody(quick, monkeypatch, tmp_path, host):
+def test_a_claim_that_stands_still_blocks_nobody(quick, monkeypatch, tmp_path, caplog, host):
     monkeypatch.setattr(claim, "_GONE_AFTER_SECONDS", 0.1)
     (tmp_path / "claims").mkdir()
     left = {"host": host, "process": os.getppid(), "id": "x", "beats": 3, "ended": False}
     (tmp_path / "claims/000007.json").write_text(json.dumps(left))
-    with hold_folder("OUTPUT", str(tmp_path / "claims")):
+    with hold_folder("OUTPUT", str(tmp_path / "claims")) as is_held:
+        assert f"OUTPUT was held by process {os.getppid()} on {host}, which has shown no sign for" in caplog.text
+        assert is_held()
         assert [claim["id"] == "x" for claim in claims(tmp_path / "claims")] == [True, False]
 
 

@@ -70,10 +70,10 @@ def _pretrain(overrides: list[str]) -> None:
     pretrain(load_run_config(SMOKE, overrides))
 
 
-def logged(run_dir: Path) -> list[dict]:
+def logged(run_folder: str | Path) -> list[dict]:
     """What the mathematics of the run decides, without speeds and memory, in the order of metrics.jsonl."""
     kept = ("step", "train/", "eval/", "data/")
-    return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(run_dir / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(f"{run_folder}/metrics.jsonl")]
 
 
 def assert_close(found: list[dict], wanted: list[dict]) -> None:

@@ -39,10 +39,13 @@ class RemoteFolder:
         with claimed(self.url) as self._is_held:
             yield
 
-    def clear_local(self) -> None:
-        """Makes `local` an empty folder, which no other user of the machine can read."""
+    @contextmanager
+    def local_folder(self) -> Iterator[None]:
+        """Makes `local` an empty folder, which only this user can read. It stays if the body fails."""
         shutil.rmtree(self.local, ignore_errors=True)
         self.local.mkdir(parents=True, mode=0o700)
+        yield
+        shutil.rmtree(self.local, ignore_errors=True)
 
     @contextmanager
     def mirrored(self) -> Iterator[None]:
@@ -61,7 +64,6 @@ class RemoteFolder:
             self._try_push()
             raise
         self._push()
-        shutil.rmtree(self.local)
 
     def _push(self) -> None:
         """Copies what changed to the URL in the order in which it was written: what comes last tells of the rest."""

@@ -11,7 +11,8 @@ from moto.server import ThreadedMotoServer
 
 class FaultyS3:
     """`url` is the proxy's. While `fault_fraction` is above 0, that part of the requests for objects fails: 503, a
-    connection closed without an answer, or a body cut short. `faults` counts them."""
+    connection closed without an answer, or a body cut short. `faults` counts them. `before_change` is called before
+    each request that changes something; if it returns False, that request is lost."""
 
     def __init__(self):
         self._server = ThreadedMotoServer(port=0, verbose=False)
@@ -19,6 +20,7 @@ class FaultyS3:
         self._moto = self._server.get_host_and_port()
         self.fault_fraction = 0.0
         self.faults = 0
+        self.before_change = lambda: True
         self._random = random.Random(0)
         self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), self._make_handler())
         self._thread = threading.Thread(target=self._proxy.serve_forever)
@@ -46,7 +48,8 @@ class FaultyS3:
             def forward(self):
                 body = self._read_body()
                 fault = s3.next_fault()
-                if fault == "close":
+                is_lost = self.command in ("PUT", "POST", "DELETE") and not s3.before_change()
+                if fault == "close" or is_lost:
                     self.close_connection = True
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return

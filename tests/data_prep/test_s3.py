@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import boto3
 import fsspec
 import pytest
 import torch
@@ -16,33 +15,6 @@ from gmlp_scale.files import read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.forked import Script, fork
 from tests.test_claim import check_races
-
-s3fs = pytest.importorskip("s3fs", reason="needs s3fs and moto's server")
-faulty_s3 = pytest.importorskip("tests.data_prep.faulty_s3", reason="needs s3fs and moto's server")
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = faulty_s3.FaultyS3()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def s3(server, monkeypatch):
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    yield client
-    server.fault_fraction = 0.0
-    for entry in client.list_objects_v2(Bucket="bucket").get("Contents", []):
-        client.delete_object(Bucket="bucket", Key=entry["Key"])
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def upload(client, folder: Path, prefix: str) -> None:
