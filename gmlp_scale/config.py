@@ -44,7 +44,7 @@ class ConfigError(ValueError):
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
 
 
-def _plain_path(place: Any) -> Any:
+def plain_path(place: Any) -> Any:
     """Without what makes two ways to write one path. URLs, and what is none of both, are left as they are."""
     return str(Path(place)) if isinstance(place, str | Path) and not is_url(place) else place
 
@@ -54,14 +54,15 @@ def _place_mistakes(output_dir: str) -> Iterable[str]:
     kind, _, rest = output_dir.partition("://")
     if not is_url(output_dir):
         return
-    if kind not in _STORES or not rest.strip("/"):
-        known = ", ".join(f"{store}://" for store in _STORES)
-        yield f"output_dir: found a URL that begins with {kind.partition(':')[0]}:; needed: a path, or one of {known}"
+    if kind not in _STORES or not rest.strip("/") or "?" in rest:
+        found = f"found a URL that begins with {kind.partition(':')[0]}:"
+        known = ", ".join(f"{store}://BUCKET/FOLDER" for store in _STORES)
+        yield f"output_dir: {found}; needed: a path, or one of {known}, with the keys where that store's clients look"
         return
     try:
         open_filesystem(output_dir)
     except OSError as error:
-        yield f"output_dir: {kind}:// cannot be opened: {error.__cause__}"
+        yield f"output_dir: {error}"
 
 
 class Recipe(BaseModel, frozen=True, extra="forbid"):
@@ -71,7 +72,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
-    output_dir: Annotated[str, BeforeValidator(_plain_path)] = "outputs"
+    output_dir: Annotated[str, BeforeValidator(plain_path)] = "outputs"
     """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
     seed: int = Field(ge=0, lt=2**32)
     """For the initial weights, the order of the rows, the masks and dropout."""

@@ -7,8 +7,9 @@ folder is run or unpickled.
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from gmlp_scale.config import RunConfig, load_run_config
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.files import download_file, is_url, list_files, redacted
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
@@ -117,7 +119,7 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
     if run.train.micro_batch_size == "auto":
         run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
     return TrainedModel(
-        place=f"{run_folder}/checkpoints/{folder_name(checkpoint.step)}",
+        place=redacted(f"{run_folder}/checkpoints/{folder_name(checkpoint.step)}"),
         config=with_kernels(run.model, "auto"),  # the run may have had a GPU that this machine lacks
         head="masked_language_model",
         labels=(),
@@ -155,6 +157,8 @@ def read_export(folder: str | Path) -> TrainedModel:
     Raises:
         FileNotFoundError, ExportError: naming the file and what is wrong with it, such as its checksum.
     """
+    if is_url(folder):
+        return _read_remote_export(str(folder))
     folder = Path(folder)
     _check_files(folder)
     config = _read_config(folder / "config.json")
@@ -185,6 +189,19 @@ def read_export(folder: str | Path) -> TrainedModel:
         details=details,
         recipe=_recipe(details),
     )
+
+
+def _read_remote_export(url: str) -> TrainedModel:
+    """From a copy that is deleted afterwards."""
+    with tempfile.TemporaryDirectory() as copy:
+        for name in list_files(url):
+            if "/" not in name:
+                download_file(f"{url}/{name}", Path(copy, name))
+        try:
+            export = read_export(copy)
+        except (FileNotFoundError, ExportError) as error:
+            raise type(error)(redacted(str(error).replace(copy, url))) from error
+    return replace(export, place=redacted(url), tokenizer_folder=url)
 
 
 def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:

@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--run", metavar="RUN_DIR_OR_URL")
-    model.add_argument("--export", type=Path, metavar="HF_DIR", help="a folder that launch/export.py wrote")
+    model.add_argument("--export", metavar="HF_DIR_OR_URL", help="a folder that launch/export.py wrote")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--all-steps", action="store_true", help="every complete checkpoint of the run")

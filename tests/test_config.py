@@ -1,5 +1,6 @@
 """RunConfig: a recipe and overrides in, one checked object or every mistake at once out."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,23 @@ def test_yaml_that_is_not_plain_is_refused(tmp_path, text, needle):
 
 def test_absent_file_is_one_clear_error(tmp_path):
     assert "cannot be read" in mistakes(tmp_path / "absent.yaml")[0]
+
+
+@pytest.mark.parametrize(
+    "place", ["s4://bucket/runs", "s3:/bucket/runs", "file:///runs", "https://host/x", "s3://", "s3://b?x=y"]
+)
+def test_a_url_that_is_of_no_store_is_a_mistake(place):
+    """It made a local folder named s3: and a run there."""
+    (mistake,) = mistakes(SMOKE, f"output_dir={place}")
+    found = f"found a URL that begins with {place.partition(':')[0]}:"
+    assert mistake.startswith(f"output_dir: {found}; needed: a path, or one of s3://BUCKET/FOLDER")
+
+
+def test_a_run_folder_is_a_path_or_a_url():
+    assert load_run_config(SMOKE, ["output_dir=./a//b/"]).run_folder == "a/b/smoke"
+    run = load_run_config(SMOKE, ["output_dir=memory://a/b/"])
+    assert run.run_folder == "memory://a/b/smoke" and run.run_dir.is_relative_to(tempfile.gettempdir())
+    assert run.run_dir != load_run_config(SMOKE, ["output_dir=memory://a/c"]).run_dir
 
 
 def test_resume_refuses_what_changes_the_run_and_allows_what_does_not():

@@ -16,7 +16,7 @@ from gmlp_scale.train.run_folder import claimed
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables
 from tests.test_pretrain import FSDP2, RECIPE, SINGLE, SMOKE, logged, run_in_turn
-from tests.written_shards import write_tiny_shards
+from tests.written_shards import add_tokenizer, write_tiny_shards
 
 URL = "s3://bucket/runs"
 
@@ -25,6 +25,7 @@ URL = "s3://bucket/runs"
 def shards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "shards"
     write_tiny_shards(folder, [17, 23], [12], sequence_length=32)
+    add_tokenizer(folder)
     return folder
 
 

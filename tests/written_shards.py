@@ -1,10 +1,12 @@
 """Small real shards, written as data_prep writes them."""
 
+import random
 from pathlib import Path
 
 import numpy as np
 
 from gmlp_scale.data.shards import Manifest, ShardWriter, Splits
+from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.files import write_text
 
 VOCAB_SIZE = 1000
@@ -47,3 +49,11 @@ def write_tiny_shards(
 def change_manifest(folder: Path, **fields) -> None:
     """Gives fields of the manifest other values, and seals it anew."""
     write_text(f"{folder}/manifest.json", Manifest.load(folder).model_copy(update=fields).to_json())
+
+
+def add_tokenizer(shards: Path) -> None:
+    """Trains one on random words and puts it beside the shards, as if they had been written with it."""
+    letters = random.Random(0)
+    texts = [" ".join("".join(letters.choices("abcdefghijklmnopqrst", k=5)) for _ in range(20)) for _ in range(300)]
+    train_tokenizer(texts, VOCAB_SIZE, shards / "tokenizer")
+    change_manifest(shards, tokenizer_sha256=Tokenizer(shards / "tokenizer").sha256)

@@ -45,6 +45,6 @@ def probe(run_folder: str | Path, step: int, config: FinetuneConfig, world: Worl
     with tempfile.TemporaryDirectory() as folder:
         export_dir = Path(folder) / "export"
         export_pretrained(run_folder, step, export_dir)
-        one = config.model_copy(update={"output_dir": folder, "model": export_dir})
+        one = config.model_copy(update={"output_dir": folder, "model": str(export_dir)})
         content = finetune(one, read_inputs(one), world)
         return content["scores"]["dev"][one.task_row.main_score]

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 
-from gmlp_scale.config import ConfigError, Recipe, stop_mistakes
+from gmlp_scale.config import ConfigError, Recipe, plain_path, stop_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
@@ -81,8 +80,8 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
 
     task: str
     """One of tasks.table.TASKS."""
-    model: Path
-    """A folder that launch/export.py wrote."""
+    model: Annotated[str, BeforeValidator(plain_path)]
+    """A folder that launch/export.py wrote, or one at a URL."""
     pretrained: bool = True
     """false: take the export's model and tokenizer, but random weights, as a baseline without pretraining."""
     dropout: float = Field(0.1, ge=0, lt=1)

@@ -10,7 +10,7 @@ import statistics
 
 import torch
 
-from gmlp_scale.files import read_file, write_text
+from gmlp_scale.files import read_file, redacted, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
 from gmlp_scale.finetune.inputs import Inputs
@@ -86,7 +86,7 @@ def build_table(run: FinetuneConfig, inputs: Inputs, tried: list[dict], seeds: l
     paper = published(run, inputs)
     return {
         "task": run.task,
-        "model": str(run.model),
+        "model": redacted(run.model),
         "pretrained": run.pretrained,
         "global_batch_size": chosen["train"]["global_batch_size"],
         "peak_learning_rate": chosen["optimizer"]["peak_learning_rate"],

@@ -1,17 +1,16 @@
 """launch/export.py on a real run."""
 
-import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.trained import read_export, read_run
 from launch.export import main
 from tests.forked import Script
-from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
+from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 
 ROOT = Path(__file__).parents[2]
 RECIPE = [
@@ -38,11 +37,8 @@ def export(monkeypatch, capsys):
 def run_dir(tmp_path_factory) -> Path:
     """A run of 4 steps with checkpoints after steps 3 and 4, evaluated after 2 and 4."""
     folder = tmp_path_factory.mktemp("run")
-    letters = random.Random(0)
-    texts = [" ".join("".join(letters.choices("abcdefghijklmnopqrst", k=5)) for _ in range(20)) for _ in range(300)]
-    train_tokenizer(texts, VOCAB_SIZE, folder / "shards" / "tokenizer")
     write_tiny_shards(folder / "shards", [16], [4], sequence_length=32)
-    change_manifest(folder / "shards", tokenizer_sha256=Tokenizer(folder / "shards" / "tokenizer").sha256)
+    add_tokenizer(folder / "shards")
     places = [f"data.shards={folder / 'shards'}", f"output_dir={folder}", "name=tiny"]
     recipe = ROOT / "configs" / "pretrain" / "smoke.yaml"
     code, _, errors = Script("launch/pretrain.py", ["--config", recipe, *RECIPE, *places]).end()

@@ -1,16 +1,22 @@
 """Grid and seeds: which runs are trained, picked or skipped, and the table."""
 
 import json
+import tempfile
 from dataclasses import replace
 
+import fsspec
 import pytest
 
 from gmlp_scale.config import ConfigError
+from gmlp_scale.files import read_file, upload_file
 from gmlp_scale.finetune import sweep as sweep_module
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.remote_checkpoints import saved_steps
+from gmlp_scale.trained import read_export
 from tests.finetune.small_recipes import sentiment_run
 
 
@@ -132,3 +138,23 @@ def test_papers_numbers_need_the_papers_model_and_data(tmp_path, export):
         bert = TransformerConfig(num_blocks=12, d_model=768, num_heads=12, positions=positions, **sizes)
         found = with_(bert, 67_349, 872)
         assert (found and found[0]) == name
+
+
+def test_a_sweep_at_a_url_from_an_export_at_a_url(tmp_path, export, world, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for path in export.iterdir():
+        upload_file(path, f"memory://exports/tiny/{path.name}")
+    run = small(tmp_path, "memory://exports/tiny", "output_dir=memory://runs", "train.stop_after_step=1")
+    assert sweep(run, read_inputs(run), world, num_seeds=1, grid=False) is None
+    run = small(tmp_path, "memory://exports/tiny", "output_dir=memory://runs")
+    table = sweep(run, read_inputs(run), world, num_seeds=1, grid=False)
+    assert json.loads(read_file("memory://runs/sst2/table.json")) == table and table["model"] == "memory://exports/tiny"
+    member = f"memory://runs/sst2/{members(run, grid=False)[0].name}"
+    assert [row["step"] for row in read_metrics(f"{member}/metrics.jsonl") if "train/loss" in row] == [1, 2]
+    assert read_export(f"{member}/last").tokenizer().vocab_size == 400
+    assert json.loads(read_file(f"{member}/scores.json"))["step"] == saved_steps(member)[-1] == 2
+    trained = count_runs(monkeypatch)
+    assert sweep(run, read_inputs(run), world, num_seeds=1, grid=False) == table and trained == []
+    with pytest.raises(FileNotFoundError, match=r"no export at memory://exports/nothing: .*config.json does not exist"):
+        read_export("memory://exports/nothing")
+    fsspec.filesystem("memory").rm("/", recursive=True)
