@@ -20,6 +20,7 @@ nothing is ever unpickled. A save has these steps; those in the background need 
 
 A kill before 5 or during 6 leaves a temporary folder, which the next run on this folder removes. The rename is the only
 commit, and POSIX makes it atomic: a folder with a checkpoint's name is always whole. That is why DONE comes before it.
+A run folder at a URL has no rename: gmlp_scale/train/remote_checkpoints.py tells what takes the place of 4 to 6 there.
 We do not trust the filesystem either: before a tensor is used, every file that DONE names must have its checksum.
 """
 

@@ -63,7 +63,10 @@ class RemoteFolder:
         except BaseException:
             self._try_push()
             raise
-        self._push()
+        try:
+            self._push()
+        except OSError as error:
+            raise OSError(f"{error}. The files are in {self.local}: copy them; the next start deletes them") from error
 
     def _push(self) -> None:
         """Copies what changed to the URL in the order in which it was written: what comes last tells of the rest."""

@@ -72,7 +72,7 @@ def test_a_store_that_fails_is_told_once_and_ends_nothing_before_the_end(folder,
         raise ConnectionResetError("reset")
 
     with (
-        pytest.raises(OSError, match=r"writing .*metrics.jsonl failed 1 times"),
+        pytest.raises(OSError, match=r"writing .*metrics.jsonl failed 1 times.* The files are in .*local: copy them"),
         folder.local_folder(),
         folder.mirrored(),
     ):
