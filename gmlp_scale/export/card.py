@@ -29,16 +29,17 @@ def model_card(
 ) -> str:
     """The card in Markdown. Each section of `details` is shown unchanged, under a heading of its own."""
     task, loading = _LOADING[head]
-    n = model.sequence_length
-    length = f"At most {n} tokens a row; longer ones raise a ValueError. "
-    if row_length is None:
-        length += f"Shorter ones use the part of the model's positions that they need; rows in training had {n}."
-    else:
-        length += f"Shorter ones are padded to {row_length} within the model, as they were in finetuning."
+    n = row_length or model.sequence_length
+    longest = model.sequence_length if model.masks_padding else n
+    length = f"At most {longest} tokens a row; longer ones raise a ValueError. Rows in training had {n}."
     if model.masks_padding:
-        padding = "No position attends to `<pad>`, which is known by its id: `attention_mask` is not used."
+        padding = "No position attends to padding, so a row has the same logits in any batch."
     else:
-        padding = "Padding is not masked: `attention_mask` is not used, and a row padded otherwise has other logits."
+        padding = (
+            f"The model masks no padding: it pads every row to {n} tokens itself, as in training, so a row has the "
+            f"same logits in any batch. The cost: a short row takes the time and memory of {n} tokens. Loading with "
+            "`row_length=...` sets another length, which gives other logits."
+        )
     return f"""---
 library_name: transformers
 pipeline_tag: {task}

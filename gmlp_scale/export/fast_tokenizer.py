@@ -56,7 +56,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, model_max_length: int) -
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{token.content.strip('<>')}_token": token.__getstate__() | {"__type": "AddedToken"} for token in special},
         "model_max_length": model_max_length,
-        "model_input_names": ["input_ids"],
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(config, ensure_ascii=False, indent=1) + "\n"

@@ -131,8 +131,9 @@ def write_export(
         tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)  # safetensors gives it to its owner only
         copy_sources(unfinished)
-        write_tokenizer(unfinished, tokenizer, model.sequence_length)
+        write_tokenizer(unfinished, tokenizer, row_length or model.sequence_length)
         (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
         num_parameters = sum(tensor.numel() for tensor in weights.values())
         card = model_card(model, num_parameters, head, row_length, details)

@@ -110,7 +110,7 @@ def test_special_tokens_and_templates(tokenizer, fast):
     ]
     assert fast.model_max_length == 64
     a, b = tokenizer.encode("the cat"), tokenizer.encode("a dog")
-    assert fast("the cat") == {"input_ids": [2, *a, 3]}
+    assert fast("the cat") == {"input_ids": [2, *a, 3], "attention_mask": [1] * (len(a) + 2)}
     assert fast("the cat", "a dog")["input_ids"] == [2, *a, 3, *b, 3]
     assert fast("the cat", "a dog").sequence_ids(0) == [None, *[0] * len(a), None, *[1] * len(b), None]
     assert fast("the <mask> cat")["input_ids"] == [2, *tokenizer.encode("the"), 4, *tokenizer.encode(" cat"), 3]

@@ -1,6 +1,7 @@
 """Export folders: written whole or not at all, read back to the bit, and refused with a reason."""
 
 import json
+import os
 import shutil
 import subprocess
 
@@ -56,6 +57,15 @@ def test_every_head_comes_back(tiny_export, tmp_path, head, labels):
     assert (export.head, export.labels, export.row_length) == (head, labels, 8)
 
 
+def test_every_file_has_the_mode_of_the_umask(tiny_export, tmp_path):
+    before = os.umask(0o027)
+    try:
+        tiny_export("gmlp", tmp_path / "hf")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
+
+
 def test_the_file_holds_the_tied_matrix_once(export):
     names = load_file(export / "model.safetensors").keys()
     assert "model.embedding.weight" in names
@@ -72,14 +82,15 @@ def test_the_card_tells_the_recipe_the_steps_and_the_perplexity(export, tiny_exp
         "measured at step 2",
         "name: amlp",
         'pipeline("fill-mask"',
-        "Padding is not masked",
+        "it pads every row to 12 tokens itself",
+        "takes the time and memory of 12 tokens",
     ):
         assert text in card
     tiny_export("gmlp", tmp_path / "classifier", "sequence_classification", ("a", "b"), details={}, row_length=8)
     card = (tmp_path / "classifier" / "README.md").read_text()
-    assert 'pipeline("text-classification"' in card and "padded to 8" in card
+    assert 'pipeline("text-classification"' in card and "pads every row to 8 tokens" in card
     tiny_export("bert-relative", tmp_path / "bert")
-    assert "No position attends to `<pad>`" in (tmp_path / "bert" / "README.md").read_text()
+    assert "No position attends to padding" in (tmp_path / "bert" / "README.md").read_text()
 
 
 def test_a_taken_folder_is_refused_and_left_alone(tiny_export, tmp_path):

@@ -1,5 +1,6 @@
 """Exports in a process of their own, where neither this package nor pydantic nor sentencepiece can be imported."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -29,15 +30,15 @@ QUESTIONS = [
 ]
 
 LOADER = """
-import json, sys
+import importlib.util, json, sys
 
-ABSENT = ("gmlp_scale", "pydantic", "sentencepiece")
+ABSENT = ("gmlp_scale", "pydantic", "sentencepiece", "deepspeed")  # deepspeed needs pydantic
 sys.modules.update(dict.fromkeys(ABSENT))  # to import one of them is a ModuleNotFoundError
 import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModel, AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
-    pipeline,
+    DataCollatorForLanguageModeling, DataCollatorForTokenClassification, DataCollatorWithPadding, pipeline,
 )
 torch.set_num_threads(1)
 folder, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
@@ -51,6 +52,10 @@ with torch.no_grad():
         model = load(AutoModelForMaskedLM, kind)
         tensors[f"{kind} whole"] = model(ids).logits
         tensors[f"{kind} short"] = model(ids[:, :7]).logits
+        mixed = ids[:, :9].where(torch.arange(9) < torch.tensor([[9], [7], [5]]), 0)
+        tensors[f"{kind} batch"] = model(mixed).logits[2, :5]
+        tensors[f"{kind} mask"] = model(ids[:, :9], attention_mask=(mixed != 0).long()).logits[2, :5]
+        tensors[f"{kind} alone"] = model(ids[2:, :5]).logits[0]
     try:
         model(torch.cat([ids, ids], dim=1))
     except ValueError as error:
@@ -76,6 +81,21 @@ with torch.no_grad():
 
     fill = pipeline("fill-mask", model=f"{folder}/amlp", trust_remote_code=True)
     facts["filled"] = fill("the <mask> dog")
+    texts = ["the <mask> dog", "a <mask>", "the <mask> see"]
+    facts["filled in a batch"] = [fill(texts, batch_size=3), [fill(text) for text in texts]]
+
+    tokenizer = load(AutoTokenizer, "amlp")
+    features = [tokenizer("the cat"), tokenizer("a dog went over")]
+    padded = DataCollatorWithPadding(tokenizer)([feature | {"label": 1} for feature in map(dict, features)])
+    torch.manual_seed(0)
+    masked = DataCollatorForLanguageModeling(tokenizer)(features)
+    tagged = [dict(feature) | {"labels": [1] * len(feature["input_ids"])} for feature in features]
+    collated = {"padding": padded, "masking": masked, "tags": DataCollatorForTokenClassification(tokenizer)(tagged)}
+    facts["collated"] = {name: {key: value.tolist() for key, value in c.items()} for name, c in collated.items()}
+    facts["losses"] = [
+        load(AutoModelForMaskedLM, "amlp")(**masked).loss.item(),
+        load(AutoModelForSequenceClassification, "classifier")(**padded).loss.item(),
+    ]
 
     for auto in (AutoModelForSequenceClassification, AutoModelForQuestionAnswering):
         model = load(auto, "amlp")  # a new head on the pretrained trunk
@@ -83,14 +103,38 @@ with torch.no_grad():
     tensors["class logits"] = load(AutoModelForSequenceClassification, "classifier")(ids[:, :7]).logits
     spans = load(AutoModelForQuestionAnswering, "spans")(ids[:, :7])
     tensors["first logits"], tensors["last logits"] = spans.start_logits, spans.end_logits
+    mask = (torch.arange(9) < torch.tensor([[9], [7], [5]])).long()
+    for head, name in [(AutoModel, "amlp"), (AutoModelForSequenceClassification, "classifier"),
+                       (AutoModelForQuestionAnswering, "spans")]:
+        model = load(head, name)
+        for outcome, *given in [("batch", ids[:, :9], mask), ("alone", ids[2:, :5])]:
+            logits = torch.stack(model(*given, return_dict=False), dim=1)
+            tensors[f"{name} head {outcome}"] = logits[-1] if name == "classifier" else logits[-1, :, :5]
+    try:
+        model(ids)
+    except ValueError as error:
+        facts["too long for finetuning"] = str(error)
     classify = pipeline("text-classification", model=f"{folder}/classifier", trust_remote_code=True)
     facts["classified"] = classify({"text": "the cat", "text_pair": "a dog"}, top_k=None)
+    texts = ["the cat", "a", "a dog see"]
+    facts["classified in a batch"] = [classify(texts, batch_size=3), [classify(text)[0] for text in texts]]
     answer = pipeline("question-answering", model=f"{folder}/spans", trust_remote_code=True)
     facts["answers"] = answer(json.loads(sys.argv[4]))
+    facts["answers in a batch"] = answer(json.loads(sys.argv[4]), batch_size=4)
     facts["answers of other windows"] = answer(json.loads(sys.argv[4]), document_stride=1)
     facts["answer or nothing"] = answer(**json.loads(sys.argv[4])[0], handle_impossible_answer=True)
 
 facts["imported"] = [name for name in sys.modules if name.partition(".")[0] in ABSENT and sys.modules[name]]
+if importlib.util.find_spec("accelerate"):
+    from transformers import Trainer, TrainingArguments
+    model = load(AutoModelForSequenceClassification, "classifier")
+    rows = [dict(tokenizer(text)) | {"label": number % 3} for number, text in enumerate(["the cat", "a", "a dog"] * 8)]
+    settings = TrainingArguments(f"{folder}/trainer", num_train_epochs=5, learning_rate=1e-2, report_to="none",
+                                 use_cpu=True, save_strategy="no", disable_tqdm=True)
+    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    facts["losses of Trainer"] = [before, trainer.evaluate()["eval_loss"]]
 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{folder}/tensors.safetensors")
 print(json.dumps(facts))
 """
@@ -146,8 +190,57 @@ def test_logits_are_ours(models, loaded, kind):
     _, tensors = loaded
     model = models[1][kind]
     assert_close(tensors[f"{kind} whole"], every_logit(model, IDS))
-    assert_close(tensors[f"{kind} short"], every_logit(model, IDS[:, :7]))
+    short = IDS[:, :7] if model.masks_padding else torch.nn.functional.pad(IDS[:, :7], (0, LENGTH - 7))
+    assert_close(tensors[f"{kind} short"], every_logit(model, short)[:, :7])
     assert tensors[f"{kind} whole"].std() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_does_not_change_its_rows(loaded, kind):
+    _, tensors = loaded
+    for outcome in ("batch", "mask"):
+        assert_close(tensors[f"{kind} {outcome}"], tensors[f"{kind} alone"])
+
+
+@pytest.mark.parametrize("name", ["amlp", "classifier", "spans"])
+def test_a_batch_does_not_change_the_answers_of_any_head(loaded, name):
+    assert_close(loaded[1][f"{name} head batch"], loaded[1][f"{name} head alone"])
+
+
+def test_collators_pad_and_mask(loaded, tokenizer_folder):
+    facts, _ = loaded
+    texts = [[2, *Tokenizer(tokenizer_folder).encode(text), 3] for text in ("the cat", "a dog went over")]
+    length = max(map(len, texts))
+    ids = [text + [0] * (length - len(text)) for text in texts]
+    mask = [[1] * len(text) + [0] * (length - len(text)) for text in texts]
+    assert facts["collated"]["padding"] == {"input_ids": ids, "attention_mask": mask, "labels": [1, 1]}
+    tags = [[1] * len(text) + [-100] * (length - len(text)) for text in texts]
+    assert facts["collated"]["tags"] == {"input_ids": ids, "attention_mask": mask, "labels": tags}
+    masked = {name: np.array(values) for name, values in facts["collated"]["masking"].items()}
+    chosen, ids, mask = masked["labels"] != -100, np.array(ids), np.array(mask)
+    assert np.array_equal(masked["attention_mask"], mask)
+    assert chosen.any() and (ids[chosen] > 4).all()  # neither special tokens nor padding
+    assert np.array_equal(np.where(chosen, masked["labels"], masked["input_ids"]), ids)
+    assert all(math.isfinite(loss) for loss in facts["losses"])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="Trainer needs accelerate")
+def test_trainer_trains_in_batches(loaded):
+    before, after = loaded[0]["losses of Trainer"]
+    assert after < before / 2
+
+
+def test_pipelines_give_the_same_in_batches(loaded):
+    facts, _ = loaded
+    filled, alone = facts["filled in a batch"]
+    for candidates, others in zip(filled, alone, strict=True):
+        assert [c["token"] for c in candidates] == [c["token"] for c in others]
+        assert [c["score"] for c in candidates] == pytest.approx([c["score"] for c in others], abs=1e-5)
+    classified, alone = facts["classified in a batch"]
+    assert [c["label"] for c in classified] == [c["label"] for c in alone]
+    assert [c["score"] for c in classified] == pytest.approx([c["score"] for c in alone], abs=1e-5)
+    for found, other in zip(facts["answers in a batch"], facts["answers"], strict=True):
+        assert found == {**other, "score": pytest.approx(other["score"], abs=1e-5)}
 
 
 @torch.no_grad()
@@ -162,7 +255,10 @@ def test_base_model_and_loss(models, loaded):
 
 def test_too_long_rows_are_refused(loaded):
     facts, _ = loaded
-    assert facts["too long"].startswith("the rows hold 24 tokens but the model was made for at most 12")
+    assert facts["too long"].startswith("the rows hold 24 tokens but in training they held 12: cut the rows")
+    assert facts["too long for finetuning"].endswith(
+        "held 10: cut the rows, as the tokenizer does with truncation=True, max_length=10"
+    )
 
 
 def test_round_trip_through_transformers(models, loaded, tokenizer_folder):
@@ -197,7 +293,9 @@ def test_fill_mask_gives_our_probabilities(models, loaded, tokenizer_folder):
     facts, _ = loaded
     tokenizer = Tokenizer(tokenizer_folder)
     before, after = tokenizer.encode("the"), tokenizer.encode(" dog")
-    logits = every_logit(models[1]["amlp"], torch.tensor([[2, *before, 4, *after, 3]]))[0, 1 + len(before)]
+    ids = [2, *before, 4, *after, 3]
+    row = torch.tensor([ids + [0] * (LENGTH - len(ids))])
+    logits = every_logit(models[1]["amlp"], row)[0, 1 + len(before)]
     expected = logits.softmax(-1).topk(5)
     assert [candidate["token"] for candidate in facts["filled"]] == expected.indices.tolist()
     assert [candidate["score"] for candidate in facts["filled"]] == pytest.approx(expected.values.tolist(), abs=1e-5)

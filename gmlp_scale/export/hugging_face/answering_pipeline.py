@@ -4,18 +4,20 @@ transformers itself has no such pipeline since version 5.
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from transformers import Pipeline
+from transformers.pipelines.base import ChunkPipeline
 
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS, NUM_BEST, Window, WindowScores, cut_windows, spans
 
 
-class QuestionAnsweringPipeline(Pipeline):
+class QuestionAnsweringPipeline(ChunkPipeline):
     """answer(question=..., context=...) -> {"answer", "start", "end", "score"}, or a list of these for a list of dicts.
 
     start, end: the answer's characters in the context. score: the span's probability, compared with no answer.
+    batch_size: windows, of any of the contexts, that the model reads at a time; 1 by default.
     document_stride: tokens from one window of a long context to the next; by default as in finetuning.
     handle_impossible_answer: the answer may be "", if that is likelier than every span.
     """
@@ -27,7 +29,7 @@ class QuestionAnsweringPipeline(Pipeline):
     def _sanitize_parameters(self, document_stride: int | None = None, handle_impossible_answer: bool = False):
         return {"document_stride": document_stride}, {}, {"handle_impossible_answer": handle_impossible_answer}
 
-    def preprocess(self, inputs: dict[str, str], document_stride: int | None) -> dict:
+    def preprocess(self, inputs: dict[str, str], document_stride: int | None) -> Iterator[dict]:
         config = self.model.config
         row_length = config.row_length or config.sequence_length
         question = self._tokens(inputs["question"].strip())["input_ids"][:MAX_QUESTION_TOKENS]
@@ -37,31 +39,33 @@ class QuestionAnsweringPipeline(Pipeline):
         stride = document_stride or config.document_stride
         start = [config.cls_token_id, *question, config.sep_token_id]
         windows = cut_windows(len(context["input_ids"]), row_length - len(start) - 1, stride)
-        rows = [[*start, *context["input_ids"][w.first : w.stop], config.sep_token_id] for w in windows]
-        rows = [row + [config.pad_token_id] * (row_length - len(row)) for row in rows]
-        return {
-            "input_ids": torch.tensor(rows),
-            "windows": windows,
-            "context_position": len(start),
-            "ranges": context["offset_mapping"],
-            "context": inputs["context"],
-        }
+        for window in windows:
+            row = [*start, *context["input_ids"][window.first : window.stop], config.sep_token_id]
+            row += [config.pad_token_id] * (row_length - len(row))
+            yield {
+                "input_ids": torch.tensor([row]),
+                "window": window,
+                "context_position": len(start),
+                "ranges": context["offset_mapping"],
+                "context": inputs["context"],
+                "is_last": window is windows[-1],
+            }
 
     def _forward(self, inputs: dict) -> dict:
         output = self.model(inputs.pop("input_ids"))
         return {"first_logits_BN": output.start_logits, "last_logits_BN": output.end_logits, **inputs}
 
-    def postprocess(self, outputs: dict, handle_impossible_answer: bool) -> dict:
-        logits_BN2 = torch.stack([outputs["first_logits_BN"], outputs["last_logits_BN"]], dim=-1).float().numpy()
-        scores = [
-            _window_scores(logits_N2, window, outputs["context_position"])
-            for logits_N2, window in zip(logits_BN2, outputs["windows"], strict=True)
-        ]
+    def postprocess(self, outputs: list[dict], handle_impossible_answer: bool) -> dict:
+        scores = []
+        for output in outputs:
+            logits_1N2 = torch.stack([output["first_logits_BN"], output["last_logits_BN"]], dim=-1).float().numpy()
+            scores.append(_window_scores(logits_1N2[0], output["window"], output["context_position"]))
+        ranges, context = outputs[0]["ranges"], outputs[0]["context"]
         null_logit = min(window.null_logit for window in scores)
         nothing = {"answer": "", "start": 0, "end": 0}
         for span in spans(scores):
-            start, end = outputs["ranges"][span.first][0], outputs["ranges"][span.last][1]
-            text = outputs["context"][start:end]
+            start, end = ranges[span.first][0], ranges[span.last][1]
+            text = context[start:end]
             if text.strip():
                 start += len(text) - len(text.lstrip())
                 score = 1 / (1 + math.exp(min(null_logit - span.logit, 700.0)))

@@ -1,7 +1,9 @@
 """gmlp_scale's encoders for transformers: each class holds one of the package's own models and returns its logits.
 
-The Transformers mask <pad> where `input_ids` holds it; the others mask nothing. Every forward accepts `attention_mask`
-and `token_type_ids`, because tokenizers give them, and does not use them.
+A batch does not change the logits of its rows. The Transformers mask padding. The others mask nothing, so their rows
+are padded to the length that rows had in training, and what was added is cut off again. Padding is on the right: <pad>
+in `input_ids`, or any token where `attention_mask`, [B, N], is 0. `token_type_ids` is accepted, because tokenizers may
+give it, and not used.
 
 Shape suffixes: B batch, N positions, D width, V vocabulary, C classes.
 """
@@ -57,12 +59,27 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
         if hasattr(module, "init_special_weights"):
             module.init_special_weights(torch.default_generator)
 
-    def _padded(self, input_ids: Tensor) -> Tensor:
-        num_missing = (self.config.row_length or 0) - input_ids.shape[1]
-        return F.pad(input_ids, (0, num_missing), value=self.config.pad_token_id) if num_missing > 0 else input_ids
+    def _rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The token ids with <pad> for all that is padding, and in rows of training's length where that matters.
 
-    def _hidden_states(self, input_ids: Tensor) -> Tensor:
-        return self.model.norm(self.model.encode(self._padded(input_ids)))[:, : input_ids.shape[1]]
+        Raises:
+            ValueError: the rows are longer than that.
+        """
+        if attention_mask is not None:
+            input_ids = input_ids.masked_fill(attention_mask == 0, self.config.pad_token_id)
+        if self.model.masks_padding:
+            return input_ids
+        num_positions, row_length = input_ids.shape[1], self.config.row_length or self.config.sequence_length
+        if num_positions > row_length:
+            raise ValueError(
+                f"the rows hold {num_positions} tokens but in training they held {row_length}: cut the rows, as the "
+                f"tokenizer does with truncation=True, max_length={row_length}"
+            )
+        return F.pad(input_ids, (0, row_length - num_positions), value=self.config.pad_token_id)
+
+    def _hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        rows = self._rows(input_ids, attention_mask)
+        return self.model.norm(self.model.encode(rows))[:, : input_ids.shape[1]]
 
 
 class GmlpScaleModel(GmlpScalePreTrainedModel):
@@ -73,7 +90,7 @@ class GmlpScaleModel(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None):
-        return BaseModelOutput(last_hidden_state=self._hidden_states(input_ids))
+        return BaseModelOutput(last_hidden_state=self._hidden_states(input_ids, attention_mask))
 
 
 class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
@@ -85,7 +102,7 @@ class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, labels: Tensor | None = None):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
-        logits_BNV = F.linear(self._hidden_states(input_ids), self.model.embedding.weight).float()
+        logits_BNV = F.linear(self._hidden_states(input_ids, attention_mask), self.model.embedding.weight).float()
         loss = None if labels is None else F.cross_entropy(logits_BNV.flatten(0, 1), labels.flatten())
         return MaskedLMOutput(loss=loss, logits=logits_BNV)
 
@@ -101,7 +118,7 @@ class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, labels: Tensor | None = None):
         """labels: int64 [B]; the loss is the mean cross-entropy."""
-        logits_BC = self.model.predict(LabelledBatch(self._padded(input_ids), labels))
+        logits_BC = self.model.predict(LabelledBatch(self._rows(input_ids, attention_mask), labels))
         loss = None if labels is None else F.cross_entropy(logits_BC, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits_BC)
 
@@ -122,7 +139,7 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
         end_positions: Tensor | None = None,
     ):
         """start_positions, end_positions: int64 [B]; the loss is the mean of both cross-entropies over positions."""
-        batch = SpanBatch(self._padded(input_ids), start_positions, end_positions)
+        batch = SpanBatch(self._rows(input_ids, attention_mask), start_positions, end_positions)
         start_logits_BN, end_logits_BN = self.model.predict(batch).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
