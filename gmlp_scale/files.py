@@ -3,9 +3,11 @@
 A URL may hold a password or a signature. `redacted` takes them out of all that is written or printed.
 """
 
+import errno
 import logging
 import os
 import re
+import socket
 import sys
 import time
 import uuid
@@ -28,6 +30,10 @@ _PERMANENT = (
     ImportError,
 )  # fmt: skip
 _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+_UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
+
+_store_has_answered = False
+"""Whether any store has answered this process. Before that, a store that is out of reach is a mistake of the set-up."""
 
 # user:password@ of any URL, token@ of a web address, and the whole query of a URL that is signed: its date changes too.
 _SECRETS_OF_URLS = re.compile(
@@ -85,23 +91,40 @@ def is_local(url: str | Path) -> bool:
 def with_retries(operation: Callable[[], T], what: str) -> T:
     """The operation's result; a failure is tried again with growing waits, since a store may fail for a moment.
 
-    An error that waiting does not mend, such as a missing object or a refused key, is raised at once. The last failure
-    raises StoreError, which names `what`.
+    An error that waiting does not mend, such as a missing object or a refused key, is raised at once. StoreError, which
+    names `what`, tells of the last failure, and at once of a missing key or of a store that was never in reach.
     """
+    global _store_has_answered
     for wait_seconds in (*_WAIT_SECONDS, None):
         try:
-            return operation()
+            result = operation()
+            _store_has_answered = True
+            return result
         except _PERMANENT as error:
             if isinstance(error, OSError):
                 raise type(error)(redacted(f"{what}: {error.strerror or error or type(error).__name__}")) from error
             raise
         except Exception as error:
+            if needed := _missing(error):
+                raise StoreError(redacted(f"{what}: {error}; {needed}")) from error
             if wait_seconds is None:
                 found = f"{what} failed {len(_WAIT_SECONDS) + 1} times, at last with {error!r}"
                 raise StoreError(redacted(found)) from error
             log.info("%s; trying again in %s s", redacted(f"{what} failed with {error!r}"), wait_seconds)
             time.sleep(wait_seconds)
     raise AssertionError
+
+
+def _missing(error: BaseException | None) -> str | None:
+    """What the user has to give so that a store can be used at all; None if the error may pass."""
+    while error:
+        if "Credentials" in type(error).__name__:
+            return "give the store's key in the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        is_unreachable = isinstance(error, socket.gaierror) or getattr(error, "errno", None) in _UNREACHABLE
+        if is_unreachable and not _store_has_answered:
+            return "check that this machine has a network, and the store's address, for S3 AWS_ENDPOINT_URL"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def read_file(url: str | Path) -> bytes:

@@ -1,17 +1,20 @@
 """From a bucket to a bucket to a batch, against a real S3 server that falters."""
 
+import errno
 import json
 import os
+import socket
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
+from botocore.exceptions import NoCredentialsError
 
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
-from gmlp_scale.files import read_file, with_retries, write_file
+from gmlp_scale.files import StoreError, read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.forked import Script, fork
 from tests.test_claim import check_races
@@ -150,6 +153,41 @@ def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
     with pytest.raises(OSError, match="reading s3://b/x failed 3 times, at last with ConnectionResetError"):
         with_retries(fail, "reading s3://b/x")
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "error, needed",
+    [
+        (NoCredentialsError(), "Unable to locate credentials; give the store's key in the environment, for S3 AWS_ACC"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "refused; check that this machine has a network"),
+        (socket.gaierror(socket.EAI_AGAIN, "no such name"), "no such name; check that this machine has a network"),
+    ],
+)
+def test_what_no_waiting_mends_is_told_at_once(error, needed, monkeypatch):
+    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", ())
+    monkeypatch.setattr("gmlp_scale.files._store_has_answered", False)
+
+    def fail():
+        try:
+            raise error
+        except type(error) as cause:
+            raise RuntimeError(str(cause)) from cause  # as botocore's stand before aiohttp's
+
+    with pytest.raises(StoreError, match=f"reading s3://b/x: .*{needed}"):
+        with_retries(fail, "reading s3://b/x")
+
+
+def test_a_store_that_answered_may_be_out_of_reach_for_a_moment(monkeypatch):
+    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", (0.0,))
+    assert with_retries(lambda: 1, "reading s3://b/x") == 1
+    answers = iter([ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 2])
+
+    def read():
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    assert with_retries(read, "reading s3://b/x") == 2
 
 
 def test_of_jobs_that_start_together_one_holds_a_bucket(s3, server, quick):
