@@ -90,9 +90,10 @@ def check_input(job: JobFolder, options: JobOptions) -> None:
     read = job.total_counts("read")
     num_bad = num_bad_records(read)
     if num_bad > max_bad_fraction * (read["documents"] + num_bad):
+        reasons = ", ".join(f"{count} {name}" for name, count in read.most_common() if name.startswith("bad: "))
         raise JobError(
-            f"{num_bad} of {read['documents'] + num_bad} records are bad, more than --max-bad-fraction "
-            f"{max_bad_fraction}; they are listed in {job.url}/quarantine"
+            f"{num_bad} of {read['documents'] + num_bad} records are bad ({reasons.replace('bad: ', '')}), more than "
+            f"--max-bad-fraction {max_bad_fraction}; they are listed in {job.url}/quarantine"
         )
 
 

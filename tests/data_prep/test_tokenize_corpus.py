@@ -91,7 +91,8 @@ def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
     ]
     assert [(entry["line"], entry["file"]) for entry in entries] == [(line, str(bad)) for line in (2, 3, 4)]
     message = tokenize(f"{corpus}/*", tmp_path / "strict", "--max-bad-fraction", 0.001, code=1)
-    assert "3 of 904 records are bad, more than --max-bad-fraction 0.001" in message
+    assert "3 of 904 records are bad (1 " in message and "1 no text in field 'text'" in message
+    assert "), more than --max-bad-fraction 0.001; they are listed in" in message
     assert not (tmp_path / "strict/manifest.json").exists()
     bad.write_bytes(b"{}\n" * 10_001)
     message = tokenize(bad, tmp_path / "early", code=1)
