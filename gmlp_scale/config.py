@@ -36,12 +36,13 @@ _STORES = ("s3", "s3a", "gs", "gcs", "memory")
 
 
 class ConfigError(ValueError):
-    """All mistakes in a recipe and its overrides, one per line."""
+    """All mistakes in a recipe and its overrides, one per line; then what to change, if they share that."""
 
-    def __init__(self, source: str, mistakes: list[str]):
+    def __init__(self, source: str, mistakes: list[str], needed: str = ""):
         self.mistakes = mistakes
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-        super().__init__(f"{source}: {count}\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+        lines = [f"{source}: {count}", *(f"  {mistake}" for mistake in mistakes), needed]
+        super().__init__("\n".join(filter(None, lines)))
 
 
 def plain_path(place: Any) -> Any:
@@ -68,6 +69,7 @@ def _place_mistakes(output_dir: str) -> Iterable[str]:
 class Recipe(BaseModel, frozen=True, extra="forbid"):
     """What the recipes of pretraining and finetuning share. Both also have train, optimizer, engine and checkpoint."""
 
+    launcher: ClassVar[str]
     free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
@@ -136,6 +138,8 @@ def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
 class RunConfig(Recipe, frozen=True, extra="forbid"):
     """One pretraining run."""
 
+    launcher: ClassVar[str] = "launch/pretrain.py"
+
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
@@ -203,6 +207,8 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
         raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(content, dict):
         raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
+    if (launcher := _launcher(content)) != config_class.launcher:
+        raise ConfigError(str(path), [f"is a recipe of {launcher}; needed is one of {config_class.launcher}"])
     mistakes = _apply_overrides(content, list(overrides))
     try:
         run = config_class.model_validate(content)
@@ -228,6 +234,11 @@ def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -
         if old.get(field) != new.get(field)
         and not any(field == f or (f.endswith(".") and field.startswith(f)) for f in free)
     ]
+
+
+def _launcher(recipe: dict) -> str:
+    """Which script the recipe is for. Only finetuning has a task."""
+    return "launch/finetune.py" if "task" in recipe else "launch/pretrain.py"
 
 
 class _StrictLoader(yaml.SafeLoader):

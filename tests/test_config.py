@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gmlp_scale.config import FREE_ON_RESUME, ConfigError, check_unchanged, load_run_config
+from gmlp_scale.config import FREE_ON_RESUME, ConfigError, check_unchanged, load_config, load_run_config
+from gmlp_scale.finetune.config import FinetuneConfig
 
 SMOKE = Path(__file__).parent.parent / "configs" / "pretrain" / "smoke.yaml"
 
@@ -126,6 +127,15 @@ def test_a_run_folder_is_a_path_or_a_url():
     run = load_run_config(SMOKE, ["output_dir=memory://a/b/"])
     assert run.run_folder == "memory://a/b/smoke" and run.run_dir.is_relative_to(tempfile.gettempdir())
     assert run.run_dir != load_run_config(SMOKE, ["output_dir=memory://a/c"]).run_dir
+
+
+def test_a_recipe_of_the_other_kind_is_told_as_one():
+    finetuning = SMOKE.parents[1] / "finetune" / "sst2.yaml"
+    assert mistakes(finetuning) == ["is a recipe of launch/finetune.py; needed is one of launch/pretrain.py"]
+    with pytest.raises(
+        ConfigError, match=r"1 mistake\n  is a recipe of launch/pretrain.py; needed is one of launch/fine"
+    ):
+        load_config(FinetuneConfig, SMOKE)
 
 
 def test_resume_refuses_what_changes_the_run_and_allows_what_does_not():
