@@ -24,10 +24,10 @@ class RunFolderError(RuntimeError):
 def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     """Creates the run folder, a path or a URL, if needed and holds it for this process.
 
-    Yields a function that tells whether it still does.
+    Yields a function that tells whether it still does. A local folder to which nothing was written is removed again.
 
     Raises:
-        RunFolderError: another process holds it, whose host and process are named; or the filesystem cannot lock.
+        RunFolderError: another process holds it, whose host and process are named; or it cannot be created or locked.
     """
     if is_url(run_folder):
         try:
@@ -37,16 +37,24 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
             raise RunFolderError(f"{error}, or give this run another name=...") from None
         return
     lock = Path(run_folder) / "LOCK"
-    lock.parent.mkdir(parents=True, exist_ok=True)
     try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
         held = FileLock(lock, fallback_to_soft=False).acquire(blocking=False)
     except Timeout:
         holder = lock.read_text(encoding="utf-8").strip() or "another process"
         needed = "wait for it, stop it, or give this run another name=..."
         raise RunFolderError(f"{run_folder} is in use by {holder}; {needed}") from None
     except OSError as error:
-        needed = "set output_dir to a filesystem with locks, which keep two jobs from writing to one run"
-        raise RunFolderError(f"{lock} cannot be locked ({error.strerror}); {needed}") from None
+        needed = (
+            "set output_dir to a folder that you may write to, on a filesystem with locks, which keep two jobs apart"
+        )
+        raise RunFolderError(f"{lock} cannot be created or locked ({error.strerror}); {needed}") from None
     with held:
         lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
-        yield lambda: True
+        try:
+            yield lambda: True
+        finally:
+            with contextlib.suppress(OSError):  # the error of the run, if any, is what matters
+                if list(lock.parent.iterdir()) == [lock]:
+                    lock.unlink()
+                    lock.parent.rmdir()

@@ -38,5 +38,22 @@ def test_a_filesystem_that_cannot_lock_is_not_a_folder_in_use(number, tmp_path, 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(RunFolderError, match=f"cannot be locked .{os.strerror(number)}.; set output_dir to"):
+    with pytest.raises(RunFolderError, match=f"cannot be created or locked .{os.strerror(number)}.; set output_dir to"):
         claimed(tmp_path / "run").__enter__()
+
+
+def test_a_folder_that_cannot_be_created_says_why_and_what_to_change(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RunFolderError, match=r"file/run/LOCK cannot be created .* .Not a directory.; set output_dir to"
+    ):
+        claimed(tmp_path / "file" / "run").__enter__()
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
+    with claimed(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").write_text("")
+    assert (tmp_path / "run" / "LOCK").exists()
+    with pytest.raises(ValueError, match="refused"), claimed(tmp_path / "other"):
+        raise ValueError("refused")
+    assert not (tmp_path / "other").exists()
