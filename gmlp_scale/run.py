@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from gmlp_scale import IMPORTED_AT_SECONDS
 from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged
-from gmlp_scale.data.shards import ShardError
+from gmlp_scale.data.shards import CorruptShardError, ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
@@ -32,6 +32,12 @@ USER_ERRORS = (
     SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
+
+
+def exit_code(error: Exception) -> int:
+    """2 for a mistake in what was asked for, 1 for a failure on the way: of a disk, a rank or the training."""
+    asked_wrongly = isinstance(error, ValueError | FileNotFoundError | RunFolderError | DeviceError)
+    return 2 if asked_wrongly and not isinstance(error, CorruptShardError) else 1
 
 
 class Task(Protocol):
@@ -173,12 +179,14 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
 def check_continues(config: Recipe, place: str, before: dict, now: dict) -> None:
     """Raises ConfigError with every difference that makes this another run than the one at `place`."""
     allowed = tuple(config.train.allow_changed_on_resume)
-    differences = check_unchanged(before["config"], now["config"], config.free_on_resume + allowed)
-    differences += [f"data {line}" for line in check_unchanged(before["data"], now["data"])]
+    changed = check_unchanged(before["config"], now["config"], config.free_on_resume + allowed)
+    differences = [*changed, *(f"data {line}" for line in check_unchanged(before["data"], now["data"]))]
     if differences:
         needed = "give the run another name=..., or the old values and data"
-        differences.append(f"{needed}; train.allow_changed_on_resume lists what may differ")
-        raise ConfigError(f"{place} belongs to another run", differences)
+        if changed:
+            fields = ", ".join((*allowed, *(line.partition(":")[0] for line in changed)))
+            needed += f"; or, to go on with the new values, 'train.allow_changed_on_resume=[{fields}]'"
+        raise ConfigError(f"{place} belongs to another run", differences, needed)
     for field in allowed:
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
 

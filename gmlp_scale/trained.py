@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gmlp_scale.config import RunConfig, load_run_config
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.files import download_file, is_url, list_files, redacted
+from gmlp_scale.files import download_file, is_url, list_files, read_file, redacted
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
@@ -102,17 +102,36 @@ def copy_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
         parameters[name].copy_(weight)
 
 
+def read_recipe(run_folder: str | Path) -> RunConfig:
+    """The recipe of a pretraining run. TrainedModelError if there is no run; ConfigError if it cannot be read."""
+    path = f"{run_folder}/config.yaml"
+    try:
+        read_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise TrainedModelError(
+            f"no run at {run_folder}: {path} does not exist; give OUTPUT_DIR/NAME of a run of launch/pretrain.py"
+        ) from None
+    return load_run_config(path)
+
+
 def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
     """Reads a run's newest good checkpoint, or the one after `step`. The run folder is a path or a URL.
 
     Raises:
+        TrainedModelError: there is no such run, or it has no complete checkpoint, or none of the step.
         ConfigError, CheckpointError: the recipe or the checkpoint cannot be read.
     """
-    run = load_run_config(f"{run_folder}/config.yaml")
+    run = read_recipe(run_folder)
     with checkpoints_of(run_folder) as checkpoints:
-        checkpoint = checkpoints.newest()[0] if step is None else checkpoints.open(folder_name(step))
+        if step is None:
+            checkpoint = checkpoints.newest()[0]
+        elif folder_name(step) in checkpoints.names():
+            checkpoint = checkpoints.open(folder_name(step))
+        else:
+            steps = ", ".join(map(str, saved_steps(run_folder))) or "no step"
+            raise TrainedModelError(f"{run_folder} has no checkpoint of step {step}; it has those of {steps}")
         if checkpoint is None:
-            raise CheckpointError(f"{run_folder} holds no complete checkpoint: train the run first")
+            raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
         weights = {
             name.removeprefix(PREFIX): checkpoint.read(name) for name in checkpoint.keys if name.startswith(PREFIX)
         }
@@ -136,7 +155,7 @@ def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:
     """Every complete checkpoint of a run, in the order of steps. A warning names each damaged one.
 
     Raises:
-        CheckpointError: no checkpoint is complete.
+        TrainedModelError: no checkpoint is complete.
     """
     found = False
     for step in saved_steps(run_folder):
@@ -148,7 +167,7 @@ def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:
         found = True
         yield trained
     if not found:
-        raise CheckpointError(f"{run_folder} holds no complete checkpoint: train the run first")
+        raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
 
 
 def read_export(folder: str | Path) -> TrainedModel:
@@ -259,8 +278,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        message = f"no export at {path.parent}: {path} does not exist; launch/export.py writes it"
-        raise FileNotFoundError(message) from None
+        needed = "launch/export.py writes it"
+        if (path.parent / "checkpoints").is_dir():
+            needed = f"it is a run, so export it first: launch/export.py --run {path.parent} --output HF_DIR"
+        raise FileNotFoundError(f"no export at {path.parent}: {path} does not exist; {needed}") from None
     except ValueError as error:
         raise ExportError(f"{path} is not JSON ({error}): export the model again") from error
     found = config.get("model_type") if isinstance(config, dict) else type(config).__name__

@@ -10,6 +10,7 @@ from pathlib import Path
 from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.files import print_error
 from gmlp_scale.finetune.finetuning import USER_ERRORS
+from gmlp_scale.run import exit_code
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
         checkpoint_path = export_pretrained(options.run, options.step, options.output)
     except (*USER_ERRORS, ValueError, OSError) as error:
         print_error(error)
-        return 1
+        return exit_code(error)
     print(f"{options.output} holds {checkpoint_path}")
     return 0
 

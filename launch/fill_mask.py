@@ -8,7 +8,7 @@ import sys
 
 from gmlp_scale.analysis.fill_mask import MASK, describe, fill
 from gmlp_scale.files import print_error
-from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.run import USER_ERRORS, exit_code
 from gmlp_scale.trained import read_run
 
 
@@ -30,7 +30,7 @@ def main() -> int:
             print(describe(fill(model, tokenizer, sentence), tokenizer, options.top))
     except (*USER_ERRORS, ValueError) as error:
         print_error(error)
-        return 1
+        return exit_code(error)
     return 0
 
 

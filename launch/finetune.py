@@ -14,7 +14,7 @@ from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import USER_ERRORS, finetune
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
-from gmlp_scale.run import start_world_of
+from gmlp_scale.run import exit_code, start_world_of
 from gmlp_scale.world import launched_world_size
 
 
@@ -52,7 +52,7 @@ def main() -> int:
                 finetune(run, inputs, world)
     except USER_ERRORS as error:
         print_error(error)
-        return 1
+        return exit_code(error)
     return 0
 
 

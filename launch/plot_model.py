@@ -19,6 +19,7 @@ from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
 from gmlp_scale.files import print_error
 from gmlp_scale.finetune.finetuning import USER_ERRORS
+from gmlp_scale.run import exit_code
 from gmlp_scale.trained import TrainedModel, read_export, read_run
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def main() -> int:
             add_picture(folder, options.picture, figure, step)
     except (*USER_ERRORS, ValueError) as error:
         print_error(error)
-        return 2
+        return exit_code(error)
     print(options.output)
     return 0
 

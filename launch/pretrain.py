@@ -12,7 +12,7 @@ from gmlp_scale.config import ConfigError, load_run_config
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.files import print_error
 from gmlp_scale.plan.describe import describe
-from gmlp_scale.run import USER_ERRORS, pretrain
+from gmlp_scale.run import USER_ERRORS, exit_code, pretrain
 from gmlp_scale.world import launched_world_size
 
 
@@ -36,7 +36,7 @@ def main() -> int:
         pretrain(run)
     except USER_ERRORS as error:
         print_error(error)
-        return 1
+        return exit_code(error)
     return 0
 
 

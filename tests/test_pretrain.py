@@ -188,8 +188,15 @@ def test_a_second_job_on_the_same_run_folder_is_refused(shards, tmp_path):
     with claimed(tmp_path / "smoke"):
         (rank,) = start([*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"])
         code, _, output = rank.end()
-    assert code == 1
+    assert code == 2
     assert f"process {os.getpid()} on host" in output and "Traceback" not in output
+
+
+def test_a_refused_start_leaves_no_folder(tmp_path):
+    (rank,) = start([*RECIPE, *SINGLE, f"data.shards={tmp_path / 'nowhere'}", f"output_dir={tmp_path}"])
+    code, _, output = rank.end()
+    assert code == 2 and "no shards at" in output
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_is_another_is_not_resumed(shards, tmp_path):
@@ -199,9 +206,11 @@ def test_a_run_that_is_another_is_not_resumed(shards, tmp_path):
     changed = [*recipe, f"data.shards={tmp_path / 'other'}", "seed=7", "optimizer.peak_learning_rate=1e-3"]
     (rank,) = start(changed)
     code, _, output = rank.end()
-    assert code == 1 and "Traceback" not in output
+    assert code == 2 and "Traceback" not in output
     assert "seed: the checkpoint was trained with 0; the run says 7" in output
     assert "optimizer.peak_learning_rate" in output and "data manifest_sha256" in output
+    assert "3 mistakes" in output
+    assert "old values and data; or, to go on with the new values, 'train.allow_changed_on_resume=[" in output
     allowed = ["train.allow_changed_on_resume=[optimizer.peak_learning_rate]", f"data.shards={shards}", "seed=0"]
     output = finish(start([*changed, *allowed]))
     assert "optimizer.peak_learning_rate may differ" in output

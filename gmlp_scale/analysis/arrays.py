@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gmlp_scale.config import load_run_config
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.models.gmlp import GmlpBlock
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import TrainedModel, TrainedModelError
+from gmlp_scale.trained import TrainedModel, TrainedModelError, read_recipe
 
 
 @torch.no_grad()
@@ -101,12 +100,11 @@ def run_sizes(run_folders: Sequence[str | Path]) -> list[RunSize]:
     """Parameters and last held-out perplexity of each run.
 
     Raises:
-        TrainedModelError: some runs have no finite perplexity; all are named.
-        ConfigError: a folder holds no run.
+        TrainedModelError: a folder holds no run; or some runs have no finite perplexity, and all are named.
     """
     sizes, problems = [], []
     for run_folder in run_folders:
-        recipe = load_run_config(f"{run_folder}/config.yaml")
+        recipe = read_recipe(run_folder)
         try:
             lines = [line for line in read_metrics(f"{run_folder}/metrics.jsonl") if "eval/perplexity" in line]
         except FileNotFoundError:

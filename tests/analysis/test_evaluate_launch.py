@@ -105,8 +105,8 @@ def test_mistakes_are_one_message_and_leave_with_2(runs, run_dir, launched, tmp_
     for options, message in (
         (["--run", run_dir, "--shards", tmp_path / "other_tokenizer"], "was written with another tokenizer than that"),
         (["--export", tmp_path / "hf", "--shards", tmp_path / "longer"], "is 32, the shards have 64"),
-        (["--run", run_dir, "--step", 3, *shards], "step_000000003 has no DONE"),
-        (["--run", tmp_path, *shards], "cannot be read"),
+        (["--run", run_dir, "--step", 3, *shards], "has no checkpoint of step 3; it has those of 2, 4"),
+        (["--run", tmp_path, *shards], "no run at"),
         (["--run", run_dir, "--shards", tmp_path / "nowhere"], "no shards at"),
         (["--export", tmp_path / "hf", "--all-steps", *shards], "need --run"),
         (["--run", run_dir, "data.train=x", *shards], "only --finetune-probe takes such fields"),

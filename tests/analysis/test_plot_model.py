@@ -70,8 +70,8 @@ def test_mistakes_are_one_message_and_leave_with_2(runs, launched, tmp_path):
         (["attention", "--run", runs / "gmlp", *TEXTS], "has no tiny attention"),
         (["attention", "--run", runs / "amlp", "--text-a", "x " * 40, "--text-b", "y"], "takes at most 32"),
         (["scaling", "--runs", runs / "gmlp"], "needs two runs of different sizes"),
-        (["scaling", "--runs", runs / "gmlp", tmp_path], "cannot be read"),
-        (["filters", "--run", tmp_path], "cannot be read"),
+        (["scaling", "--runs", runs / "gmlp", tmp_path], "no run at"),
+        (["filters", "--run", tmp_path], "no run at"),
         (["filters", "--export", tmp_path], "no export at"),
         (["filters", "--export", tmp_path, "--step", 2], "--step needs --run"),
     ):

@@ -65,12 +65,12 @@ def test_a_run_s_checkpoint_is_exported(run_dir, tmp_path, export, step, evaluat
 
 def test_user_errors_are_one_message(run_dir, tmp_path, export):
     for run, output, choice, message in (
-        (tmp_path / "nowhere", tmp_path / "hf", [], "nowhere"),
-        (run_dir, tmp_path / "hf", ["--step", 7], "step_000000007 has no DONE"),
+        (tmp_path / "nowhere", tmp_path / "hf", [], f"no run at {tmp_path / 'nowhere'}: "),
+        (run_dir, tmp_path / "hf", ["--step", 7], f"{run_dir} has no checkpoint of step 7; it has those of 3, 4"),
         (run_dir, run_dir, [], f"{run_dir} is there already"),
     ):
         code, printed, error = export("--run", run, "--output", output, *choice)
-        assert (code, printed) == (1, "")
+        assert (code, printed) == (2, "")
         assert message in error
     assert not (tmp_path / "hf").exists()
 
@@ -83,6 +83,6 @@ def test_another_tokenizer_beside_the_shards_is_refused(run_dir, tmp_path, expor
     place.write_bytes(own[:-100])
     damaged = export("--run", run_dir, "--output", tmp_path / "hf")
     place.write_bytes(own)
-    assert other[0] == damaged[0] == 1
+    assert other[0] == damaged[0] == 2
     assert "is not the tokenizer that" in other[2]
     assert "tokenizer.model" in damaged[2]

@@ -60,18 +60,25 @@ def test_mistakes_leave_with_2_before_anything_is_started(launch, tmp_path):
     assert code == 2 and "data.dev: nowhere.tsv does not exist" in error
 
 
-def test_errors_of_the_run_leave_with_1(launch, tmp_path):
-    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nx\t7\n")
-    code, _, error = launch()
-    assert code == 1 and "dev.tsv: 1 mistake\n  line 2: label is '7'; sst2 has 0, 1" in error
+def test_mistakes_that_a_start_finds_leave_with_2_and_nothing_behind(launch, tmp_path):
+    (tmp_path / "wrong.tsv").write_text("sentence\tlabel\nx\t7\n")
+    code, _, error = launch(f"data.dev={tmp_path / 'wrong.tsv'}")
+    assert code == 2 and "wrong.tsv: 1 mistake\n  line 2: label is '7'; sst2 has 0, 1" in error
     code, _, error = launch("model=nowhere")
-    assert code == 1 and "no export at nowhere" in error
+    assert code == 2 and "no export at nowhere" in error
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    code, _, error = launch(f"model={tmp_path / 'run'}")
+    assert code == 2 and f"it is a run, so export it first: launch/export.py --run {tmp_path / 'run'} " in error
+    (tmp_path / "file").write_text("")
+    code, _, error = launch(f"output_dir={tmp_path / 'file'}")
+    assert code == 2 and "(Not a directory); set output_dir to a folder that you may write to" in error
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_gpu_that_is_not_there_is_missed(launch, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, error = launch("train.device=cuda")
-    assert code == 1 and "train.device is cuda, but torch finds no CUDA device here" in error
+    assert code == 2 and "train.device is cuda, but torch finds no CUDA device here" in error
 
 
 @pytest.mark.parametrize("task", TASKS)
