@@ -203,7 +203,7 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     except OSError as error:
         mistake = f"cannot be read ({error.strerror or error}); give a recipe, such as those in configs/"
         raise ConfigError(str(path), [mistake]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(content, dict):
         raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
@@ -265,8 +265,8 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
             continue
         try:
             parsed[tuple(name.strip().split("."))] = yaml.load(text, Loader=_StrictLoader)
-        except yaml.YAMLError:
-            mistakes.append(f"{override}: the value is not plain YAML; quote it")
+        except (yaml.YAMLError, RecursionError):
+            mistakes.append(f"{override[:200]}: the value is not plain YAML; quote it")
     for section, classes in _UNIONS.items():
         kind = parsed.get((section, "kind"))
         if kind in classes and isinstance(content.get(section), dict):

@@ -71,6 +71,8 @@ def test_missing_field_is_named(tmp_path):
         (["engine.kind=single", "engine.stage=1"], "engine.stage: unknown field"),
         (["engine.kind=ddp"], "engine.kind: found 'ddp'; one of single, zero, fsdp2"),
         (["name=../elsewhere"], "name: found '../elsewhere'"),
+        (["model.num_blocks=1000000000"], "model.num_blocks: found 1000000000; needed: less than or equal to 10000"),
+        (["seed=" + "[" * 10**5], "[[[: the value is not plain YAML"),
     ],
 )
 def test_settings_that_cannot_work(overrides, needle):
@@ -101,11 +103,13 @@ def test_another_engine_kind_leaves_the_files_own_fields_behind(tmp_path):
         ("seed: !!python/object/apply:os.getcwd []\n", "is not plain YAML"),
         ("- 1\n", "a recipe is a mapping"),
         ("seed: [", "is not plain YAML"),
+        ("seed: " + "[" * 10**5 + "]" * 10**5, "is not plain YAML: maximum recursion depth"),
     ],
 )
-def test_yaml_that_is_not_plain_is_refused(tmp_path, text, needle):
+def test_yaml_that_is_not_plain_is_refused(tmp_path, text, needle, trials):
     (tmp_path / "c.yaml").write_text(text)
     assert needle in mistakes(tmp_path / "c.yaml")[0]
+    trials("YAML and JSON: tags, aliases, deep nesting; num_blocks of 1e9", 1)
 
 
 def test_absent_file_is_one_clear_error(tmp_path):

@@ -5,9 +5,10 @@ Shape suffixes: B batch, N positions, D width.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -16,6 +17,9 @@ from gmlp_scale.models.norm import LayerNorm
 
 INIT_STD = 0.02
 """The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
+
+NumBlocks = Annotated[int, Field(ge=1, le=10_000)]
+"""The paper's deepest model has 144. Without a limit a slip of the pen would keep even a dry run busy for ever."""
 
 Recompute = Literal["none", "selective", "full"]
 """What a block computes again in the backward pass instead of keeping it.

@@ -20,6 +20,7 @@ from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.kernels.fused_gating import fused_gating
+from gmlp_scale.models.backbone import NumBlocks
 from gmlp_scale.models.norm import LayerNorm
 from gmlp_scale.models.toeplitz import toeplitz
 
@@ -38,7 +39,7 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
     has_absolute_positions: ClassVar[bool] = False
     masks_padding: ClassVar[bool] = False
     kind: Literal["gmlp"] = "gmlp"
-    num_blocks: PositiveInt
+    num_blocks: NumBlocks
     """gMLP blocks; each is one layer (36 at the size of BERT base)."""
     d_model: PositiveInt
     """Width of the residual stream."""

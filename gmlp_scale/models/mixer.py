@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt
 from torch import Tensor, nn
 
+from gmlp_scale.models.backbone import NumBlocks
 from gmlp_scale.models.norm import LayerNorm
 
 
@@ -20,7 +21,7 @@ class MixerConfig(BaseModel, frozen=True, extra="forbid"):
     has_absolute_positions: ClassVar[bool] = False
     masks_padding: ClassVar[bool] = False
     kind: Literal["mixer"] = "mixer"
-    num_blocks: PositiveInt
+    num_blocks: NumBlocks
     """Mixer layers, each mixing positions and then channels."""
     d_model: PositiveInt
     """Width of the residual stream."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from gmlp_scale.models.backbone import NumBlocks
 from gmlp_scale.models.norm import LayerNorm
 from gmlp_scale.models.toeplitz import toeplitz
 
@@ -30,7 +31,7 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
     display_name: ClassVar[str] = "Transformer"
     masks_padding: ClassVar[bool] = True
     kind: Literal["transformer"] = "transformer"
-    num_blocks: PositiveInt
+    num_blocks: NumBlocks
     """Transformer layers, attention and feed-forward together: 12 for what the paper writes as 12+12."""
     d_model: PositiveInt
     """Width of the residual stream."""
