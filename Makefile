@@ -1,13 +1,16 @@
-# `make demo`: the whole story on a laptop. `make test`: the test suite. Both from requirements.lock, in .venv.
+# `make demo`: the whole story on a laptop. `make test`: the test suite. `make faults`: docs/faults.md. All from requirements.lock, in .venv.
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test format lint
+.PHONY: demo test faults format lint
 demo: .venv/ready
 	PATH=$(CURDIR)/$(BIN):$$PATH bash launch/demo.sh
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+faults: .venv/ready
+	$(BIN)/python -m pytest --faults docs/faults.md
 
 format: .venv/ready
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

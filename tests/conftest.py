@@ -1,16 +1,26 @@
 """Options and fixtures that every test may use."""
 
 import logging
+import time
+from pathlib import Path
 
 import pytest
 
 from gmlp_scale import claim
 
 NEEDS_S3 = "needs s3fs and moto's server"
+STARTED = time.monotonic()
 
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the recipes give now")
+    parser.addoption("--faults", metavar="FILE", help="run the tests of faults alone and write their table into FILE")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--faults"):
+        config.hook.pytest_deselected(items=[item for item in items if "trials" not in item.fixturenames])
+        items[:] = [item for item in items if "trials" in item.fixturenames]
 
 
 def pytest_runtest_setup(item):
@@ -19,6 +29,21 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+    if item.get_closest_marker("faults") and not item.config.getoption("--faults"):
+        pytest.skip("only in `make faults`")
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    if not config.getoption("--faults"):
+        return
+    from tests.faults.table import document
+
+    passed = terminalreporter.stats.get("passed", [])
+    records = [value for report in passed for name, value in report.user_properties if name == "trials"]
+    text = document(records, time.monotonic() - STARTED)
+    terminalreporter.write_line(text)
+    if exitstatus == 0:
+        Path(config.getoption("--faults")).write_text(text)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +54,14 @@ def restored_log():
     yield
     log.handlers, log.propagate = handlers, propagate
     log.setLevel(level)
+
+
+@pytest.fixture
+def trials(record_property):
+    """trials(row, number of trials, lost) adds to the table of `make faults`; tests/faults/table.py has the rows."""
+    from tests.faults.table import Trials
+
+    return Trials(record_property)
 
 
 @pytest.fixture

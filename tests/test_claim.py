@@ -42,12 +42,13 @@ def check_races(url: str, num_races: int) -> None:
         assert sum(refused in result for result in results) == 3
 
 
-def test_of_jobs_that_start_together_one_holds_the_folder(quick, tmp_path):
+def test_of_jobs_that_start_together_one_holds_the_folder(quick, tmp_path, trials):
     check_races(str(tmp_path / "claims"), 10)
     assert len(claims(tmp_path / "claims")) == 10 and all(claim["ended"] for claim in claims(tmp_path / "claims"))
+    trials("two jobs on one folder", 30)
 
 
-def test_a_second_job_is_refused_once_the_first_shows_life(quick, tmp_path):
+def test_a_second_job_is_refused_once_the_first_shows_life(quick, tmp_path, trials):
     url = str(tmp_path / "claims")
     with hold_folder("OUTPUT", url):
         with (
@@ -58,6 +59,7 @@ def test_a_second_job_is_refused_once_the_first_shows_life(quick, tmp_path):
         assert len(claims(tmp_path / "claims")) == 1
     with hold_folder("OUTPUT", url):
         assert len(claims(tmp_path / "claims")) == 2
+    trials("two jobs on one folder", 1)
 
 
 @pytest.mark.parametrize("host", [os.uname().nodename, "another machine"])

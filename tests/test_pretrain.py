@@ -113,19 +113,23 @@ def finish(ranks: list[Script]) -> str:
 
 
 @pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO1, 2), (ZERO3, 2)], ids=str)
-def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(engine, world_size, shards, undisturbed, tmp_path):
+def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(
+    engine, world_size, shards, undisturbed, tmp_path, trials
+):
     recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}"]
     stops = [[*recipe, f"train.stop_after_step={step}"] for step in (3, 6)]
     run_in_turn(world_size, *stops, recipe)
     assert logged(tmp_path / "smoke") == undisturbed(engine, world_size)
+    trials("resume in a later epoch, at an epoch's end, 100 batches on", 2)
 
 
-def test_one_run_moves_between_engines_and_world_sizes(shards, undisturbed, tmp_path):
+def test_one_run_moves_between_engines_and_world_sizes(shards, undisturbed, tmp_path, trials):
     recipe = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}"]
     run_in_turn(2, [*recipe, *ZERO2, "train.stop_after_step=3"])
     run_in_turn(1, [*recipe, *FSDP2, "train.stop_after_step=6", "train.micro_batch_size=4"])
     run_in_turn(2, [*recipe, *ZERO3])
     assert_close(logged(tmp_path / "smoke"), undisturbed(SINGLE, 1))
+    trials("world size 2 to 1 to 4, other micro-batch", 2)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_one_run_moves_between_engines_and_world_sizes(shards, undisturbed, tmp_
     [(ZERO2, 2, signal.SIGTERM), (FSDP2, 2, signal.SIGUSR1), (SINGLE, 1, signal.SIGINT)],
 )
 def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
-    engine, world_size, signalled, shards, undisturbed, tmp_path
+    engine, world_size, signalled, shards, undisturbed, tmp_path, trials
 ):
     recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}", "checkpoint.save_every_steps=1000"]
     finish(start(recipe, world_size, signals={world_size - 1: signalled}))
@@ -144,18 +148,22 @@ def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
     finish(start(recipe, world_size))
     steps = [row for row in logged(tmp_path / "smoke") if "train/loss" in row]
     assert steps == [row for row in undisturbed(engine, world_size) if "train/loss" in row]
+    trials("SIGTERM, SIGUSR1 or SIGINT to a rank", 1)
 
 
-def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_checkpoint(shards, undisturbed, tmp_path):
+def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_checkpoint(
+    shards, undisturbed, tmp_path, trials
+):
     recipe = [*RECIPE, *ZERO1, f"data.shards={shards}", f"output_dir={tmp_path}"]
     (code, _, errors), (code_of_lost, _, _) = [rank.end() for rank in start(recipe, 2, signals={1: signal.SIGKILL})]
     assert (code, code_of_lost) == (1, -signal.SIGKILL) and "Traceback" not in errors
     assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in .* step \d", errors.splitlines()[-1])
     assert "resuming from" in finish(start(recipe, 2))
     assert logged(tmp_path / "smoke") == undisturbed(ZERO1, 2)
+    trials("SIGKILL of a random rank at a random step", 1)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(shards, undisturbed, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(shards, undisturbed, tmp_path, trials):
     recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, "train.stop_after_step=4"])
     damaged = next((tmp_path / "smoke" / "checkpoints" / "step_000000004").glob("*.safetensors"))
@@ -165,11 +173,12 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(shards, undisturbed,
     output = finish(start(recipe))
     assert "step_000000004" in output and "Taking step_000000002 instead" in output
     assert logged(tmp_path / "smoke") == undisturbed(SINGLE, 1)
+    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 1)
 
 
 @pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO2, 2)], ids=str)
 def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_checkpoint(
-    engine, world_size, shards, tmp_path
+    engine, world_size, shards, tmp_path, trials
 ):
     recipe = [
         *RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}",
@@ -182,14 +191,16 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_chec
     trained = read_run(tmp_path / "smoke")
     assert trained.step == 1
     assert all(weight.isfinite().all() for weight in trained.weights.values())
+    trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 1)
 
 
-def test_a_second_job_on_the_same_run_folder_is_refused(shards, tmp_path):
+def test_a_second_job_on_the_same_run_folder_is_refused(shards, tmp_path, trials):
     with claimed(tmp_path / "smoke"):
         (rank,) = start([*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"])
         code, _, output = rank.end()
     assert code == 2
     assert f"process {os.getpid()} on host" in output and "Traceback" not in output
+    trials("two jobs on one folder", 1)
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path):
@@ -199,7 +210,7 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_is_another_is_not_resumed(shards, tmp_path):
+def test_a_run_that_is_another_is_not_resumed(shards, tmp_path, trials):
     recipe = [*RECIPE, *SINGLE, f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, f"data.shards={shards}", "train.stop_after_step=2"])
     write_tiny_shards(tmp_path / "other", [40], [12], sequence_length=32, seed=5)
@@ -214,6 +225,7 @@ def test_a_run_that_is_another_is_not_resumed(shards, tmp_path):
     allowed = ["train.allow_changed_on_resume=[optimizer.peak_learning_rate]", f"data.shards={shards}", "seed=0"]
     output = finish(start([*changed, *allowed]))
     assert "optimizer.peak_learning_rate may differ" in output
+    trials("other data, tokenizer, seed or model on resume", 3)
 
 
 def test_what_a_run_leaves_behind(shards, tmp_path):

@@ -45,11 +45,12 @@ def _be_late(world: World) -> None:
 
 
 @pytest.mark.parametrize("rank_one_does", ["leaves", "stops"])
-def test_a_rank_that_does_not_answer_is_named(rank_one_does):
+def test_a_rank_that_does_not_answer_is_named(rank_one_does, trials):
     first, _, third = run_ranks(_wait_in_step_7, 3, rank_one_does)
     assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in the norm of step 7\. ", first), first
     # The store is rank 0's own here, and may have gone with it.
     assert "rank 1 (host" in third or "rank 0 or its launcher" in third
+    trials("SIGSTOP or end of a rank", 1)
 
 
 def test_a_rank_that_answers_from_elsewhere_is_shown():

@@ -41,7 +41,7 @@ def files_without_canary(folder: Path) -> list[Path]:
     return files
 
 
-def test_no_secret_is_written_or_printed(server, tmp_path, monkeypatch):
+def test_no_secret_is_written_or_printed(server, tmp_path, monkeypatch, trials):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-key")
     monkeypatch.setenv("HF_TOKEN", "canary-hub")
     train_tokenizer(make_texts(600), 400, tmp_path / "tokenizer")
@@ -88,3 +88,4 @@ def test_no_secret_is_written_or_printed(server, tmp_path, monkeypatch):
     names = {path.name for path in files_without_canary(tmp_path)}
     assert {"job.json", "report.json", "config.yaml", "DONE", "metrics.jsonl"} <= names
     assert f"shards: http://***@{server}/shards" in (tmp_path / "runs/smoke/config.yaml").read_text()
+    trials("secrets in URLs and environment", 6)

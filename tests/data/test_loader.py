@@ -84,7 +84,7 @@ def test_an_epoch_shows_every_row_once_and_positions_run_on(write_shards, make_l
     assert make_loader(folder, rank=1, world_size=2).positions(3) == range(28, 32)
 
 
-def test_prefetched_steps_equal_computed_ones_from_any_start(write_shards, make_loader):
+def test_prefetched_steps_equal_computed_ones_from_any_start(write_shards, make_loader, trials):
     folder, _ = write_shards([40, 20])
     loader, fresh = make_loader(folder), make_loader(folder)
     for start, stop in ((0, 12), (9, 11), (10_000, 10_003), (5, 5)):
@@ -93,6 +93,7 @@ def test_prefetched_steps_equal_computed_ones_from_any_start(write_shards, make_
         for step, batches in enumerate(steps, start=start):
             assert same(join(batches), join(fresh.micro_batches(step)))
     assert loader.wait_seconds > 0
+    trials("resume in a later epoch, at an epoch's end, 100 batches on", 3)
 
 
 @pytest.mark.parametrize("world_size", [1, 8])
@@ -183,12 +184,13 @@ def test_settings_without_effect_are_refused():
     assert DataConfig(shards="x", cache_dir="y", cache_max_bytes=5).cache_max_bytes == 5
 
 
-def test_fingerprint_tells_other_data(write_shards, make_loader, tmp_path):
+def test_fingerprint_tells_other_data(write_shards, make_loader, tmp_path, trials):
     one = make_loader(write_shards([10])[0]).fingerprint()
     again = make_loader(write_shards([10], folder=tmp_path / "copy")[0]).fingerprint()
     other = make_loader(write_shards([11], folder=tmp_path / "other")[0]).fingerprint()
     assert one == again == json.loads(json.dumps(one))
     assert one["manifest_sha256"] != other["manifest_sha256"] and other["train_rows"] == 11
+    trials("other data, tokenizer, seed or model on resume", 1)
 
 
 # Corrupt shards
@@ -205,7 +207,7 @@ def corrupt(folder: Path, *indices: int) -> list[str]:
     return names
 
 
-def test_skipped_shards_give_the_same_rows_on_any_world_size(write_shards, make_loader, tmp_path):
+def test_skipped_shards_give_the_same_rows_on_any_world_size(write_shards, make_loader, tmp_path, trials):
     folder, rows = write_shards([20, 20, 10, 30])
     names = corrupt(folder, 1, 2)
     run_dirs = iter(tmp_path / f"run{n}" for n in range(9))
@@ -221,9 +223,10 @@ def test_skipped_shards_give_the_same_rows_on_any_world_size(write_shards, make_
     for record in (tmp_path / "run0", tmp_path / "ranks"):
         lines = [json.loads(line) for line in (record / "corrupt_shards.jsonl").read_text().splitlines()]
         assert {line["shard"] for line in lines} == set(names) and all("sha256" in line["found"] for line in lines)
+    trials("shards missing, empty, of wrong count, listed twice or out of order", len(names))
 
 
-def test_more_corrupt_shards_than_allowed_end_the_run(write_shards, make_loader, tmp_path):
+def test_more_corrupt_shards_than_allowed_end_the_run(write_shards, make_loader, tmp_path, trials):
     folder, _ = write_shards([20] * 6)
     names = corrupt(folder, 0, 2, 4)
     loader = make_loader(folder, data=SKIP)
@@ -236,13 +239,15 @@ def test_more_corrupt_shards_than_allowed_end_the_run(write_shards, make_loader,
         restarted = make_loader(folder, data=SKIP)
         for step in range(15):
             restarted.micro_batches(step)
+    trials("shards missing, empty, of wrong count, listed twice or out of order", len(names))
 
 
-def test_nothing_sound_is_an_error(write_shards, make_loader):
+def test_nothing_sound_is_an_error(write_shards, make_loader, trials):
     folder, _ = write_shards([20, 20])
     corrupt(folder, 0, 1)
     with pytest.raises(ShardError, match="every shard of the split is corrupt"):
         make_loader(folder, data=SKIP).micro_batches(0)
+    trials("shards missing, empty, of wrong count, listed twice or out of order", 2)
 
 
 # Held-out rows
@@ -271,9 +276,10 @@ def test_heldout_rows_end_where_the_split_ends(write_shards, make_loader):
         next(make_loader(without).heldout_batches(10))
 
 
-def test_a_corrupt_heldout_shard_is_never_skipped(write_shards, make_loader):
+def test_a_corrupt_heldout_shard_is_never_skipped(write_shards, make_loader, trials):
     folder, _ = write_shards([10], [6])
     name = Manifest.load(folder).splits.heldout[0].name
     (folder / name).write_bytes(b"")
     with pytest.raises(CorruptShardError, match=name):
         next(make_loader(folder, data=SKIP).heldout_batches(10))
+    trials("shards missing, empty, of wrong count, listed twice or out of order", 1)

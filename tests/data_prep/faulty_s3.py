@@ -1,5 +1,6 @@
 """A real S3 server on loopback (moto's), and a proxy before it that fails as stores do."""
 
+import contextlib
 import http.client
 import random
 import socket
@@ -12,14 +13,16 @@ from moto.server import ThreadedMotoServer
 class FaultyS3:
     """`url` is the proxy's. While `fault_fraction` is above 0, that part of the requests for objects fails: 503, a
     connection closed without an answer, or a body cut short. `faults` counts them. `before_change` is called before
-    each request that changes something; if it returns False, that request is lost."""
+    each request that changes something; if it returns False, that request is lost. With `is_late` some answers never come.
+    While `is_refusing`, every request is answered with 403, and `refusals` counts them."""
 
     def __init__(self):
         self._server = ThreadedMotoServer(port=0, verbose=False)
         self._server.start()
         self._moto = self._server.get_host_and_port()
         self.fault_fraction = 0.0
-        self.faults = 0
+        self.faults = self.refusals = 0
+        self.is_refusing = self.is_late = False
         self.before_change = lambda: True
         self._random = random.Random(0)
         self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), self._make_handler())
@@ -37,7 +40,7 @@ class FaultyS3:
         if self._random.random() >= self.fault_fraction:
             return None
         self.faults += 1
-        return self._random.choice(["503", "close", "cut"])
+        return self._random.choice(["503", "close", "cut", *["late"] * self.is_late])
 
     def _make_handler(self):
         s3 = self
@@ -49,9 +52,16 @@ class FaultyS3:
                 body = self._read_body()
                 fault = s3.next_fault()
                 is_lost = self.command in ("PUT", "POST", "DELETE") and not s3.before_change()
-                if fault == "close" or is_lost:
+                if s3.is_refusing:
+                    s3.refusals += 1
+                    self._answer(403, {"Content-Type": "application/xml"}, b"<Error><Code>AccessDenied</Code></Error>")
+                    return
+                if fault == "late":
+                    self.rfile.read(1)  # until the other side has waited long enough
+                if fault in ("close", "late") or is_lost:
                     self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):
+                        self.connection.shutdown(socket.SHUT_RDWR)
                     return
                 if fault == "503":
                     self._answer(

@@ -110,7 +110,7 @@ def stored(kind: str, texts: list[str]) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path):
+def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path, trials):
     texts = [f"{number} {number**9}" for number in range(3000)]
     whole, path = stored(kind, texts), tmp_path / f"a.{kind}"
     random = np.random.default_rng(0)
@@ -131,6 +131,7 @@ def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path):
             assert f"{path} is broken after {error.bytes_read:,} of {len(content):,} bytes: " in str(error)
         else:  # such as a bit of the header that tells who wrote the file
             assert [record.text for record in found] == texts
+    trials("corpus files cut or damaged", len(damaged))
 
 
 def test_a_file_cut_short_gives_what_could_be_read(tmp_path):

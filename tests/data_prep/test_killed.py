@@ -51,7 +51,7 @@ def jobs(tokenizer_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kills_job", [False, True], ids=["the process that writes", "the job's own process"])
-def test_killed_again_and_again_a_job_gives_the_same_bytes(kills_job, jobs, tmp_path):
+def test_killed_again_and_again_a_job_gives_the_same_bytes(kills_job, jobs, tmp_path, trials):
     assert len(jobs.expected) > 2 * NUM_FILES and jobs.num_marks > 2 * len(jobs.expected)
     output, receipts_at_kills = tmp_path / "killed", []
     for number in range(NUM_KILLS):
@@ -66,3 +66,4 @@ def test_killed_again_and_again_a_job_gives_the_same_bytes(kills_job, jobs, tmp_
     assert contents(output) == jobs.expected
     assert len(receipts_at_kills) == NUM_KILLS
     assert {0, NUM_FILES} < set(receipts_at_kills), receipts_at_kills
+    trials("data job killed, its processes or its own", NUM_KILLS)

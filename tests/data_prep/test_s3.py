@@ -39,8 +39,9 @@ def same_batches(one: Loader, other: Loader, num_steps: int) -> bool:
 
 
 def test_bucket_to_bucket_gives_the_same_bytes_with_and_without_faults(
-    s3, server, corpus, tokenizer_dir, shards_to_read, tmp_path
+    s3, server, corpus, tokenizer_dir, shards_to_read, tmp_path, trials
 ):
+    before = server.faults
     upload(s3, corpus, "corpus")
     expected = contents(shards_to_read)
     for name, fault_fraction in (("calm", 0.0), ("faulty", 0.1)):
@@ -53,6 +54,7 @@ def test_bucket_to_bucket_gives_the_same_bytes_with_and_without_faults(
         assert found == expected
     assert server.faults > 10
     assert "0 problems" in run("verify_shards.py", "s3://bucket/faulty")
+    trials("S3: 10 % of answers 503, reset, cut or late", server.faults - before)
 
 
 def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tmp_path):
@@ -76,6 +78,34 @@ def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tm
         loader.close()
 
 
+@pytest.mark.faults
+def test_answers_that_never_come_are_asked_for_again(s3, server, shards_to_read, tmp_path, monkeypatch, trials):
+    upload(s3, shards_to_read, "shards")
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    monkeypatch.setattr(server, "is_late", True)
+    before, server.fault_fraction = server.faults, 0.1
+    for number in range(5):
+        files = ShardFiles("s3://bucket/shards", str(tmp_path / f"cache-{number}"))
+        for shard in Manifest.load("s3://bucket/shards").splits.train:
+            assert files.local_path(shard).read_bytes() == (shards_to_read / shard.name).read_bytes()
+    assert server.faults > before
+    trials("S3: 10 % of answers 503, reset, cut or late", server.faults - before)
+
+
+def test_a_key_that_is_refused_is_told_at_once(s3, server, shards_to_read, tmp_path, monkeypatch, trials):
+    upload(s3, shards_to_read, "shards")
+    shard = Manifest.load(shards_to_read).splits.train[0]
+    files = ShardFiles("s3://bucket/shards", str(tmp_path / "cache"))
+    monkeypatch.setattr(server, "is_refusing", True)
+    for read in (lambda: files.local_path(shard), lambda: Manifest.load("s3://bucket/shards")):
+        before = server.refusals
+        with pytest.raises(PermissionError, match="s3://bucket/shards/"):
+            read()
+        assert server.refusals == before + 1
+    assert not list((tmp_path / "cache").glob("*.tar"))
+    trials("S3: 403 and 404", 2)
+
+
 def test_a_cached_copy_that_went_bad_is_fetched_again(s3, shards_to_read, tmp_path):
     upload(s3, shards_to_read, "shards")
     shard = Manifest.load(shards_to_read).splits.train[0]
@@ -89,7 +119,7 @@ def test_a_cached_copy_that_went_bad_is_fetched_again(s3, shards_to_read, tmp_pa
     local.close(), remote.close()
 
 
-def test_permanent_errors_name_the_object_at_once(s3, server, shards_to_read, tmp_path):
+def test_permanent_errors_name_the_object_at_once(s3, server, shards_to_read, tmp_path, trials):
     upload(s3, shards_to_read, "shards")
     shards = Manifest.load(shards_to_read).splits.train
     s3.delete_object(Bucket="bucket", Key=f"shards/{shards[0].name}")
@@ -102,6 +132,7 @@ def test_permanent_errors_name_the_object_at_once(s3, server, shards_to_read, tm
     assert not list((tmp_path / "cache").glob("*.tar"))
     with pytest.raises(FileNotFoundError, match="no shards at s3://bucket/nothing"):
         Manifest.load("s3://bucket/nothing")
+    trials("S3: 403 and 404", 3)
 
 
 def test_the_cache_evicts_what_was_used_longest_ago(shards_to_read, tmp_path):
@@ -132,7 +163,7 @@ def fetch_and_die(folder: str, cache_dir: str) -> None:
     files.local_path(Manifest.load(folder).splits.train[0])
 
 
-def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_read, tmp_path):
+def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_read, tmp_path, trials):
     process = fork(fetch_and_die, str(shards_to_read), str(tmp_path / "cache"))
     process.join()
     assert process.exitcode == -9
@@ -140,6 +171,7 @@ def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_re
     shard = Manifest.load(shards_to_read).splits.train[0]
     path = ShardFiles(str(shards_to_read), str(tmp_path / "cache")).local_path(shard)
     assert path.read_bytes() == (shards_to_read / shard.name).read_bytes()
+    trials("SIGKILL of a random rank at a random step", 1)
 
 
 def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
@@ -201,8 +233,9 @@ def test_any_fsspec_store_will_do():
     fsspec.filesystem("memory").rm("/folder", recursive=True)
 
 
-def test_pretraining_from_a_bucket(s3, server, shards_to_read, tmp_path):
+def test_pretraining_from_a_bucket(s3, server, shards_to_read, tmp_path, trials):
     upload(s3, shards_to_read, "shards")
+    before = server.faults
     server.fault_fraction = 0.1
     arguments = [
         "--config", REPOSITORY / "configs/pretrain/smoke.yaml", "data.shards=s3://bucket/shards",
@@ -215,3 +248,4 @@ def test_pretraining_from_a_bucket(s3, server, shards_to_read, tmp_path):
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
     assert any("eval/loss" in line for line in lines)
     assert list((tmp_path / "cache").glob("*.tar"))
+    trials("S3: 10 % of answers 503, reset, cut or late", server.faults - before)

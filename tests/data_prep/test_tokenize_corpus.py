@@ -99,7 +99,7 @@ def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
     assert f"10000 of 10000 records are bad, more than --max-bad-fraction 0.01; the first is {bad}, line 1" in message
 
 
-def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, tokenizer_dir, tmp_path):
+def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, tokenizer_dir, tmp_path, trials):
     """Three tasks share two files, so that one file has its fault in two tasks."""
     broken, whole = corpus / "part-0.jsonl.gz", corpus / "part-1.jsonl.gz"
     content = broken.read_bytes()
@@ -123,6 +123,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
     )  # fmt: skip
     with pytest.raises(JobError, match="broken files: 2, --max-bad-files is 1"):
         estimate(options, Tokenizer(tokenizer_dir))
+    trials("corpus files cut or damaged", 2)
 
 
 def drops(folder) -> dict:

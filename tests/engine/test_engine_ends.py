@@ -3,15 +3,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.engine.trained_engines import ENGINES
 
 HERE = Path(__file__).parent
 
 
-def test_twenty_starts_of_each_engine_end_cleanly():
+@pytest.mark.parametrize("num_starts", [4, pytest.param(20, marks=pytest.mark.faults)])
+def test_every_start_of_each_engine_ends_cleanly(num_starts, trials):
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
     finished = subprocess.run(
-        [sys.executable, str(HERE / "start_and_end.py"), "20", *ENGINES],
+        [sys.executable, str(HERE / "start_and_end.py"), str(num_starts), *ENGINES],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -19,3 +22,4 @@ def test_twenty_starts_of_each_engine_end_cleanly():
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     assert not finished.stderr
+    trials("starts of each engine end cleanly", num_starts * len(ENGINES))

@@ -153,7 +153,7 @@ def test_a_wrong_config_is_refused(export, changes, message):
         read_export(export)
 
 
-def test_one_flipped_bit_is_found_and_an_export_without_checksums_is_read_with_a_warning(export, caplog):
+def test_one_flipped_bit_is_found_and_an_export_without_checksums_is_read_with_a_warning(export, caplog, trials):
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=export, check=True, capture_output=True)
     names = {line.split("  ")[1] for line in (export / "SHA256SUMS").read_text().splitlines()}
     assert names == {path.name for path in export.iterdir()} - {"SHA256SUMS"}
@@ -170,9 +170,10 @@ def test_one_flipped_bit_is_found_and_an_export_without_checksums_is_read_with_a
     (export / "SHA256SUMS").unlink()
     read_export(export)
     assert "hf has no SHA256SUMS, so damage to it goes unnoticed" in caplog.text
+    trials("an export's file damaged", 3)
 
 
-def test_damaged_files_are_refused(export):
+def test_damaged_files_are_refused(export, trials):
     (export / "SHA256SUMS").unlink()
     (export / "config.json").write_text("{")
     with pytest.raises(ExportError, match="is not JSON"):
@@ -180,6 +181,7 @@ def test_damaged_files_are_refused(export):
     (export / "config.json").write_text("[]")
     with pytest.raises(ExportError, match="is of model_type 'list'"):
         read_export(export)
+    trials("an export's file damaged", 2)
 
 
 def test_damaged_weights_are_refused(export):

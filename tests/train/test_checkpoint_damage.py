@@ -9,6 +9,7 @@ import pytest
 
 from gmlp_scale.train import checkpoint_files
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from tests.damage import damaged
 from tests.train.fake_engine import (
     FakeEngine,
     alone,
@@ -106,7 +107,7 @@ def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path):
     assert newest_checkpoint(tmp_path)[0].step == 2
 
 
-def test_300_damages_are_all_found_and_the_checkpoint_before_is_taken(tmp_path, small_files, caplog):
+def test_300_damages_are_all_found_and_the_checkpoint_before_is_taken(tmp_path, small_files, caplog, trials):
     save_steps(tmp_path, [1, 2], world_size=2)
     draw, newest = random.Random(0), tmp_path / "step_000000002"
     files = sorted(newest.iterdir())
@@ -121,26 +122,17 @@ def test_300_damages_are_all_found_and_the_checkpoint_before_is_taken(tmp_path, 
             (header_bytes, len(good)),
         ]  # length, header, data; DONE: start, body, seal
         position = draw.randrange(*regions[trial // len(files) % 3])
-        bad = bytearray(good)
-        kind = draw.choice(["flip", "zero", "truncate", "append"])
-        if kind == "truncate":
-            del bad[position:]
-        elif kind == "append":
-            bad += bytes(1)
-        elif kind == "zero" and bad[position]:
-            bad[position] = 0
-        else:
-            bad[position] ^= 1 << draw.randrange(8)
-        path.write_bytes(bad)
+        path.write_bytes(damaged(draw, good, position))
         caplog.clear()
         with caplog.at_level(logging.WARNING, "gmlp_scale"):
-            taken, damaged = newest_checkpoint(tmp_path)
-        assert (taken.step, damaged) == (1, [newest.name]), (path.name, kind, position)
+            taken, passed_over = newest_checkpoint(tmp_path)
+        assert (taken.step, passed_over) == (1, [newest.name]), (path.name, position)
         (warning,) = caplog.messages
         assert "step_000000002" in warning and "step_000000001" in warning
         assert path.name in warning
         path.write_bytes(good)
     assert newest_checkpoint(tmp_path)[0].step == 2
+    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 300)
 
 
 class Malicious:
@@ -151,7 +143,7 @@ class Malicious:
         return Path.touch, (self.canary,)
 
 
-def test_a_pickle_is_never_run(tmp_path):
+def test_a_pickle_is_never_run(tmp_path, trials):
     canary = tmp_path / "canary"
     pickle.loads(pickle.dumps(Malicious(canary)))
     assert canary.exists()  # it would
@@ -171,6 +163,7 @@ def test_a_pickle_is_never_run(tmp_path):
     with pytest.raises(CheckpointError, match="DONE cannot be used"):
         Checkpoint.open(folder)
     assert not canary.exists()
+    trials("pickles where a file is read", 3)
 
 
 def test_a_done_from_elsewhere_cannot_name_files_outside(tmp_path):
@@ -200,7 +193,7 @@ def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
     assert names_in(tmp_path) == ["step_000000001", "step_000000002"]  # nothing was moved away
 
 
-def test_a_damaged_version_is_not_taken_for_another_one(tmp_path):
+def test_a_damaged_version_is_not_taken_for_another_one(tmp_path, trials):
     save_steps(tmp_path, [1, 2, 3])
     done = tmp_path / "step_000000003" / "DONE"
     text = done.read_text()
@@ -208,9 +201,10 @@ def test_a_damaged_version_is_not_taken_for_another_one(tmp_path):
         done.write_text(text.replace('version": 3,', f'version": {chr(ord("3") ^ 1 << bit)},'))
         checkpoint, damaged = newest_checkpoint(tmp_path)
         assert (checkpoint.step, damaged) == (2, ["step_000000003"])
+    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 7)
 
 
-def test_an_index_that_the_files_contradict_is_found(tmp_path):
+def test_an_index_that_the_files_contradict_is_found(tmp_path, trials):
     """Only someone who seals DONE anew can write one."""
     save_steps(tmp_path, [1, 2], world_size=2)
     key, done = "model.blocks.0.weight", tmp_path / "step_000000002" / "DONE"  # (4, 3, 2), of which each rank has two
@@ -226,6 +220,7 @@ def test_an_index_that_the_files_contradict_is_found(tmp_path):
         with pytest.raises(CheckpointError, match=error):
             Checkpoint.open(done.parent)
         assert newest_checkpoint(tmp_path)[0].step == 1
+    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 4)
 
 
 def test_an_unknown_checksum_is_named(tmp_path):

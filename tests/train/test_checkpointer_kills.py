@@ -125,7 +125,7 @@ def run_in_child(function, *arguments) -> int:
     return child.exitcode
 
 
-def test_killed_at_every_event_of_a_save(tmp_path):
+def test_killed_at_every_event_of_a_save(tmp_path, trials):
     assert run_in_child(save_until_killed, tmp_path / "whole", tmp_path / "whole.log", -1) == 0
     events = (tmp_path / "whole.log").read_text().splitlines()
     phases = ["stage", "mkdir step_", "half of file rank_00001"]
@@ -157,6 +157,7 @@ def test_killed_at_every_event_of_a_save(tmp_path):
         assert left == [f"step_00000000{checkpoint.step}", "step_000000004"], seen[-1]
         assert_whole(newest_checkpoint(directory)[0])
     assert {2, 3} == set(newest_steps)
+    trials("killed within a save", len(events))
 
 
 def save_on_a_full_disk(directory: Path) -> None:
@@ -178,7 +179,8 @@ def save_on_a_full_disk(directory: Path) -> None:
     assert [path.name for path in sorted(directory.iterdir())] == ["step_000000001", "step_000000004"]
 
 
-def test_full_disk_leaves_earlier_checkpoints_and_the_run_goes_on(tmp_path):
+def test_full_disk_leaves_earlier_checkpoints_and_the_run_goes_on(tmp_path, trials):
     assert run_in_child(save_on_a_full_disk, tmp_path) == 0
     for step in (1, 4):
         assert_whole(Checkpoint.open(tmp_path / f"step_00000000{step}"))
+    trials("full disk during a save", 2)

@@ -91,8 +91,9 @@ def _save_with_one_full_disk(directory: Path) -> None:
         saver.close()
 
 
-def test_a_full_disk_of_one_rank_is_told_at_once_and_waited_for(tmp_path):
+def test_a_full_disk_of_one_rank_is_told_at_once_and_waited_for(tmp_path, trials):
     run_ranks(_save_with_one_full_disk, 2, tmp_path, timeout_seconds=90)
+    trials("full disk during a save", 1)
 
 
 def _lose_rank_1_in_a_save(directory: Path) -> float | None:
@@ -110,6 +111,7 @@ def _lose_rank_1_in_a_save(directory: Path) -> float | None:
     return time.monotonic() - started
 
 
-def test_a_rank_that_dies_in_a_synchronous_save_is_noticed_at_once(tmp_path):
+def test_a_rank_that_dies_in_a_synchronous_save_is_noticed_at_once(tmp_path, trials):
     assert run_ranks(_lose_rank_1_in_a_save, 2, tmp_path, timeout_seconds=90)[0] < 60
     assert names_in(tmp_path) == []
+    trials("killed within a save", 1)

@@ -28,7 +28,7 @@ def _log_with_little_room(directory, no_room_at: range) -> list[str]:
     return warnings
 
 
-def test_what_a_full_disk_refused_is_written_once_there_is_room(tmp_path):
+def test_what_a_full_disk_refused_is_written_once_there_is_room(tmp_path, trials):
     (warnings,) = run_ranks(_log_with_little_room, 1, tmp_path, range(3, 6))
     of_events, of_metrics = sorted(warnings, key=lambda warning: "metrics.jsonl" in warning)
     assert "metrics.jsonl cannot be written (File too large): free room there." in of_metrics
@@ -36,10 +36,12 @@ def test_what_a_full_disk_refused_is_written_once_there_is_room(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(STEPS)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in events] == [(step, 0.5 * step) for step in STEPS]
+    trials("full disk during logs, cache and data jobs", 2)
 
 
-def test_a_run_that_ends_on_a_full_disk_says_what_is_missing(tmp_path):
+def test_a_run_that_ends_on_a_full_disk_says_what_is_missing(tmp_path, trials):
     (warnings,) = run_ranks(_log_with_little_room, 1, tmp_path, STEPS)
     assert [warning for warning in warnings if warning.endswith("bytes early")]
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert lines and [line["step"] for line in lines] == list(STEPS)[: len(lines)]
+    trials("full disk during logs, cache and data jobs", 2)

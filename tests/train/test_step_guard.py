@@ -68,7 +68,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path):
+def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path, trials):
     world_size, overrides = ENGINES[engine]
     write_tiny_shards(tmp_path / "shards", [40], [2], sequence_length=32)
     overrides = [*overrides, "train.on_not_finite=skip", "train.on_spike=skip", "checkpoint.save_every_steps=30"]
@@ -89,6 +89,7 @@ def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path):
         assert torch.equal(resumed.read(key), undisturbed.read(key)), key
     lines = read_metrics(tmp_path / "undisturbed" / "smoke" / "metrics.jsonl")
     assert all(math.isfinite(line["train/loss"]) for line in lines if "train/loss" in line)
+    trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 2)
 
 
 def _guard(tmp_path, world, **settings) -> StepGuard:
@@ -122,7 +123,7 @@ def test_a_spike_is_told_with_its_place(on_spike, is_marked, monkeypatch, tmp_pa
     assert (201 in dict(guard.recent_losses)) != is_marked
 
 
-def test_what_stops_a_run(monkeypatch, tmp_path, world):
+def test_what_stops_a_run(monkeypatch, tmp_path, world, trials):
     guard = _guard(tmp_path, world, on_spike="stop")
     with pytest.raises(SpikeError, match=r"step 200: .*on_spike=skip goes on"):
         _see(guard, 200, 9.0)
@@ -130,6 +131,7 @@ def test_what_stops_a_run(monkeypatch, tmp_path, world):
         _see(guard, 201, math.nan, math.nan)
     with pytest.raises(NotFiniteError, match="the gradient norm, though not the loss of any rank"):
         _see(guard, 202, 4.0, math.inf)
+    trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 3)
 
 
 def test_updates_left_out_in_a_row_stop_the_run(monkeypatch, tmp_path, world):

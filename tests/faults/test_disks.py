@@ -1,0 +1,99 @@
+"""Disks that are full for a data job, the cache or an export, and one that takes 5 s for each fsync."""
+
+import itertools
+import os
+import resource
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.train.checkpoint import Checkpoint
+from tests.data_prep.conftest import shards_to_read, tokenizer_dir  # noqa: F401
+from tests.data_prep.corpora import make_texts, write_jsonl
+from tests.faults.test_soak import RECIPE
+from tests.forked import Script
+from tests.test_pretrain import SMOKE
+from tests.written_shards import write_tiny_shards
+
+pytestmark = pytest.mark.faults
+
+
+def _limit_files(num_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 15_000])
+def test_a_data_job_on_a_full_disk_says_so_and_goes_on_later(num_bytes, tokenizer_dir, tmp_path, trials):  # noqa: F811
+    write_jsonl(tmp_path / "corpus.jsonl.gz", make_texts(900))
+    arguments = [
+        "--input", tmp_path / "corpus.jsonl.gz", "--tokenizer", tokenizer_dir, "--sequence-length", 32, "--output",
+        tmp_path / "shards", "--heldout-fraction", 0.1, "--shard-bytes", 20_000,
+    ]  # fmt: skip
+    code, printed, errors = Script(
+        "data_prep/tokenize_corpus.py", arguments, prepare=partial(_limit_files, num_bytes)
+    ).end()
+    assert code == 1 and "File too large" in printed + errors, (code, printed, errors)
+    assert not (tmp_path / "shards/manifest.json").exists()
+    code, printed, errors = Script("data_prep/tokenize_corpus.py", arguments).end()
+    assert code == 0, errors
+    code, printed, errors = Script("data_prep/verify_shards.py", [tmp_path / "shards"]).end()
+    assert code == 0 and "0 problems" in printed
+    trials("full disk during logs, cache and data jobs", 1)
+
+
+def test_a_cache_on_a_full_disk_ends_the_run_and_leaves_no_part_of_a_shard(shards_to_read, tmp_path, trials):  # noqa: F811
+    arguments = [
+        "--config", SMOKE, *RECIPE, f"data.shards={shards_to_read}", f"data.cache_dir={tmp_path}/cache",
+        f"output_dir={tmp_path}", "train.num_steps=20", "train.stop_after_step=20", "model.sequence_length=32",
+        "model.vocab_size=400", "train.evaluate_every_steps=20",
+    ]  # fmt: skip
+    code, _, errors = Script("launch/pretrain.py", arguments, prepare=partial(_limit_files, 15_000)).end()
+    assert code == 1 and "File too large" in errors, errors
+    assert not list((tmp_path / "cache").glob("*.tar"))
+    code, _, errors = Script("launch/pretrain.py", arguments).end()
+    assert code == 0, errors
+    assert list((tmp_path / "cache").glob("*.tar"))
+    trials("full disk during logs, cache and data jobs", 1)
+
+
+def _with_a_slow_disk(trace: Path) -> None:
+    fsync, unwatched = os.fsync, Loader.steps
+    num_syncing = 0
+
+    def slow_fsync(descriptor):
+        nonlocal num_syncing
+        num_syncing += 1
+        time.sleep(5)
+        fsync(descriptor)
+        num_syncing -= 1
+
+    def steps(loader, start_step, stop_step):
+        with trace.open("w") as file:
+            for number, micro_batches in enumerate(unwatched(loader, start_step, stop_step), start_step + 1):
+                file.write(f"{number} {num_syncing} {time.monotonic()}\n")
+                yield micro_batches
+
+    os.fsync, Loader.steps = slow_fsync, steps
+
+
+def test_steps_do_not_wait_for_a_disk_that_takes_5_s(tmp_path, trials):
+    write_tiny_shards(tmp_path / "shards", [500, 400], [2], sequence_length=16)
+    arguments = ["--config", SMOKE, *RECIPE, f"data.shards={tmp_path}/shards", f"output_dir={tmp_path}"]
+    arguments += ["train.num_steps=6000", "train.evaluate_every_steps=6000", "checkpoint.save_every_steps=2500"]
+    trace = tmp_path / "trace"
+    code, _, errors = Script("launch/pretrain.py", arguments, prepare=partial(_with_a_slow_disk, trace)).end()
+    assert code == 0, errors
+    lines = [line.split() for line in trace.read_text().splitlines()]
+    seconds = {True: [], False: []}
+    for (_, _, begun), (_, num_syncing, ended) in itertools.pairwise(lines):
+        seconds[num_syncing != "0"].append(float(ended) - float(begun))
+    assert len(seconds[True]) > 100
+    median = {syncing: sorted(values)[len(values) // 2] for syncing, values in seconds.items()}
+    for step in (2500, 5000, 6000):
+        Checkpoint.open(tmp_path / f"smoke/checkpoints/step_{step:09d}")
+    slower = 100 * (median[True] / median[False] - 1)
+    note = f"{len(seconds[True]):,} steps during saves; their median took {slower:+.1f} % of the others'"
+    trials("fsync of 5 s under asynchronous saves", 3, note=note)
