@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -111,6 +111,10 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}"])
         return batch // world_size
 
+    def with_precision(self, precision: str) -> Self:
+        """This run with "float32" or "bf16" instead of `auto`."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"precision": precision})})
+
     def to_json(self) -> dict[str, Any]:
         """The fields as they are written and compared: without the passwords and signatures of URLs."""
         return redacted(self.model_dump(mode="json"))
@@ -172,7 +176,7 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
         if train.micro_batch_size == "auto" and train.device == "cpu":
             yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
         if train.compile == "reduce-overhead" and (
-            train.device == "cpu" or train.precision == "float32" or not self.engine.supports_cuda_graphs
+            train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs
         ):
             # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
             yield (

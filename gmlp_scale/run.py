@@ -14,6 +14,7 @@ from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainC
 from gmlp_scale.files import is_url, write_text
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.train.checkpoint import CheckpointError
@@ -77,6 +78,7 @@ def pretrain(config: RunConfig) -> Progress:
     start_up.finish("imports")
     with start_world_of(config) as world:
         start_up.finish("process group")
+        config = with_decided_precision(config, world)
         return run_task(Pretraining(config), world, start_up)
 
 

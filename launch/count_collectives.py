@@ -11,6 +11,7 @@ import sys
 
 from gmlp_scale.benchmark.collectives import table
 from gmlp_scale.config import load_run_config
+from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.run import USER_ERRORS
 from gmlp_scale.world import start_world
 
@@ -23,7 +24,7 @@ def main() -> int:
     try:
         run = load_run_config(options.config, options.overrides)
         with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
-            lines = table(run, world)
+            lines = table(with_decided_precision(run, world), world)
             if world.is_main:
                 print(lines)
     except USER_ERRORS as error:

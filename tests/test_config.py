@@ -39,7 +39,7 @@ def test_every_mistake_is_told_at_once():
     assert "train.num_stepz: unknown field; did you mean num_steps?" in text
     assert "model.d_model: found 'many'" in text
     assert "optimiser: unknown field; did you mean optimizer?" in text
-    assert "train.precision: found 'fp16'; needed: 'float32' or 'bf16'" in text
+    assert "train.precision: found 'fp16'; needed: 'auto', 'float32' or 'bf16'" in text
     assert "seed: an override is written section.field=value" in text
     assert "data.shards" in text
     assert len(told) == 6

@@ -43,6 +43,8 @@ def load_recipe(path: str, overrides: list[str], *, tiny: bool) -> RunConfig:
         return load_run_config(path, [*overrides, *TINY])
     if run.train.micro_batch_size == "auto":
         raise ValueError(f"{path}: train.micro_batch_size: found auto; needed: a number, the rows timed here")
+    if run.train.precision == "auto":
+        raise ValueError(f"{path}: train.precision: found auto; needed: float32 or bf16, the one timed here")
     return run
 
 

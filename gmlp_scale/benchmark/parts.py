@@ -12,6 +12,7 @@ from gmlp_scale.benchmark.loading import measure_loading
 from gmlp_scale.benchmark.step import measure_step
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.config import ConfigError, RunConfig, load_run_config
+from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.world import World, start_world
 
 PARTS = ("step", "loader", "checkpoint", "start_up")
@@ -35,6 +36,7 @@ def measure(
     first, figures = next(iter(runs.values())), {}
     with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
         for path, run in runs.items():
+            run = with_decided_precision(run, world)
             of_run = figures[run.name] = {}
             for part in parts:
                 say(f"{run.name}: {part}")

@@ -78,11 +78,12 @@ def build_engine(
 
     Args:
         model: float32, on the CPU, with the same weights on every rank.
-        train: with a number as its micro_batch_size.
+        train: with a number as its micro_batch_size, and float32 or bf16 as its precision.
 
     Raises:
         EngineConfigError: a DeepSpeed file contradicts the recipe, or `train.compile` is reduce-overhead on a CPU.
     """
+    assert train.precision != "auto"
     compile = train.compile
     if compile == "reduce-overhead" and world.device.type == "cpu":
         raise EngineConfigError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")

@@ -27,8 +27,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     rows that fit into memory, found when the run starts. The number changes losses by rounding only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
-    precision: Literal["float32", "bf16"] = "bf16"
-    """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32."""
+    precision: Literal["auto", "float32", "bf16"] = "bf16"
+    """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32. auto:
+    bf16 on a GPU that has it, and on a CPU that trains a block of the model faster in it; decided when the run starts,
+    and kept by its checkpoints."""
     compile: Literal[True, False, "reduce-overhead"] = True
     """torch.compile for each block. reduce-overhead also replays CUDA graphs, which pays where a rank has so few tokens
     that its GPU waits for the host to start kernels."""

@@ -41,6 +41,8 @@ def describe(run: RunConfig, world_size: int) -> str:
         ShardError: the shards do not fit the recipe.
     """
     accumulates, model_flops = run.accumulates(world_size), flops_per_step(run)
+    is_auto = run.train.precision == "auto"
+    planned = run.with_precision("float32") if is_auto else run
     lines = [
         run.to_yaml(),
         f"ranks                   {world_size}, {_describe_micro_batches(run, world_size)}",
@@ -48,8 +50,9 @@ def describe(run: RunConfig, world_size: int) -> str:
         f"FLOPs per step          {short(model_flops)} ({short(model_flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
         f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
-        describe_states(_meta_model(run), run.train.precision, run.engine, world_size, accumulates=accumulates),
-        _describe_activations(run),
+        *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
+        describe_states(_meta_model(run), planned.train.precision, run.engine, world_size, accumulates=accumulates),
+        _describe_activations(planned),
         _describe_data(run),
         describe_resume(run.run_folder),
     ]

@@ -1,0 +1,70 @@
+"""Decides `train.precision: auto`: bf16 where a block of the recipe's shape trains faster in it than in float32."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from gmlp_scale.config import RunConfig
+from gmlp_scale.engine.vectors import round_matrices
+from gmlp_scale.models import build_model
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, step_folders
+from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
+
+MEASURING_SECONDS = 0.6
+"""How long the two blocks take turns. The pass that is under way at the end is finished."""
+NUM_TOKENS = 512
+
+
+def with_decided_precision(run: RunConfig, world: World) -> RunConfig:
+    """`run` with float32 or bf16 in place of auto. All ranks call it together; rank 0 decides.
+
+    A run that has checkpoints keeps their precision. On a GPU the answer is bf16 if it has bf16; on a CPU a block is
+    timed.
+    """
+    if run.train.precision != "auto":
+        return run
+    precision = _precision_of_checkpoints(run) or _faster_precision(run, world.device) if world.is_main else None
+    return run.with_precision(world.broadcast(precision))
+
+
+def _precision_of_checkpoints(run: RunConfig) -> str | None:
+    for folder in reversed(step_folders(run.run_dir / "checkpoints")):
+        try:
+            return Checkpoint.open(folder, verify_files=False).details["config"]["train"]["precision"]
+        except CheckpointError:  # the run itself finds it, and says so
+            continue
+    return None
+
+
+def _faster_precision(run: RunConfig, device: torch.device) -> str:
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    passes = {precision: _training_pass(run, precision) for precision in ("float32", "bf16")}
+    seconds = dict.fromkeys(passes, float("inf"))
+    for training_pass in passes.values():  # the first takes longer
+        training_pass()
+    deadline = time.perf_counter() + MEASURING_SECONDS
+    while time.perf_counter() < deadline:
+        for precision, training_pass in passes.items():
+            started = time.perf_counter()
+            training_pass()
+            seconds[precision] = min(seconds[precision], time.perf_counter() - started)
+    fastest = min(seconds, key=seconds.__getitem__)
+    shown = ", ".join(f"{1000 * value:.1f} ms in {precision}" for precision, value in seconds.items())
+    log.info("train.precision: auto is %s (a block's forward and backward pass takes %s)", fastest, shown)
+    return fastest
+
+
+def _training_pass(run: RunConfig, precision: str) -> Callable[[], None]:
+    """Forward and backward pass of one block."""
+    model = build_model(run.model.model_copy(update={"num_blocks": 1, "vocab_size": 1}))
+    model.init_weights(torch.Generator().manual_seed(0))
+    round_matrices(model, precision)
+    num_rows = max(1, NUM_TOKENS // run.model.sequence_length)
+    shape_BND, dtype = (num_rows, run.model.sequence_length, run.model.d_model), model.embedding.weight.dtype
+    x_BND = torch.ones(shape_BND, dtype=dtype, requires_grad=True)
+    return lambda: model.blocks[0](x_BND).backward(x_BND.detach())

@@ -1,0 +1,96 @@
+"""train.precision=auto: what multiplies faster here, decided by rank 0 once and kept by the run's checkpoints."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from gmlp_scale.config import load_run_config
+from gmlp_scale.plan import precision
+from gmlp_scale.plan.describe import describe
+from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.run import pretrain
+from gmlp_scale.train.checkpoint import newest_checkpoint
+from tests.gloo_ranks import run_ranks
+from tests.written_shards import VOCAB_SIZE, write_tiny_shards
+
+SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
+SIZES = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}"]
+
+
+def smoke(*overrides: str):
+    return load_run_config(SMOKE, [*SIZES, "train.precision=auto", *overrides])
+
+
+def world_on(device: str) -> SimpleNamespace:
+    return SimpleNamespace(device=torch.device(device), is_main=True, broadcast=lambda value: value)
+
+
+@pytest.mark.parametrize("faster", ["float32", "bf16"])
+def test_the_faster_block_decides(faster, monkeypatch, tmp_path):
+    clock, passes = [0.0], []
+
+    def training_pass(run, of):
+        def tick() -> None:
+            clock[0] += 0.1 if of == faster else 0.2
+            passes.append(of)
+
+        return tick
+
+    monkeypatch.setattr(precision, "_training_pass", training_pass)
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: clock[0])
+    run = with_decided_precision(smoke(f"output_dir={tmp_path}"), world_on("cpu"))
+    assert run.train.precision == faster
+    assert passes == ["float32", "bf16"] * 3, "one pass of each that is not counted, then turns for 0.6 seconds"
+
+
+@pytest.mark.parametrize("kind", ["gmlp", "amlp", "transformer", "mixer"])
+def test_every_kind_of_block_can_be_timed(kind):
+    extra = {
+        "amlp": ["model.d_attn=8"],
+        "mixer": ["model.d_spatial=8"],
+        "transformer": ["model.num_heads=2", "model.positions=relative"],
+    }.get(kind, [])
+    for of in ("float32", "bf16"):
+        precision._training_pass(smoke(f"model.kind={kind}", *extra), of)()
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_gpu_is_asked_not_timed(has_bf16, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    run = with_decided_precision(smoke(f"output_dir={tmp_path}"), world_on("cuda"))
+    assert run.train.precision == ("bf16" if has_bf16 else "float32")
+
+
+def test_dry_run_says_that_it_is_decided_later():
+    text = describe(smoke(), world_size=1)
+    assert "precision: auto" in text and "decided when the run starts; below are float32's figures" in text
+
+
+def _train(answer: str | None, overrides: list[str]) -> int:
+    """How often this rank measured. answer: what it finds; None if it must not measure."""
+    measured = []
+
+    def faster_precision(run, device) -> str:
+        measured.append(answer)
+        return answer
+
+    precision._faster_precision = faster_precision
+    pretrain(smoke(*overrides))
+    return len(measured)
+
+
+def test_ranks_agree_and_a_resumed_run_keeps_it(tmp_path):
+    write_tiny_shards(tmp_path / "shards", [17, 23], [12], sequence_length=32)
+    recipe = [
+        "train.num_steps=4", "optimizer.warmup_steps=2", "engine.kind=fsdp2", "name=auto",
+        f"data.shards={tmp_path / 'shards'}", f"output_dir={tmp_path}",
+    ]  # fmt: skip
+    assert run_ranks(_train, 2, "bf16", [*recipe, "train.stop_after_step=2"]) == [1, 0]
+    assert run_ranks(_train, 2, None, recipe) == [0, 0]
+    checkpoint, _ = newest_checkpoint(tmp_path / "auto" / "checkpoints")
+    assert checkpoint.step == 4
+    assert checkpoint.details["config"]["train"]["precision"] == "bf16"
+    assert yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["train"]["precision"] == "bf16"
