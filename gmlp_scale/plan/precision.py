@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable
 
 import torch
+import yaml
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.engine.vectors import round_matrices
+from gmlp_scale.files import read_file
 from gmlp_scale.models import build_model
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, step_folders
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
@@ -22,22 +23,22 @@ NUM_TOKENS = 512
 def with_decided_precision(run: RunConfig, world: World) -> RunConfig:
     """`run` with float32 or bf16 in place of auto. All ranks call it together; rank 0 decides.
 
-    A run that has checkpoints keeps their precision. On a GPU the answer is bf16 if it has bf16; on a CPU a block is
+    A run that was started before keeps its precision. On a GPU the answer is bf16 if it has bf16; on a CPU a block is
     timed.
     """
     if run.train.precision != "auto":
         return run
-    precision = _precision_of_checkpoints(run) or _faster_precision(run, world.device) if world.is_main else None
+    precision = _precision_so_far(run) or _faster_precision(run, world.device) if world.is_main else None
     return run.with_precision(world.broadcast(precision))
 
 
-def _precision_of_checkpoints(run: RunConfig) -> str | None:
-    for folder in reversed(step_folders(run.run_dir / "checkpoints")):
-        try:
-            return Checkpoint.open(folder, verify_files=False).details["config"]["train"]["precision"]
-        except CheckpointError:  # the run itself finds it, and says so
-            continue
-    return None
+def _precision_so_far(run: RunConfig) -> str | None:
+    """What the run folder's config.yaml says; None for a new run."""
+    try:
+        content = read_file(f"{run.run_folder}/config.yaml")
+    except FileNotFoundError:
+        return None
+    return yaml.safe_load(content)["train"]["precision"]
 
 
 def _faster_precision(run: RunConfig, device: torch.device) -> str:
