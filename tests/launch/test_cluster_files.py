@@ -18,15 +18,20 @@ def test_slurm_gives_each_rank_its_cores_and_variables(tmp_path):
     script = ROOT / "launch/slurm/pretrain.sbatch"
     (cpus_per_task,) = re.findall(r"^#SBATCH --cpus-per-task (\d+)$", script.read_text(), re.MULTILINE)
     for name, text in {
-        "scontrol": "printf 'node1\\nnode2\\n'",
+        "scontrol": "seq --format 'node%.0f' 20000",  # more than a pipe holds
         "srun": 'while [[ $1 == -* ]]; do echo "$1"; shift; done; SLURM_PROCID=11 SLURM_LOCALID=3 exec "$@"',
         "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    variables = {"SLURM_CPUS_PER_TASK": cpus_per_task, "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "16"}
+    variables = {
+        "SLURM_CPUS_PER_TASK": cpus_per_task,
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NTASKS": "16",
+        "SLURM_JOB_ID": "123456",
+    }
     environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script, "--config", "a b"], env=environment, capture_output=True, text=True)
     *options, started = done.stdout.splitlines()
     assert f"--cpus-per-task={cpus_per_task}" in options and "--cpu-bind=cores" in options and int(cpus_per_task) > 1
-    assert started == "11 3 16 node1 29500 launch/pretrain.py --config a b"
+    assert started == "11 3 16 node1 23456 launch/pretrain.py --config a b"
