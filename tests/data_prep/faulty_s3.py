@@ -12,9 +12,9 @@ from moto.server import ThreadedMotoServer
 
 class FaultyS3:
     """`url` is the proxy's. While `fault_fraction` is above 0, that part of the requests for objects fails: 503, a
-    connection closed without an answer, or a body cut short. `faults` counts them. `before_change` is called before
-    each request that changes something; if it returns False, that request is lost. With `is_late` some never answer.
-    While `is_refusing`, every request is answered with 403, and `refusals` counts them."""
+    connection closed without an answer, or a body cut short; with `is_late` also no answer at all. `faults` counts
+    them. `before_change` is called before each request that changes something; if it returns False, that request is
+    lost. While `is_refusing`, every request is answered with 403, and `refusals` counts them."""
 
     def __init__(self):
         self._server = ThreadedMotoServer(port=0, verbose=False)

@@ -82,7 +82,7 @@ def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tm
 @pytest.mark.faults
 def test_answers_that_never_come_are_asked_for_again(s3, server, shards_to_read, tmp_path, monkeypatch, trials):
     upload(s3, shards_to_read, "shards")
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    monkeypatch.setattr("s3fs.S3FileSystem.read_timeout", 1)
     monkeypatch.setattr(server, "is_late", True)
     before, server.fault_fraction = server.faults, 0.1
     for number in range(5):

@@ -1,8 +1,10 @@
 """Files and URLs made to do harm: commands in URLs, files that unpack without end, JSON nested too deeply."""
 
+import contextlib
 import gzip
 import json
 import resource
+import tarfile
 
 import pytest
 import zstandard
@@ -21,13 +23,14 @@ from tests.written_shards import write_tiny_shards
 pytestmark = pytest.mark.faults
 DEEP = "[" * 10**5 + "]" * 10**5
 BOMB_BYTES, MOST_GROWTH_BYTES = 4 << 30, 400 << 20
-BOMBS = {"jsonl.gz": b"\0", "txt.gz": b"\0", "jsonl.zst": b"\0", "txt.zst": b"\0", "jsonl.gz of lines": b"\n"}
+BOMBS = ["jsonl.gz", "txt.gz", "jsonl.zst", "txt.zst"]
 
 
 def _run_pipe(canary) -> None:
     import webdataset
 
-    list(webdataset.WebDataset(f"pipe:touch {canary}", shardshuffle=False, empty_check=False))
+    with contextlib.suppress(tarfile.ReadError):
+        list(webdataset.WebDataset(f"pipe:touch {canary}", shardshuffle=False, empty_check=False))
 
 
 def test_a_pipe_url_runs_nothing(tmp_path, trials):
@@ -51,9 +54,9 @@ def test_a_pipe_url_runs_nothing(tmp_path, trials):
     trials("pipe: URLs", 1, int(canary.exists()), part="webdataset")
 
 
-def write_bomb(path, unit: bytes) -> None:
+def write_bomb(path) -> None:
     """A few MB, or KB, that unpack to BOMB_BYTES."""
-    piece = unit * (1 << 24)
+    piece = bytes(1 << 24)
     compressed = gzip.compress(piece, 1) if ".gz" in path.name else zstandard.ZstdCompressor().compress(piece)
     path.write_bytes(compressed * (BOMB_BYTES // len(piece)))
 
@@ -68,8 +71,8 @@ def _read_bomb(path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_file_that_unpacks_to_4_gb_takes_little_memory(kind, tmp_path, trials):
-    path = tmp_path / f"bomb.{kind.split()[0]}"
-    write_bomb(path, BOMBS[kind])
+    path = tmp_path / f"bomb.{kind}"
+    write_bomb(path)
     ((growth, found),) = run_ranks(_read_bomb, 1, path)
     assert growth < MOST_GROWTH_BYTES, f"{growth >> 20} MB"
     assert found in ("BadRecord", "", "RecordRecordRecord"), found

@@ -52,7 +52,7 @@ def save_on_hosts(url: str, folder: Path, steps: list[int], world_size: int, *, 
         assert [names_in(path) for path in folder.iterdir()] == [[]] * num_hosts, "nothing stays on the hosts' disks"
 
 
-def test_ranks_of_several_hosts_save_and_resume_under_faults(s3, server, small_files, tmp_path):
+def test_ranks_of_several_hosts_save_and_resume_under_faults(s3, server, small_files, tmp_path, trials):
     server.fault_fraction, before = 0.1, server.faults
     save_on_hosts(URL, tmp_path / "first", [1, 2, 3], 4, keep_last=2)
     save_on_hosts(URL, tmp_path / "second", [4], 2, keep_last=2)
@@ -62,6 +62,7 @@ def test_ranks_of_several_hosts_save_and_resume_under_faults(s3, server, small_f
     for step in (3, 4):
         assert_holds(remote.open(f"step_{step:09d}"), seed=step)
     assert {name.partition("/")[0] for name in list_files(URL)} == {"step_000000003", "step_000000004"}
+    trials("S3: 10 % of answers 503, reset, cut or late", server.faults - before)
 
 
 def save_step_3(url: str, folder: Path) -> None:
@@ -77,7 +78,7 @@ def kill_after(pid: int, requests: Iterator[int]) -> bool:
     return not is_fatal
 
 
-def test_killed_before_every_request_of_a_save(s3, server, tmp_path):
+def test_killed_before_every_request_of_a_save(s3, server, tmp_path, trials):
     """Step 3 is saved beside 1 and 2, and step 1 is deleted."""
     save_on_hosts("s3://bucket/start", tmp_path / "start", [1, 2], 1, num_hosts=1)
     start = {name: read_file(f"s3://bucket/start/{name}") for name in list_files("s3://bucket/start")}
@@ -102,6 +103,7 @@ def test_killed_before_every_request_of_a_save(s3, server, tmp_path):
         assert left == {f"step_{checkpoint.step:09d}", "step_000000004"}
     assert exit_code == 0 and newest_steps == sorted(newest_steps) and newest_steps.count(2) >= 2
     assert newest_steps.count(3) >= 3, "killed in the deletion too"
+    trials("killed within a save", len(newest_steps) - 1)
 
 
 def test_a_save_that_the_store_refuses_is_tried_again(memory, tmp_path, monkeypatch, caplog):
@@ -124,7 +126,7 @@ def test_a_save_that_the_store_refuses_is_tried_again(memory, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
-def test_a_damaged_checkpoint_is_passed_over_and_set_aside(memory, damage, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(memory, damage, tmp_path, caplog, trials):
     save_on_hosts(memory, tmp_path / "first", [1, 2], 2)
     file = f"{memory}/step_000000002/rank_00001_000.safetensors"
     content = bytearray(read_file(file))
@@ -141,6 +143,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(memory, damage, tmp_p
     assert any("step_000000002/DONE.damaged-" in name for name in list_files(memory))
     save_on_hosts(memory, tmp_path / "third", [2], 2)
     assert_holds(remote.open("step_000000002"), seed=2)
+    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 1)
 
 
 def test_an_unreachable_store_is_no_damage(memory, tmp_path, monkeypatch):
