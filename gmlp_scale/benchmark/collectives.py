@@ -1,4 +1,4 @@
-"""Counts the bytes that each engine's collectives carry in one training step.
+"""Counts the bytes that each engine's collectives carry in one training step, and its peak memory.
 
 A ring of R ranks sends (R - 1) / R of the bytes of a gather or a reduction to owners, and 2 (R - 1) / R of an
 all-reduce's. So with many ranks an all-reduce counts twice on the wire.
@@ -10,22 +10,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gmlp_scale.benchmark.live_bytes import LiveBytes
 from gmlp_scale.benchmark.step import random_batch
 from gmlp_scale.config import RunConfig
-from gmlp_scale.engine import EngineConfig, Fsdp2Config, ZeroConfig
+from gmlp_scale.engine import COLLECTIVES, EngineConfig
+from gmlp_scale.plan import layouts
+from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.run import build_engine_of
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.world import World
 
-ENGINES: dict[str, EngineConfig] = {
-    "fsdp2": Fsdp2Config(),
-    "fsdp2, reshard_after_forward": Fsdp2Config(reshard_after_forward=True),
-    "zero, stage 1": ZeroConfig(stage=1),
-    "zero, stage 2": ZeroConfig(stage=2),
-    "zero, stage 3": ZeroConfig(stage=3),
-}
-PASSES = {"all_reduce": 2, "reduce": 1, "gather": 1}
-"""By kind of collective, how often its bytes go over the wire. `reduce` is a reduction to owners."""
+ENGINES = {name: engine for name, engine in layouts.ENGINES.items() if engine.needs_process_group}
 
 
 class CarriedBytes(TorchDispatchMode):
@@ -42,27 +37,40 @@ class CarriedBytes(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> dict[str, float]:
-    """By kind of collective, and `wire`, of one step of several micro-batches. All ranks call it together."""
+def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> tuple[Counter, int]:
+    """The bytes of one step of several micro-batches by kind of collective, and this rank's peak memory in a step.
+
+    All ranks call it together.
+    """
     batch = random_batch(run, world.device)
     num_rows = num_micro_batches * world.size * len(batch.token_ids_BN)
     train = run.train.model_copy(update={"global_batch_size": num_rows})
     task = Pretraining(run.model_copy(update={"engine": engine, "train": train}))
-    built = build_engine_of(task, world, is_new=True)
-    for _ in range(2):  # the first step also sets things up
-        with CarriedBytes() as carried:
-            for index in range(num_micro_batches):
-                built.backward(built.module(batch), is_last=index == num_micro_batches - 1)
-            built.step(run.optimizer.peak_learning_rate)
+    with LiveBytes() as live:
+        built = build_engine_of(task, world, is_new=True)
+        live.peak = 0
+        for _ in range(2):  # the first step also sets things up
+            with CarriedBytes() as carried:
+                for index in range(num_micro_batches):
+                    built.backward(built.module(batch), is_last=index == num_micro_batches - 1)
+                built.step(run.optimizer.peak_learning_rate)
     built.close()
-    num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
-    counted = {kind: carried.by_kind[kind] / num_parameters for kind in PASSES}
-    return counted | {"wire": sum(passes * counted[kind] for kind, passes in PASSES.items())}
+    return carried.by_kind, live.peak
+
+
+def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> dict[str, float]:
+    """By kind of collective, `wire` and `peak memory`. All ranks call it together."""
+    carried, peak = count_step(run, engine, world, num_micro_batches)
+    num_parameters = sum(parameter.numel() for parameter in meta_model(run).parameters())
+    counted = {kind: carried[kind] / num_parameters for kind in COLLECTIVES}
+    wire = sum(passes * counted[kind] for kind, passes in COLLECTIVES.items())
+    return counted | {"wire": wire, "peak memory": peak / num_parameters}
 
 
 def table(run: RunConfig, world: World) -> str:
     """Every engine's bytes per parameter and step, with one and with four micro-batches, in Markdown."""
-    lines = ["| engine | micro-batches | all-reduce | reduce to owners | gather | on the wire |", "| --- " * 6 + "|"]
+    lines = ["| engine | micro-batches | all-reduce | reduce to owners | gather | on the wire | peak memory |"]
+    lines.append("| --- " * 7 + "|")
     for name, engine in ENGINES.items():
         for num_micro_batches in (1, 4):
             counted = bytes_per_parameter(run, engine, world, num_micro_batches)

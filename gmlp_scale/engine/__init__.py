@@ -7,8 +7,9 @@ Beside its fields, an engine's config has
     needs_process_group    whether it needs one even for a single process
     supports_cuda_graphs   whether train.compile may be reduce-overhead
     mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
-    state_bytes(model, precision, world_size, accumulates=...)   bytes of parameters, gradients, float32 masters and
-                           moments on the rank that holds the most; no activations
+    state_bytes(model, precision, world_size, accumulates=...)   bytes of parameters, gradients, float32 masters,
+                           moments and buffers on the rank that holds the most, at a step's peak; no activations
+    carried_bytes(model, precision, num_micro_batches)   bytes of whole tensors per step in each of COLLECTIVES
 """
 
 from collections.abc import Callable, Iterator
@@ -29,6 +30,9 @@ from gmlp_scale.world import World
 COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
 """Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
 it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""
+
+COLLECTIVES = {"all_reduce": 2, "reduce": 1, "gather": 1}
+"""How often a collective's bytes go over the wire. `reduce` is a reduction to owners."""
 
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
 

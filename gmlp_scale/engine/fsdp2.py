@@ -39,17 +39,41 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
         """All is sharded except bf16's float32 vectors, the parameters that are gathered to compute with, and gradients
         while micro-batches accumulate. Gathered are all parameters or, with `reshard_after_forward`, those of two
-        groups of blocks and those outside the blocks."""
+        groups of blocks and those outside the blocks. Without accumulation a group's gathered parameters
+        are freed before its gradients are kept, so of the gradients only what is beyond counts.
+
+        The buffers are those of one group: gradients before their reduction, what is reduced of it (and, without
+        accumulation, of the group before), and what comes back. One rank reduces nothing.
+        tests/benchmark/test_collectives.py holds the sum.
+        """
+        weight_bytes = 2 if precision == "bf16" else 4
         num_in_vectors, num_sharded = count_vectors_and_others(model, precision)
+        num_in_blocks = count_vectors_and_others(model.blocks, precision)[1]
+        num_in_group = min(1, self.blocks_per_group / len(model.blocks)) * num_in_blocks
+        num_outside = num_sharded - num_in_blocks
         num_gathered = num_sharded
         if self.reshard_after_forward:
-            share_of_blocks = min(1, 2 * self.blocks_per_group / len(model.blocks))
-            num_gathered -= (1 - share_of_blocks) * count_vectors_and_others(model.blocks, precision)[1]
+            num_gathered = num_outside + min(2 * num_in_group, num_in_blocks)
+        gradients, buffer_bytes = num_sharded * 4, weight_bytes + 4 + 4 / world_size
+        if not accumulates:
+            gradients = max(0, gradients / world_size - num_gathered * weight_bytes)
+            buffer_bytes += 4
         return {
-            "parameters": num_in_vectors * 4 + num_gathered * (2 if precision == "bf16" else 4),
-            "gradients": num_in_vectors * 4 + num_sharded * 4 / (1 if accumulates else world_size),
+            "parameters": num_in_vectors * 4 + num_gathered * weight_bytes,
+            "gradients": num_in_vectors * 4 + gradients,
             "float32 master": num_sharded * 4 / world_size,
             "moments": num_in_vectors * 8 + num_sharded * 8 / world_size,
+            "buffers": max(num_in_group, num_outside) * (buffer_bytes if world_size > 1 else 4),
+        }
+
+    def carried_bytes(self, model: nn.Module, precision: str, num_micro_batches: int) -> dict[str, float]:
+        """One reduction and one gather a step or, with `reshard_after_forward`, two gathers a micro-batch."""
+        num_in_vectors, num_sharded = count_vectors_and_others(model, precision)
+        num_gathers = 2 * num_micro_batches if self.reshard_after_forward else 1
+        return {
+            "all_reduce": num_in_vectors * 4,
+            "reduce": num_sharded * 4,
+            "gather": num_sharded * (2 if precision == "bf16" else 4) * num_gathers,
         }
 
 
@@ -64,7 +88,8 @@ class Fsdp2Engine:
         self.world = world
         self.num_micro_batches = train.num_micro_batches(world.size)
         decayed = decayed_names(model)
-        model.to(world.device)
+        if next(model.parameters()).device != world.device:  # torch cannot move fake tensors
+            model.to(world.device)
         self.vectors = Vectors(float32_vectors(model, train.precision), world)
         self.module = _shard(model, self.vectors, config, world, train.precision)
         masters = self.vectors.masters()

@@ -36,7 +36,11 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
             "gradients": num_in_vectors * 4 + num_others * 4,
             "float32 master": num_others * (4 if precision == "bf16" else 0),
             "moments": num_in_vectors * 8 + num_others * 8,
+            "buffers": 0,
         }
+
+    def carried_bytes(self, model: nn.Module, precision: str, num_micro_batches: int) -> dict[str, float]:
+        return {"all_reduce": 0, "reduce": 0, "gather": 0}
 
 
 class SingleEngine:

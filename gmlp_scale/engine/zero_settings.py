@@ -6,6 +6,8 @@ from pathlib import Path
 
 from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
 
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+
 
 def required_settings(stage: int, world_size: int, train: TrainConfig, gradient_clipping: float | None) -> dict:
     """What the recipe decides, in DeepSpeed's words."""
@@ -38,7 +40,7 @@ def merged_settings(own_file: Path | None, required: dict, num_parameters: int) 
             # DeepSpeed's users report wrong gradients with it; a file may turn it on.
             "overlap_comm": False,
             # In elements. DeepSpeed allocates the reduce bucket whole, however small the model is.
-            "reduce_bucket_size": min(num_parameters, 50_000_000),
+            "reduce_bucket_size": min(num_parameters, REDUCE_BUCKET_ELEMENTS),
             "allgather_bucket_size": 50_000_000,
             # Stage 2 else sends every rank the sums of all gradients, of which it keeps its own part.
             "use_multi_rank_bucket_allreduce": False,

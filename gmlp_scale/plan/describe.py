@@ -17,19 +17,20 @@ from gmlp_scale.train.remote_checkpoints import saved_steps
 
 
 def count_parameters(run: RunConfig) -> int:
-    return sum(p.numel() for p in _meta_model(run).parameters())
+    return sum(p.numel() for p in meta_model(run).parameters())
 
 
 def flops_per_step(run: RunConfig) -> int:
     """Training FLOPs of one global batch: 3 x the forward pass, the head on the masked positions only."""
     num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
-    return 3 * _meta_model(run).flops_per_sample(num_masked) * run.train.global_batch_size
+    return 3 * meta_model(run).flops_per_sample(num_masked) * run.train.global_batch_size
 
 
 def state_bytes_per_rank(
     model: nn.Module, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
 ) -> dict[str, float]:
-    """Bytes of parameters, gradients, float32 masters and moments on the rank that holds the most; no activations."""
+    """Bytes of parameters, gradients, float32 masters, moments and buffers on the rank that holds the most, at a step's
+    peak; no activations."""
     return engine.state_bytes(model, precision, world_size, accumulates=accumulates)
 
 
@@ -51,7 +52,7 @@ def describe(run: RunConfig, world_size: int) -> str:
         f"tokens per step         {run.tokens_per_step:,}",
         f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
         *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
-        describe_states(_meta_model(run), planned.train.precision, run.engine, world_size, accumulates=accumulates),
+        describe_states(meta_model(run), planned.train.precision, run.engine, world_size, accumulates=accumulates),
         _describe_activations(planned),
         _describe_data(run),
         describe_resume(run.run_folder),
@@ -85,7 +86,7 @@ def _describe_activations(run: RunConfig) -> str:
     return f"activations per rank    {per_token_text} {where}"
 
 
-def _meta_model(run: RunConfig) -> nn.Module:
+def meta_model(run: RunConfig) -> nn.Module:
     with torch.device("meta"):
         return build_model(run.model)
 

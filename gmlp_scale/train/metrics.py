@@ -13,24 +13,13 @@ from pathlib import Path
 
 import torch
 
+from gmlp_scale.train.devices import GPUS
 from gmlp_scale.train.evaluate import perplexity
 from gmlp_scale.train.log_files import EventsFile, MetricsFile
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
-
-# NVIDIA's data-sheet peaks of dense matrix products in TFLOP/s, by a part of the device's name: (bf16, float32).
-DATA_SHEET_TFLOPS = {
-    "B200": (2250.0, 80.0),
-    "H200": (989.0, 67.0),
-    "H100 PCIe": (756.0, 51.0),
-    "H100": (989.0, 67.0),
-    "A100": (312.0, 19.5),
-    "L40S": (362.0, 91.6),
-    "RTX 4090": (165.0, 82.6),
-    "RTX 3090": (71.0, 35.6),
-}
 
 
 class StartUp:
@@ -56,12 +45,12 @@ class StartUp:
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """The device's data-sheet peak in TFLOP/s, or None if DATA_SHEET_TFLOPS lacks it, as it does every CPU."""
+    """The device's data-sheet peak in TFLOP/s, or None if GPUS lacks it, as it does every CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    peaks = next((peaks for part, peaks in DATA_SHEET_TFLOPS.items() if part in name), None)
-    return peaks and peaks[precision == "float32"]
+    gpu = next((gpu for gpu in GPUS.values() if gpu.part_of_name in name), None)
+    return gpu and (gpu.float32_tflops if precision == "float32" else gpu.bf16_tflops)
 
 
 class Metrics:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import s3fs
 import torch
 from botocore.exceptions import NoCredentialsError
 

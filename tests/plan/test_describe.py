@@ -16,8 +16,8 @@ OUTSIDE = P - sum(parameter.numel() for parameter in MODEL.blocks.parameters())
 
 
 def states(engine, precision: str, world_size: int, accumulates: bool = False) -> list[float]:
-    """Parameters, gradients, master and moments in bytes."""
-    return list(state_bytes_per_rank(MODEL, precision, engine, world_size, accumulates=accumulates).values())
+    """Parameters, gradients, master and moments in bytes, without the buffers."""
+    return list(state_bytes_per_rank(MODEL, precision, engine, world_size, accumulates=accumulates).values())[:4]
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def states(engine, precision: str, world_size: int, accumulates: bool = False) -
         (SingleConfig(), 1, [2, 4, 4, 8]),
         (ZeroConfig(stage=1), 8, [2, 4, 4 / 8, 8 / 8]),
         (ZeroConfig(stage=2), 8, [2, 4 / 8, 4 / 8, 8 / 8]),
-        (ZeroConfig(stage=3), 8, [2 / 8, 4 / 8, 4 / 8, 8 / 8]),
-        (Fsdp2Config(), 8, [2, 4 / 8, 4 / 8, 8 / 8]),
+        (ZeroConfig(stage=3), 8, [2 + 2 / 8, 4 / 8, 4 / 8, 8 / 8]),
+        (Fsdp2Config(), 8, [2, 0, 4 / 8, 8 / 8]),
     ],
     ids=str,
 )
@@ -39,12 +39,17 @@ def test_bytes_per_parameter_in_bf16(engine, world_size, wanted):
 
 def test_in_float32_the_parameters_are_the_masters_but_fsdp2_gathers_them_beside():
     assert states(ZeroConfig(stage=2), "float32", 4) == [4 * P, P, 0, 2 * P]
-    assert states(Fsdp2Config(), "float32", 4) == [4 * P, P, P, 2 * P]
+    assert states(Fsdp2Config(), "float32", 4) == [4 * P, 0, P, 2 * P]
 
 
 def test_fsdp2_holds_whole_gradients_while_it_accumulates():
     assert states(Fsdp2Config(), "bf16", 8, accumulates=True)[1] == 4 * P
     assert states(ZeroConfig(stage=2), "bf16", 8, accumulates=True)[1] == 4 * (P - V) / 8 + 4 * V
+
+
+def test_fsdp2_frees_gathered_parameters_while_gradients_come():
+    assert states(Fsdp2Config(), "bf16", 1)[1] == 4 * V + (4 - 2) * (P - V)
+    assert states(Fsdp2Config(), "bf16", 8)[1] == 4 * V
 
 
 def test_fsdp2_that_reshards_gathers_two_groups_and_what_is_outside_of_blocks():

@@ -1,0 +1,165 @@
+"""What a run would take on a cluster under each engine: memory, communication, time and disk. Arithmetic only.
+
+Nothing here was measured on a GPU. `Assumptions` are what the times rest on.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from gmlp_scale.config import ConfigError, RunConfig
+from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.plan.activations import activation_bytes_per_token
+from gmlp_scale.plan.describe import flops_per_step, meta_model, short
+from gmlp_scale.plan.micro_batch import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
+from gmlp_scale.train.devices import Gpu
+
+ENGINES: dict[str, EngineConfig] = {
+    "single": SingleConfig(),
+    "fsdp2": Fsdp2Config(),
+    "fsdp2, reshard_after_forward": Fsdp2Config(reshard_after_forward=True),
+    "zero, stage 1": ZeroConfig(stage=1),
+    "zero, stage 2": ZeroConfig(stage=2),
+    "zero, stage 3": ZeroConfig(stage=3),
+}
+STATE_BYTES_SAVED = 12
+"""Per parameter of a checkpoint: the float32 master and two moments."""
+ROW_BYTES_PER_TOKEN = 2
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the times rest on."""
+
+    gpu: Gpu
+    num_gpus: int
+    num_nodes: int
+    fraction_of_peak: float = 0.4
+    """Model FLOP/s over the data sheet's. Published runs of like size at length 512 on H100 have 0.40 to 0.43."""
+    fraction_of_link: float = 0.8
+    """Of the data sheet's bytes per second that a collective's ring gets."""
+
+    @property
+    def ring_bytes_per_second(self) -> float:
+        """Of a ring through all ranks. Between nodes it has all their network cards, as NCCL makes a ring for each."""
+        gb_per_second = self.gpu.link_gb_per_second
+        if self.num_nodes > 1:
+            of_node = self.num_gpus / self.num_nodes * self.gpu.network_gb_per_second
+            gb_per_second = min(gb_per_second, of_node)
+        return self.fraction_of_link * gb_per_second * 1e9
+
+    def flops_per_second(self, precision: str) -> float:
+        peak = self.gpu.float32_tflops if precision == "float32" else self.gpu.bf16_tflops
+        return self.num_gpus * self.fraction_of_peak * peak * 1e12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One engine on the cluster, with the largest micro-batch that fits."""
+
+    name: str
+    engine: EngineConfig
+    micro_batch_size: int
+    """Rows; 0 if not even one fits, and the rest is that of one row."""
+    memory: dict[str, float]
+    """Bytes per rank by part at a step's peak, activations in plain PyTorch."""
+    carried_bytes: dict[str, float]
+    """Of whole tensors per step, by kind of collective."""
+    compute_seconds: float
+    communication_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """A roofline for FSDP2, which sends while it computes. ZeRO does so only where overlap_comm is turned on."""
+        both = self.compute_seconds, self.communication_seconds
+        return max(both) if isinstance(self.engine, Fsdp2Config) else sum(both)
+
+
+def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
+    """Every engine that `num_gpus` ranks can have: those that fit first, and of these the fastest.
+
+    Raises:
+        ConfigError: the ranks do not divide the global batch.
+    """
+    num_gpus = assumed.num_gpus
+    if run.train.global_batch_size % num_gpus:
+        found = f"found {run.train.global_batch_size}; must be a multiple of the number of GPUs, {num_gpus}"
+        raise ConfigError(run.name, [f"train.global_batch_size: {found}"])
+    engines = {name: engine for name, engine in ENGINES.items() if num_gpus == 1 or engine.needs_process_group}
+    model, row_bytes = meta_model(run), _row_bytes(run)
+    found = [_layout(run, assumed, model, row_bytes, name, engine) for name, engine in engines.items()]
+    return sorted(found, key=lambda one: (not one.micro_batch_size, one.step_seconds, one.communication_seconds))
+
+
+def _layout(
+    run: RunConfig, assumed: Assumptions, model: nn.Module, row_bytes: dict[str, float], name: str, engine: EngineConfig
+) -> Layout:
+    rows, precision, num_gpus = run.train.global_batch_size // assumed.num_gpus, run.train.precision, assumed.num_gpus
+
+    def memory(num_rows: int) -> dict[str, float]:
+        states = engine.state_bytes(model, precision, num_gpus, accumulates=num_rows < rows)
+        return states | {part: num_rows * size for part, size in row_bytes.items()}
+
+    room = (1 - MEMORY_MARGIN) * assumed.gpu.memory_gb * 1e9
+    divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
+    fitting = next((number for number in divisors if sum(memory(number).values()) <= room), 0)
+    carried = engine.carried_bytes(model, precision, rows // max(1, fitting))
+    wire = sum(passes * carried[kind] for kind, passes in COLLECTIVES.items()) * (num_gpus - 1) / num_gpus
+    # Recomputing a block is a forward pass more: 4 instead of 3. `selective` computes no matrix product again.
+    work = flops_per_step(run) * (4 / 3 if run.train.recompute == "full" else 1)
+    return Layout(
+        name,
+        engine,
+        fitting,
+        memory(max(1, fitting)),
+        carried,
+        work / assumed.flops_per_second(precision),
+        wire / assumed.ring_bytes_per_second,
+    )
+
+
+def _row_bytes(run: RunConfig) -> dict[str, float]:
+    per_token = activation_bytes_per_token(run.model, run.train.precision, run.train.recompute)
+    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    return {
+        "activations": per_token * run.model.sequence_length,
+        "head": HEAD_BYTES_PER_LOGIT * num_masked * run.model.vocab_size,
+    }
+
+
+def table(run: RunConfig, assumed: Assumptions) -> str:
+    """What `layouts` finds, in Markdown, under what it rests on."""
+    gpu, train, found = assumed.gpu, run.train, layouts(run, assumed)
+    num_parameters = sum(parameter.numel() for parameter in meta_model(run).parameters())
+    parts = list(found[0].memory)
+    lines = [
+        f"{run.name}: {num_parameters:,} parameters, {short(flops_per_step(run))} FLOPs per step of "
+        f"{run.tokens_per_step:,} tokens, {train.num_steps:,} steps",
+        f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
+        f"{short(STATE_BYTES_SAVED * num_parameters)}B each, {run.checkpoint.keep_last} kept and one being written",
+        f"assumed: {assumed.num_gpus} GPUs on {assumed.num_nodes} nodes, each {assumed.fraction_of_peak:.2f} of "
+        f"{gpu.float32_tflops if train.precision == 'float32' else gpu.bf16_tflops:g} TFLOP/s ({train.precision}) and "
+        f"{1 - MEMORY_MARGIN:.2f} of {gpu.memory_gb:g} GB; a ring of {assumed.ring_bytes_per_second / 1e9:.3g} GB/s "
+        f"({assumed.fraction_of_link:.2f} of the data sheet's); fsdp2 sends while it computes, zero afterwards",
+        f"computed, not measured; activations in plain PyTorch with train.recompute={train.recompute}: torch.compile "
+        "and fused kernels keep less",
+        "rows: the largest micro-batch that fits; head: logits; sent: bytes of a rank's collectives on the wire",
+        "",
+        f"| engine | rows | {' | '.join(parts)} | GB per rank | sent GB | sending ms | step ms | days | GPU-hours |",
+        "| --- " * (len(parts) + 8) + "|",
+    ]
+    for layout in found:
+        memory = [f"{size / 1e9:.2f}" for size in (*layout.memory.values(), sum(layout.memory.values()))]
+        sent = sum(COLLECTIVES[kind] * size for kind, size in layout.carried_bytes.items()) / 1e9
+        hours = layout.step_seconds * train.num_steps / 3600
+        times = [f"{1000 * layout.communication_seconds:.1f}", f"{1000 * layout.step_seconds:.1f}"]
+        cells = [layout.name, str(layout.micro_batch_size or "does not fit"), *memory, f"{sent:.2f}", *times]
+        lines.append(f"| {' | '.join(cells)} | {hours / 24:.2f} | {hours * assumed.num_gpus:,.0f} |")
+    for layout in found:
+        lines += [f"{layout.name} needs: {mistake}" for mistake in layout.engine.mistakes(train)]
+    return "\n".join(lines)
+
+
+def _data_bytes(run: RunConfig) -> int:
+    return run.tokens_per_step * run.train.num_steps * ROW_BYTES_PER_TOKEN

@@ -1,0 +1,41 @@
+"""Says what a run would take on a cluster, under every engine; the cheapest that fits comes first. Starts nothing.
+
+python launch/plan.py --config configs/pretrain/gmlp_base.yaml --gpus 64 --gpu h100 --nodes 8
+"""
+
+import argparse
+import sys
+
+from gmlp_scale.config import load_run_config
+from gmlp_scale.files import print_error
+from gmlp_scale.plan.layouts import Assumptions, table
+from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.train.devices import GPUS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
+    parser.add_argument("--gpus", type=int, required=True, help="how many, on all nodes together")
+    parser.add_argument("--gpu", choices=GPUS, required=True)
+    parser.add_argument("--nodes", type=int, default=1, help="(default: %(default)s)")
+    fractions = {"type": float, "metavar": "F", "help": "(default: %(default)s)"}
+    parser.add_argument("--fraction-of-peak", default=Assumptions.fraction_of_peak, **fractions)
+    parser.add_argument("--fraction-of-link", default=Assumptions.fraction_of_link, **fractions)
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    options = parser.parse_intermixed_args()
+    if options.nodes < 1 or options.gpus < 1 or options.gpus % options.nodes:
+        parser.error(f"--gpus {options.gpus} is not a positive multiple of --nodes {options.nodes}")
+    assumed = Assumptions(
+        GPUS[options.gpu], options.gpus, options.nodes, options.fraction_of_peak, options.fraction_of_link
+    )
+    try:
+        print(table(load_run_config(options.config, options.overrides), assumed))
+    except USER_ERRORS as error:
+        print_error(error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The table of launch/plan.py: which layouts fit, in which order, and what their times rest on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.plan.layouts import Assumptions, layouts, table
+from gmlp_scale.train.devices import GPUS
+from launch import plan
+
+RECIPES = Path(__file__).parents[2] / "configs" / "pretrain"
+XLARGE = load_run_config(RECIPES / "gmlp_xlarge.yaml")
+
+
+def test_layouts_that_fit_come_first_and_the_fastest_of_them():
+    small_gpu = replace(GPUS["rtx3090"], memory_gb=12)
+    found = layouts(XLARGE, Assumptions(small_gpu, num_gpus=8, num_nodes=1))
+    fitting = [layout for layout in found if layout.micro_batch_size]
+    assert 0 < len(fitting) < len(found) and found[: len(fitting)] == fitting
+    assert [layout.step_seconds for layout in fitting] == sorted(layout.step_seconds for layout in fitting)
+    for layout in fitting:
+        assert sum(layout.memory.values()) <= 0.95 * 12e9 and 32 % layout.micro_batch_size == 0
+    assert all(sum(layout.memory.values()) > 0.95 * 12e9 for layout in found[len(fitting) :])
+
+
+def test_times_follow_from_what_is_assumed():
+    one = Assumptions(GPUS["h100"], num_gpus=1, num_nodes=1, fraction_of_peak=0.5)
+    alone = {layout.name: layout for layout in layouts(XLARGE, one)}
+    flops = 6.371e9 * 256 * 512  # README's training FLOPs per token
+    assert alone["single"].step_seconds == pytest.approx(flops / (0.5 * 989e12), rel=1e-3)
+    assert not any(layout.communication_seconds for layout in alone.values())
+
+    many = Assumptions(GPUS["h100"], num_gpus=16, num_nodes=4, fraction_of_peak=0.5)
+    found = {layout.name: layout for layout in layouts(XLARGE, many)}
+    assert "single" not in found
+    # 4 cards of 50 GB/s between nodes are slower than NVLink's 450; 940.6 M parameters at 10 bytes on the wire
+    assert found["zero, stage 1"].communication_seconds == pytest.approx(
+        940.6e6 * 10 * 15 / 16 / (0.8 * 4 * 50e9), rel=0.01
+    )
+    assert found["zero, stage 1"].step_seconds > alone["single"].step_seconds / 16
+    assert found["fsdp2"].step_seconds == pytest.approx(alone["single"].step_seconds / 16)
+
+
+def test_the_table_says_what_it_rests_on(capsys, monkeypatch):
+    text = table(XLARGE, Assumptions(GPUS["h200"], num_gpus=64, num_nodes=8))
+    for stated in ("0.40 of 989 TFLOP/s (bf16)", "0.95 of 141 GB", "320 GB/s", "computed, not measured"):
+        assert stated in text
+    assert "checkpoints 11.29 GB each, 3 kept" in text and "data 262.1 GB" in text
+
+    command = [
+        "plan.py",
+        "--config",
+        str(RECIPES / "gmlp_xlarge.yaml"),
+        "--gpus",
+        "64",
+        "--gpu",
+        "h200",
+        "--nodes",
+        "8",
+    ]
+    monkeypatch.setattr("sys.argv", command)
+    assert plan.main() == 0 and capsys.readouterr().out.strip() == text
+
+
+def test_ranks_must_divide_the_global_batch():
+    with pytest.raises(ConfigError, match=r"train.global_batch_size: found 256; must be a multiple .* GPUs, 512"):
+        layouts(XLARGE, Assumptions(GPUS["h200"], num_gpus=512, num_nodes=64))
