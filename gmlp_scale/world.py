@@ -114,6 +114,15 @@ def start_world(
     return world
 
 
+def start_fake_world(size: int) -> "World":
+    """Rank 0 of `size` ranks that are not there: collectives move nothing. For counting on fake tensors."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()
+    dist.init_process_group("fake", rank=0, world_size=size, store=store)
+    return World(0, size, 0, torch.device("cpu"), store, None, None, _StopSignal(()))
+
+
 def _allow_open_files(rank: int, size: int) -> None:
     """Raises the soft limit on open files, often 1024, to the hard one; a world of 256 ranks needs more."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)

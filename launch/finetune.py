@@ -28,17 +28,21 @@ def main() -> int:
         "--grid", action="store_true", help="try the recipe's grid first; the seeds run at its best point"
     )
     parser.add_argument("--dry-run", action="store_true", help="read the data, print what would be run, and leave")
+    parser.add_argument("--ranks", type=int, help="of --dry-run (default: as many as are started)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
+    if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
+        parser.error("--ranks is a positive number and needs --dry-run")
+    world_size = options.ranks or launched_world_size()
     is_sweep = options.grid or options.seeds > 1
     try:
         run = load_config(FinetuneConfig, options.config, options.overrides)
         runs = members(run, grid=options.grid) if is_sweep else [run]
         for one in runs:
-            one.rows_per_rank(launched_world_size())
+            one.rows_per_rank(world_size)
         if options.dry_run:
-            print(describe(runs, options.seeds, read_inputs(run), launched_world_size()))
+            print(describe(runs, options.seeds, read_inputs(run), world_size))
             return 0
     except USER_ERRORS as error:
         print_error(error)

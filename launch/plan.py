@@ -6,6 +6,7 @@ python launch/plan.py --config configs/pretrain/gmlp_base.yaml --gpus 64 --gpu h
 import argparse
 import sys
 
+from gmlp_scale.benchmark.collectives import describe_fake_step
 from gmlp_scale.config import load_run_config
 from gmlp_scale.files import print_error
 from gmlp_scale.plan.layouts import Assumptions, table
@@ -22,6 +23,9 @@ def main() -> int:
     fractions = {"type": float, "metavar": "F", "help": "(default: %(default)s)"}
     parser.add_argument("--fraction-of-peak", default=Assumptions.fraction_of_peak, **fractions)
     parser.add_argument("--fraction-of-link", default=Assumptions.fraction_of_link, **fractions)
+    parser.add_argument(
+        "--fake-ranks", type=int, metavar="N", help="also build FSDP2 for N ranks on fake tensors and count a step"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     if options.nodes < 1 or options.gpus < 1 or options.gpus % options.nodes:
@@ -30,7 +34,10 @@ def main() -> int:
         GPUS[options.gpu], options.gpus, options.nodes, options.fraction_of_peak, options.fraction_of_link
     )
     try:
-        print(table(load_run_config(options.config, options.overrides), assumed))
+        run = load_run_config(options.config, options.overrides)
+        print(table(run, assumed))
+        if options.fake_ranks:
+            print(describe_fake_step(run, options.fake_ranks))
     except USER_ERRORS as error:
         print_error(error)
         return 2

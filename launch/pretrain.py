@@ -20,14 +20,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
     parser.add_argument("--dry-run", action="store_true", help="print what the run would be and leave")
+    parser.add_argument("--ranks", type=int, help="of --dry-run (default: as many as are started)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
+    if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
+        parser.error("--ranks is a positive number and needs --dry-run")
+    world_size = options.ranks or launched_world_size()
     try:
         run = load_run_config(options.config, options.overrides)
-        run.rows_per_rank(launched_world_size())
+        run.rows_per_rank(world_size)
         if options.dry_run:
-            print(describe(run, launched_world_size()))
+            print(describe(run, world_size))
             return 0
     except (ConfigError, ShardError, OSError) as error:
         print_error(error)

@@ -46,6 +46,6 @@ def test_scripts_and_recipes_exist_and_know_their_options(command):
 def test_pretraining_commands_pass_a_dry_run(command):
     words = shlex.split(command)
     world_size = "32" if "--hostfile" in words else "1"
-    arguments = [*words[words.index("launch/pretrain.py") + 1 :], "--dry-run"]
-    code, _, errors = Script("launch/pretrain.py", arguments, environment={"WORLD_SIZE": world_size}).end()
+    arguments = [*words[words.index("launch/pretrain.py") + 1 :], "--dry-run", "--ranks", world_size]
+    code, _, errors = Script("launch/pretrain.py", arguments).end()
     assert code == 0, errors

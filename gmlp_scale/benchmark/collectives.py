@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 from gmlp_scale.benchmark.live_bytes import LiveBytes
 from gmlp_scale.benchmark.step import random_batch
 from gmlp_scale.config import RunConfig
-from gmlp_scale.engine import COLLECTIVES, EngineConfig
+from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config
 from gmlp_scale.plan import layouts
-from gmlp_scale.plan.describe import meta_model
+from gmlp_scale.plan.describe import meta_model, short
 from gmlp_scale.run import build_engine_of
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.world import World
+from gmlp_scale.world import World, start_fake_world
 
 ENGINES = {name: engine for name, engine in layouts.ENGINES.items() if engine.needs_process_group}
 
@@ -29,16 +29,18 @@ class CarriedBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.by_kind = Counter()
+        self.num_calls = Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         if function.namespace == "c10d" and (kind := _kind(str(function.overloadpacket))):
             # Of what goes in and what comes out, the larger is whole.
+            self.num_calls[kind] += 1
             self.by_kind[kind] += max(_num_bytes(values) for values in arguments[:2])
         return function(*arguments, **(keywords or {}))
 
 
-def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> tuple[Counter, int]:
-    """The bytes of one step of several micro-batches by kind of collective, and this rank's peak memory in a step.
+def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> tuple[CarriedBytes, int]:
+    """What one step of several micro-batches carries, and this rank's peak memory in a step.
 
     All ranks call it together.
     """
@@ -55,14 +57,14 @@ def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_bat
                     built.backward(built.module(batch), is_last=index == num_micro_batches - 1)
                 built.step(run.optimizer.peak_learning_rate)
     built.close()
-    return carried.by_kind, live.peak
+    return carried, live.peak
 
 
 def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> dict[str, float]:
     """By kind of collective, `wire` and `peak memory`. All ranks call it together."""
     carried, peak = count_step(run, engine, world, num_micro_batches)
     num_parameters = sum(parameter.numel() for parameter in meta_model(run).parameters())
-    counted = {kind: carried[kind] / num_parameters for kind in COLLECTIVES}
+    counted = {kind: carried.by_kind[kind] / num_parameters for kind in COLLECTIVES}
     wire = sum(passes * counted[kind] for kind, passes in COLLECTIVES.items())
     return counted | {"wire": wire, "peak memory": peak / num_parameters}
 
@@ -77,6 +79,27 @@ def table(run: RunConfig, world: World) -> str:
             figures = " | ".join(f"{value:.1f}" for value in counted.values())
             lines.append(f"| {name} | {num_micro_batches} | {figures} |")
     return "\n".join(lines)
+
+
+def count_fake_step(run: RunConfig, num_ranks: int) -> tuple[CarriedBytes, int]:
+    """`count_step` of one micro-batch under FSDP2 on rank 0 of ranks that are not there. Nothing is computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    engine = run.engine if isinstance(run.engine, Fsdp2Config) else Fsdp2Config()
+    with start_fake_world(num_ranks) as world, FakeTensorMode():
+        return count_step(run, engine, world, num_micro_batches=1)
+
+
+def describe_fake_step(run: RunConfig, num_ranks: int) -> str:
+    """`count_fake_step` in words, uncompiled and with the recipe's micro-batch, or one row if it is `auto`."""
+    rows = 1 if run.train.micro_batch_size == "auto" else run.train.micro_batch_size
+    train = run.train.model_copy(update={"micro_batch_size": rows, "compile": False})
+    carried, peak = count_fake_step(run.model_copy(update={"train": train}), num_ranks)
+    sizes = ", ".join(f"{carried.num_calls[kind]} {kind} of {short(carried.by_kind[kind])}B" for kind in COLLECTIVES)
+    return (
+        f"fsdp2 built for {num_ranks} ranks on fake tensors, one micro-batch of {rows} rows in plain PyTorch: peak "
+        f"{short(peak)}B per rank with activations; collectives of a step, with their bytes together: {sizes}"
+    )
 
 
 def _kind(collective: str) -> str | None:

@@ -156,9 +156,11 @@ class Fsdp2Engine:
 
 
 def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World, precision: str) -> nn.Module:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    with unset_fake_temporarily():  # a mesh reads the values of its tensor of ranks
+        mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gmlp_scale.benchmark.collectives import ENGINES, count_step
+from gmlp_scale.benchmark.collectives import ENGINES, CarriedBytes, count_fake_step, count_step
 from gmlp_scale.config import load_run_config
 from gmlp_scale.engine import COLLECTIVES, Fsdp2Config, SingleConfig
 from gmlp_scale.plan.describe import meta_model
@@ -32,10 +32,14 @@ def _engines(world_size: int) -> dict:
     return ENGINES | small_groups | alone
 
 
+def _counts(carried: CarriedBytes, peak: int) -> tuple[dict, int]:
+    return {kind: carried.by_kind[kind] for kind in COLLECTIVES}, peak
+
+
 def _count_each(nums_micro_batches: list[int]) -> dict:
     with start_world(60, "cpu", init_group=True) as world:
         return {
-            (name, num): count_step(RUN, engine, world, num)
+            (name, num): _counts(*count_step(RUN, engine, world, num))
             for name, engine in _engines(world.size).items()
             for num in nums_micro_batches
         }
@@ -45,11 +49,18 @@ def _count_each(nums_micro_batches: list[int]) -> dict:
 def test_every_engine_carries_and_holds_what_its_plan_says(world_size, nums_micro_batches):
     model, precision, engines = meta_model(RUN), RUN.train.precision, _engines(world_size)
     ranks = run_ranks(_count_each, world_size, nums_micro_batches)
-    for (name, num), (carried, _) in ranks[0].items():
+    for (name, num), (found, _) in ranks[0].items():
         wanted = engines[name].carried_bytes(model, precision, num)
-        found = {kind: carried[kind] for kind in COLLECTIVES}
         if world_size > 1:
             assert found == pytest.approx(wanted, rel=0.02, abs=0.02 * max(wanted.values())), (name, num)
         states = engines[name].state_bytes(model, precision, world_size, accumulates=num > 1)
         peak = max(counted[name, num][1] for counted in ranks)
         assert sum(states.values()) == pytest.approx(peak, rel=0.1), (name, num, states)
+
+
+def test_fake_ranks_carry_and_hold_what_the_plan_says():
+    """On more ranks the padding of these small matrices would count."""
+    engine, model, precision = _engines(64)["fsdp2"], meta_model(RUN), RUN.train.precision
+    found, peak = _counts(*count_fake_step(RUN.model_copy(update={"engine": engine}), 64))
+    assert found == pytest.approx(engine.carried_bytes(model, precision, 1), rel=0.02)
+    assert sum(engine.state_bytes(model, precision, 64, accumulates=False).values()) == pytest.approx(peak, rel=0.1)
