@@ -151,7 +151,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     ]
     for layout in found:
         memory = [f"{size / 1e9:.2f}" for size in (*layout.memory.values(), sum(layout.memory.values()))]
-        sent = sum(COLLECTIVES[kind] * size for kind, size in layout.carried_bytes.items()) / 1e9
+        sent = layout.communication_seconds * assumed.ring_bytes_per_second / 1e9
         hours = layout.step_seconds * train.num_steps / 3600
         times = [f"{1000 * layout.communication_seconds:.1f}", f"{1000 * layout.step_seconds:.1f}"]
         cells = [layout.name, str(layout.micro_batch_size or "does not fit"), *memory, f"{sent:.2f}", *times]
