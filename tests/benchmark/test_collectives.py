@@ -59,8 +59,9 @@ def test_every_engine_carries_and_holds_what_its_plan_says(world_size, nums_micr
 
 
 def test_fake_ranks_carry_and_hold_what_the_plan_says():
-    """On more ranks the padding of these small matrices would count."""
+    """On more ranks the padding of these small matrices would count. Real processes hold more than the fake one: the
+    buffers of the group before, as the test above counts them, which are a fifth here."""
     engine, model, precision = _engines(64)["fsdp2"], meta_model(RUN), RUN.train.precision
     found, peak = _counts(*count_fake_step(RUN.model_copy(update={"engine": engine}), 64))
     assert found == pytest.approx(engine.carried_bytes(model, precision, 1), rel=0.02)
-    assert sum(engine.state_bytes(model, precision, 64, accumulates=False).values()) == pytest.approx(peak, rel=0.1)
+    assert 0.75 < peak / sum(engine.state_bytes(model, precision, 64, accumulates=False).values()) < 1
