@@ -60,7 +60,7 @@ def test_the_table_says_what_it_rests_on(capsys, monkeypatch):
         "--nodes",
         "8",
     ]
-    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr("sys.argv", [*command, "train.precision=auto"])
     assert plan.main() == 0 and capsys.readouterr().out.strip() == text
 
 
