@@ -101,7 +101,7 @@ def s3(server, monkeypatch):
     client = boto3.client("s3")
     client.create_bucket(Bucket="bucket")
     yield client
-    server.fault_fraction = 0.0
+    server.fault_fraction, server.is_refusing, server.is_late = 0.0, False, False
     for entry in client.list_objects_v2(Bucket="bucket").get("Contents", []):
         client.delete_object(Bucket="bucket", Key=entry["Key"])
     s3fs.S3FileSystem.clear_instance_cache()

@@ -82,8 +82,7 @@ def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tm
 def test_answers_that_never_come_are_asked_for_again(s3, server, shards_to_read, tmp_path, monkeypatch, trials):
     upload(s3, shards_to_read, "shards")
     monkeypatch.setattr("s3fs.S3FileSystem.read_timeout", 1)
-    monkeypatch.setattr(server, "is_late", True)
-    before, server.fault_fraction = server.faults, 0.1
+    before, server.fault_fraction, server.is_late = server.faults, 0.1, True
     for number in range(5):
         files = ShardFiles("s3://bucket/shards", str(tmp_path / f"cache-{number}"))
         for shard in Manifest.load("s3://bucket/shards").splits.train:
@@ -92,11 +91,11 @@ def test_answers_that_never_come_are_asked_for_again(s3, server, shards_to_read,
     trials("S3: 10 % of answers 503, reset, cut or late", server.faults - before)
 
 
-def test_a_key_that_is_refused_is_told_at_once(s3, server, shards_to_read, tmp_path, monkeypatch, trials):
+def test_a_key_that_is_refused_is_told_at_once(s3, server, shards_to_read, tmp_path, trials):
     upload(s3, shards_to_read, "shards")
     shard = Manifest.load(shards_to_read).splits.train[0]
     files = ShardFiles("s3://bucket/shards", str(tmp_path / "cache"))
-    monkeypatch.setattr(server, "is_refusing", True)
+    server.is_refusing = True
     for read in (lambda: files.local_path(shard), lambda: Manifest.load("s3://bucket/shards")):
         before = server.refusals
         with pytest.raises(PermissionError, match="s3://bucket/shards/"):

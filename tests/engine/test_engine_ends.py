@@ -3,15 +3,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.engine.trained_engines import ENGINES
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("num_starts", [4, pytest.param(20, marks=pytest.mark.faults)])
-def test_every_start_of_each_engine_ends_cleanly(num_starts, trials):
+def test_every_start_of_each_engine_ends_cleanly(trials, pytestconfig):
+    num_starts = 20 if pytestconfig.getoption("--faults") else 4
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
     finished = subprocess.run(
         [sys.executable, str(HERE / "start_and_end.py"), str(num_starts), *ENGINES],

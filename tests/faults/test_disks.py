@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.train.checkpoint import Checkpoint
@@ -62,6 +63,7 @@ def test_a_cache_on_a_full_disk_ends_the_run_and_leaves_no_part_of_a_shard(shard
 
 
 def _with_a_slow_disk(trace: Path) -> None:
+    torch.set_num_threads(1)
     fsync, unwatched = os.fsync, Loader.steps
     num_syncing = 0
 
@@ -84,7 +86,7 @@ def _with_a_slow_disk(trace: Path) -> None:
 def test_steps_do_not_wait_for_a_disk_that_takes_5_s(tmp_path, trials):
     write_tiny_shards(tmp_path / "shards", [500, 400], [2], sequence_length=16)
     arguments = ["--config", SMOKE, *RECIPE, f"data.shards={tmp_path}/shards", f"output_dir={tmp_path}"]
-    arguments += ["train.num_steps=6000", "train.evaluate_every_steps=6000", "checkpoint.save_every_steps=2500"]
+    arguments += ["train.num_steps=3000", "train.evaluate_every_steps=3000", "checkpoint.save_every_steps=1500"]
     trace = tmp_path / "trace"
     code, _, errors = Script("launch/pretrain.py", arguments, prepare=partial(_with_a_slow_disk, trace)).end()
     assert code == 0, errors
@@ -94,8 +96,12 @@ def test_steps_do_not_wait_for_a_disk_that_takes_5_s(tmp_path, trials):
         seconds[num_syncing != "0"].append(float(ended) - float(begun))
     assert len(seconds[True]) > 100
     median = {syncing: sorted(values)[len(values) // 2] for syncing, values in seconds.items()}
-    for step in (2500, 5000, 6000):
+    for step in (1500, 3000):
         Checkpoint.open(tmp_path / f"smoke/checkpoints/step_{step:09d}")
-    slower = 100 * (median[True] / median[False] - 1)
-    note = f"{len(seconds[True]):,} steps during saves; their median took {slower:+.1f} % of the others'"
-    trials("fsync of 5 s under asynchronous saves", 3, note=note)
+    assert max(seconds[True]) < 5
+    during, other = (f"{1000 * median[syncing]:.1f} ms" for syncing in (True, False))
+    note = (
+        f"{len(seconds[True]):,} steps during saves; their median took {during}, the others' {other}, and the longest "
+        f"{max(seconds[True]):.2f} s"
+    )
+    trials("fsync of 5 s under asynchronous saves", 2, note=note)
