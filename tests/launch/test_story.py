@@ -112,7 +112,7 @@ def test_inspected_batch_is_that_of_training(story):
 @pytest.mark.parametrize(
     "words, needle",
     [
-        (["launch/evaluate.py", "--run", "absent", "--shards", "absent"], "cannot be read"),
+        (["launch/evaluate.py", "--run", "absent", "--shards", "absent"], "no run at absent"),
         (["launch/fill_mask.py", "--run", "absent", "no mask here"], "no <mask> in"),
         (["launch/plot_metrics.py", "--runs", "absent", "--output", "x.png"], "no metrics.jsonl"),
         (
