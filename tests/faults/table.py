@@ -84,7 +84,8 @@ def table(records: Iterable[list]) -> str:
 
 def document(records: Iterable[list], seconds: float) -> str:
     """docs/faults.md."""
-    where = f"{os.cpu_count()} CPU cores, Linux {platform.release().partition('-')[0]}, torch {torch.__version__}, no GPU"
+    release = platform.release().partition("-")[0]
+    where = f"{os.cpu_count()} CPU cores, Linux {release}, torch {torch.__version__}, no GPU"
     return f"{_HEAD}\n{datetime.date.today()}, {where}, {seconds / 60:.1f} minutes.\n\n{table(records)}\n"
 
 
