@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.engine import TrainConfig
-from gmlp_scale.train.log_files import GrowingFile
+from gmlp_scale.train.log_files import GrowingFile, read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReport
 from gmlp_scale.world import World
 
@@ -50,7 +50,8 @@ class StepGuard:
         path = run_dir / "skipped_steps.jsonl"
         self.recent_losses = recent_losses
         """(step, loss) of the last steps whose updates were made."""
-        self._recorded: set[int] = set(world.broadcast(_steps_in(path) if world.is_main else None))
+        recorded = [line["step"] for line in read_metrics(path)] if world.is_main and path.exists() else []
+        self._recorded: set[int] = set(world.broadcast(recorded))
         self._record = GrowingFile(path) if world.is_main else None
         self._limits: dict[int, float] = {}
         self._num_in_a_row = 0
@@ -164,11 +165,3 @@ _BEYOND_NOT_FINITE = (
     "optimizer.gradient_clipping, train in float32, or set train.on_not_finite=skip to go on without such updates."
 )
 _BEYOND_A_SPIKE = "Nothing was saved since. Look at the batch; train.on_spike=skip goes on without its update."
-
-
-def _steps_in(path: Path) -> list[int]:
-    """The steps that a run's record of left-out updates names; a line cut short by a kill is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
