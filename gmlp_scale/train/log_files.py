@@ -2,10 +2,12 @@
 
 import json
 import logging
+import math
 import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from gmlp_scale.files import read_file, write_text
 
@@ -46,15 +48,18 @@ class GrowingFile:
 
 
 class MetricsFile(GrowingFile):
-    """metrics.jsonl: the lines of steps after `start_step` are cut off first."""
+    """metrics.jsonl, or another file with a JSON line for each step of some kind.
 
-    def __init__(self, path: Path, start_step: int):
+    The lines of steps after `start_step`, and a last line that a kill cut short, are taken out first.
+    """
+
+    def __init__(self, path: Path, start_step: float = math.inf):
         if path.exists():
             kept = [values for values in read_metrics(path) if values["step"] <= start_step]
             write_text(path, "".join(json.dumps(values) + "\n" for values in kept))
         super().__init__(path)
 
-    def add(self, step: int, values: dict[str, float]) -> None:
+    def add(self, step: int, values: dict[str, Any]) -> None:
         self.write(json.dumps({"step": step, **values}).encode() + b"\n")
 
 

@@ -4,7 +4,6 @@ All ranks decide alike, from the same reports. A step whose update was left out 
 resumed run leaves it out too.
 """
 
-import json
 import logging
 import math
 import statistics
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.engine import TrainConfig
-from gmlp_scale.train.log_files import GrowingFile, read_metrics
+from gmlp_scale.train.log_files import MetricsFile, read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReport
 from gmlp_scale.world import World
 
@@ -52,7 +51,7 @@ class StepGuard:
         """(step, loss) of the last steps whose updates were made."""
         recorded = [line["step"] for line in read_metrics(path)] if world.is_main and path.exists() else []
         self._recorded: set[int] = set(world.broadcast(recorded))
-        self._record = GrowingFile(path) if world.is_main else None
+        self._record = MetricsFile(path) if world.is_main else None
         self._limits: dict[int, float] = {}
         self._num_in_a_row = 0
 
@@ -125,14 +124,8 @@ class StepGuard:
     def _write(self, report: StepReport, why: str) -> None:
         if self._record:
             first, num_rows = self._positions(report.step)
-            line = {
-                "step": report.step,
-                "why": why,
-                "loss": str(report.loss),
-                "first_position": first,
-                "rows": num_rows,
-            }
-            self._record.write(json.dumps(line).encode() + b"\n")
+            line = {"why": why, "loss": str(report.loss), "first_position": first, "rows": num_rows}
+            self._record.add(report.step, line)
 
     def _positions(self, step: int) -> tuple[int, int]:
         """The place in the data order of the first of the step's rows, and their number."""

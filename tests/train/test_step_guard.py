@@ -140,3 +140,12 @@ def test_updates_left_out_in_a_row_stop_the_run(monkeypatch, tmp_path, world):
         _see(guard, step, math.nan, math.nan)
     with pytest.raises(NotFiniteError, match=f"number {MOST_IN_A_ROW} in a row"):
         _see(guard, 200 + MOST_IN_A_ROW - 1, math.nan, math.nan)
+
+
+def test_a_line_that_a_kill_cut_short_spoils_no_later_one(tmp_path, world):
+    record = tmp_path / "skipped_steps.jsonl"
+    record.write_text('{"step": 5}\n{"st')
+    guard = _guard(tmp_path, world, on_not_finite="skip")
+    _see(guard, 200, math.nan, math.nan)
+    guard.close()
+    assert [line["step"] for line in read_metrics(record)] == [5, 200]
