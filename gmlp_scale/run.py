@@ -21,6 +21,7 @@ from gmlp_scale.train.checkpoint import CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.loop import BatchLoader, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
+from gmlp_scale.train.recheck import RecheckError
 from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 USER_ERRORS = (
     ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
-    SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError,
+    RecheckError, SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 

@@ -52,6 +52,12 @@ class Engine(Protocol):
         A norm that is not finite leaves parameters and moments as they were, on every rank. The step still counts.
         """
 
+    def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The loss of one micro-batch, the whole parameters that it was computed with and its gradients.
+
+        All of this rank alone, before any reduction. The next step does not notice. Not for ZeRO 3.
+        """
+
     def predict(self, batch) -> Tensor:
         """The model's logits without gradients and without dropout."""
 
@@ -91,6 +97,9 @@ def build_engine(
     compile = train.compile
     if compile == "reduce-overhead" and world.device.type == "cpu":
         raise EngineConfigError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
+    if train.recheck_every_steps and world.device.type == "cuda":
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     # 1. Recompute, inside the blocks, so that the compiler sees what to keep.
     model.set_recompute(train.recompute)
     # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.

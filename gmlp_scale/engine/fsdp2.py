@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
-from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, global_norm
+from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.world import World
@@ -121,6 +121,14 @@ class Fsdp2Engine:
         self.masters.step(learning_rate, norm)
         self.vectors.clear_gradients()
         return norm
+
+    def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self.module.set_requires_gradient_sync(False)
+        self.module.set_reshard_after_forward(False)  # the gathered parameters stay until the next backward pass ends
+        self.module.set_reshard_after_backward(False)
+        loss = self.module(batch)
+        self.module.set_reshard_after_forward(self.config.reshard_after_forward)
+        return differentiated(loss, self.module.parameters())
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:

@@ -110,3 +110,9 @@ def count_left_out(optimizer: torch.optim.AdamW) -> None:
     counts = [optimizer.state[parameter]["step"] for parameter in updated]
     if counts:
         torch._foreach_add_(counts, [optimizer.found_inf] * len(counts))
+
+
+def differentiated(loss: Tensor, parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The loss, the parameters and its gradients, which are not added to theirs. No hook of an engine runs."""
+    parameters = list(parameters)
+    return loss.detach(), parameters, list(torch.autograd.grad(loss, parameters))

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
-from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, global_norm
+from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.world import World
@@ -75,6 +75,9 @@ class SingleEngine:
         self.vectors.clear_gradients()
         self._refresh_copies()
         return norm
+
+    def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        return differentiated(self.module(batch), self.module.parameters())
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:

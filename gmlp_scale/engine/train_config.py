@@ -42,6 +42,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     on_spike: Literal["log", "skip", "stop"] = "log"
     """A step whose loss is far above those before it (train/step_guard.py says how far): tell it, go on without its
     update, or stop the run."""
+    recheck_every_steps: int | None = Field(None, gt=0)
+    """Each rank computes a micro-batch twice this often, and the ranks compare their weights; a difference stops the
+    run with the rank's number. It finds chips and memory that give wrong numbers. On a GPU the whole run then uses
+    torch's deterministic algorithms."""
     log_every_steps: int = Field(50, gt=0)
     evaluate_every_steps: int = Field(10_000, gt=0)
     num_evaluation_rows: int = Field(10_000, gt=0)

@@ -17,7 +17,14 @@ from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import MOMENTS, Masters, Piece, ReadSlice, model_key, moment_key
-from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, count_left_out, create_moments, decayed_names
+from gmlp_scale.engine.optimizer import (
+    OptimizerConfig,
+    build_adamw,
+    count_left_out,
+    create_moments,
+    decayed_names,
+    differentiated,
+)
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS, merged_settings, required_settings
@@ -53,6 +60,11 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
             yield (
                 "train.recompute: found selective; needed: none or full with engine.stage=3, whose linear layers add "
                 "their bias in place to the very result that selective keeps"
+            )
+        if train.recheck_every_steps:
+            yield (
+                f"train.recheck_every_steps: found {train.recheck_every_steps}; needed: null with engine.stage=3, "
+                "which holds no parameter whole while it differentiates"
             )
 
     def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
@@ -146,6 +158,10 @@ class ZeroEngine:
         self.vector_masters.step(learning_rate, norm)
         self.vectors.clear_gradients()
         return norm
+
+    def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        whole = [*self.parameters.values(), *self.vectors.parameters.values()]
+        return differentiated(self.module.module(batch), whole)
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:

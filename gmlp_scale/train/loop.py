@@ -14,6 +14,7 @@ from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.engine.optimizer import learning_rate
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
+from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
 from gmlp_scale.world import World
@@ -68,6 +69,7 @@ def train(
     Raises:
         NotFiniteError, SpikeError: on every rank, naming the step, the ranks and their places in the data order.
             Nothing that is not finite was saved.
+        RecheckError: on every rank, with the ranks that compute wrongly.
     """
     step, last_step = start_step, config.stop_after_step or config.num_steps
     reports = StepReports(world)
@@ -77,7 +79,11 @@ def train(
         rate = learning_rate(
             step - 1, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
         )
-        torch.manual_seed(((seed * config.num_steps + step - 1) * world.size + world.rank) % 2**63)
+        step_seed = ((seed * config.num_steps + step - 1) * world.size + world.rank) % 2**63
+        if config.recheck_every_steps and due(step, config.recheck_every_steps):
+            world.note(f"the recheck before step {step}")
+            recheck(engine, world, micro_batches[0], step_seed, step)
+        torch.manual_seed(step_seed)
         step_loss = torch.zeros((), device=world.device)
         world.note(f"the loss and gradients of step {step}")
         for index, micro_batch in enumerate(micro_batches, start=1):
