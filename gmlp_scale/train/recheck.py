@@ -60,6 +60,7 @@ def checksum(tensors: list[Tensor]) -> int:
 
 def _message(step: int, found: str) -> str:
     return (
-        f"before step {step} {found}: the hardware of such a rank is likely at fault. Take its host out; the same command "
-        "resumes from the newest checkpoint. If the fault may be older, delete the checkpoints that you do not trust first"
+        f"before step {step} {found}: the hardware of such a rank is likely at fault. Take its host out; the same "
+        "command resumes from the newest checkpoint. If the fault may be older, first delete the checkpoints that you "
+        "doubt"
     )
