@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable
 
 import torch
-import yaml
 
-from gmlp_scale.config import RunConfig
+from gmlp_scale.config import RunConfig, load_run_config
 from gmlp_scale.engine.vectors import round_matrices
 from gmlp_scale.files import read_file
 from gmlp_scale.models import build_model
@@ -28,17 +27,19 @@ def with_decided_precision(run: RunConfig, world: World) -> RunConfig:
     """
     if run.train.precision != "auto":
         return run
-    precision = _precision_so_far(run) or _faster_precision(run, world.device) if world.is_main else None
-    return run.with_precision(world.broadcast(precision))
+    found = []
+    world.on_main(lambda: found.append(_precision_so_far(run) or _faster_precision(run, world.device)))
+    return run.with_precision(world.broadcast(found[0] if found else None))
 
 
 def _precision_so_far(run: RunConfig) -> str | None:
     """What the run folder's config.yaml says; None for a new run."""
+    path = f"{run.run_folder}/config.yaml"
     try:
-        content = read_file(f"{run.run_folder}/config.yaml")
+        read_file(path)
     except FileNotFoundError:
         return None
-    return yaml.safe_load(content)["train"]["precision"]
+    return load_run_config(path).train.precision
 
 
 def _faster_precision(run: RunConfig, device: torch.device) -> str:

@@ -7,12 +7,14 @@ import pytest
 import torch
 import yaml
 
-from gmlp_scale.config import load_run_config
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.models import build_model
 from gmlp_scale.plan import precision
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.run import pretrain
 from gmlp_scale.train.checkpoint import newest_checkpoint
+from gmlp_scale.world import OtherRankError
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
@@ -25,7 +27,9 @@ def smoke(*overrides: str):
 
 
 def world_on(device: str) -> SimpleNamespace:
-    return SimpleNamespace(device=torch.device(device), is_main=True, broadcast=lambda value: value)
+    return SimpleNamespace(
+        device=torch.device(device), is_main=True, on_main=lambda action: action(), broadcast=lambda value: value
+    )
 
 
 @pytest.mark.parametrize("faster", ["float32", "bf16"])
@@ -47,14 +51,19 @@ def test_the_faster_block_decides(faster, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gmlp", "amlp", "transformer", "mixer"])
-def test_every_kind_of_block_can_be_timed(kind):
+def test_every_kind_of_block_can_be_timed(kind, monkeypatch):
     extra = {
         "amlp": ["model.d_attn=8"],
         "mixer": ["model.d_spatial=8"],
         "transformer": ["model.num_heads=2", "model.positions=relative"],
     }.get(kind, [])
-    for of in ("float32", "bf16"):
+    models = []
+    monkeypatch.setattr(precision, "build_model", lambda config: models.append(build_model(config)) or models[-1])
+    for of, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         precision._training_pass(smoke(f"model.kind={kind}", *extra), of)()
+        (block,) = models[-1].blocks
+        matrices = [parameter for parameter in block.parameters() if parameter.ndim == 2]
+        assert matrices and {matrix.grad.dtype for matrix in matrices} == {dtype}
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -94,3 +103,18 @@ def test_ranks_agree_and_a_resumed_run_keeps_it(tmp_path):
     assert checkpoint.step == 4
     assert checkpoint.details["config"]["train"]["precision"] == "bf16"
     assert yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["train"]["precision"] == "bf16"
+
+
+def _train_beside_a_broken_file(overrides: list[str]) -> str:
+    try:
+        pretrain(smoke(*overrides))
+    except (ConfigError, OtherRankError) as error:
+        return type(error).__name__
+    return "it trained"
+
+
+def test_a_config_that_rank_0_cannot_read_ends_all_ranks(tmp_path):
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / "config.yaml").write_text("{")
+    recipe = ["engine.kind=fsdp2", "engine.timeout_seconds=300", "name=auto", f"output_dir={tmp_path}"]
+    assert run_ranks(_train_beside_a_broken_file, 2, recipe) == ["ConfigError", "OtherRankError"]
