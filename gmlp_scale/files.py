@@ -66,8 +66,9 @@ def print_error(error: BaseException | str) -> None:
 
 
 def is_url(place: str | Path) -> bool:
-    """Whether it is written as a URL, of a known kind or not. So is s3:/bucket, which no folder is meant to be."""
-    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|.*://", str(place)))
+    """Whether it is written as a URL, of a known kind or not. So are s3:/bucket and pipe:ls, which nobody means as a
+    folder."""
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|.*://|pipe:", str(place)))
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:

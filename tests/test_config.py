@@ -117,7 +117,7 @@ def test_absent_file_is_one_clear_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", ["s4://bucket/runs", "s3:/bucket/runs", "file:///runs", "https://host/x", "s3://", "s3://b?x=y"]
+    "place", ["s4://bucket/runs", "s3:/bucket/runs", "file:///runs", "https://host/x", "s3://", "s3://b?x=y", "pipe:ls"]
 )
 def test_a_url_that_is_of_no_store_is_a_mistake(place):
     """It made a local folder named s3: and a run there."""
