@@ -27,7 +27,8 @@ FREE_ON_RESUME = (
     "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
     "data.max_corrupt_shards", "train.stop_after_step", "train.micro_batch_size", "train.device", "train.compile",
     "train.recompute", "train.log_every_steps", "train.evaluate_every_steps", "train.num_evaluation_rows",
-    "train.peak_tflops_per_device", "train.on_not_finite", "train.on_spike", "train.allow_changed_on_resume",
+    "train.peak_tflops_per_device", "train.on_not_finite", "train.on_spike", "train.recheck_every_steps",
+    "train.allow_changed_on_resume",
 )  # fmt: skip
 
 
@@ -134,6 +135,15 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         yield from self.engine.mistakes(train)
 
 
+def schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[str]:
+    if optimizer.warmup_steps >= num_steps:
+        yield f"optimizer.warmup_steps: found {optimizer.warmup_steps}; must be below train.num_steps = {num_steps}"
+    longest = max(0, num_steps - optimizer.warmup_steps) if optimizer.schedule == "stable" else 0
+    if optimizer.decay_steps > longest:
+        needed = f"at most {longest} with optimizer.schedule = {optimizer.schedule}"
+        yield f"optimizer.decay_steps: found {optimizer.decay_steps}; needed: {needed}"
+
+
 def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
     if stop_after_step is not None and stop_after_step > num_steps:
         yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
@@ -169,10 +179,9 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
 
     def mistakes(self) -> Iterable[str]:
-        train, warmup_steps = self.train, self.optimizer.warmup_steps
+        train = self.train
         yield from super().mistakes()
-        if warmup_steps >= train.num_steps:
-            yield f"optimizer.warmup_steps: found {warmup_steps}; must be below train.num_steps = {train.num_steps}"
+        yield from schedule_mistakes(self.optimizer, train.num_steps)
         if train.micro_batch_size == "auto" and train.device == "cpu":
             yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
         if train.compile == "reduce-overhead" and (
@@ -223,6 +232,14 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     if mistakes:
         raise ConfigError(str(path), mistakes)
     return run
+
+
+def with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
+    """A checkpoint's resolved config with the fields that such recipes have got since, and with `config`'s engine."""
+    try:
+        return type(config).model_validate(stored | {"engine": config.engine}).to_json()
+    except ValidationError:  # it has fields that are gone, so it is another run's whatever is added
+        return stored
 
 
 def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -> list[str]:

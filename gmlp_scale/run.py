@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from gmlp_scale import IMPORTED_AT_SECONDS
-from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged
+from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged, with_defaults
 from gmlp_scale.data.shards import CorruptShardError, ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
@@ -182,7 +182,8 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
 def check_continues(config: Recipe, place: str, before: dict, now: dict) -> None:
     """Raises ConfigError with every difference that makes this another run than the one at `place`."""
     allowed = tuple(config.train.allow_changed_on_resume)
-    changed = check_unchanged(before["config"], now["config"], config.free_on_resume + allowed)
+    config_before = with_defaults(before["config"], config)
+    changed = check_unchanged(config_before, now["config"], config.free_on_resume + allowed)
     differences = [*changed, *(f"data {line}" for line in check_unchanged(before["data"], now["data"]))]
     if differences:
         needed = "give the run another name=..., or the old values and data"

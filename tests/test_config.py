@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gmlp_scale.config import FREE_ON_RESUME, ConfigError, check_unchanged, load_config, load_run_config
+from gmlp_scale.config import FREE_ON_RESUME, ConfigError, check_unchanged, load_config, load_run_config, with_defaults
 from gmlp_scale.finetune.config import FinetuneConfig
 
 SMOKE = Path(__file__).parent.parent / "configs" / "pretrain" / "smoke.yaml"
@@ -158,3 +158,13 @@ def test_global_batch_must_cut_evenly_over_the_ranks():
         run.rows_per_rank(7)
     with pytest.raises(ConfigError, match="found single with 2 ranks"):
         load_run_config(SMOKE).rows_per_rank(2)
+
+
+def test_a_field_that_a_checkpoint_is_too_old_to_have_is_its_default():
+    run = load_run_config(SMOKE, ["optimizer.peak_learning_rate=1e-3"])
+    stored = run.to_json()
+    del stored["optimizer"]["schedule"]
+    stored["engine"] = {"kind": "zero", "deepspeed_config": "gone.json"}
+    assert check_unchanged(with_defaults(stored, run), run.to_json()) == []
+    stored["train"]["a_field_that_is_gone"] = 1
+    assert any("a_field_that_is_gone" in line for line in check_unchanged(with_defaults(stored, run), run.to_json()))

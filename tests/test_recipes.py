@@ -146,7 +146,9 @@ def test_recipe_of_the_paper(name):
     assert run.model.vocab_size == 32_000
     optimizer = run.optimizer.model_dump(exclude={"peak_learning_rate"})
     paper = {
+        "schedule": "linear",
         "warmup_steps": 10_000,
+        "decay_steps": 0,
         "betas": (0.9, 0.999),
         "eps": 1e-6,
         "weight_decay": 0.01,

@@ -1,6 +1,8 @@
-"""AdamW as BERT and the paper use it: the rate climbs and falls linearly, and vectors have no weight decay."""
+"""AdamW as BERT and the paper use it: vectors have no weight decay. The rate is a pure function of the step."""
 
+import math
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -15,8 +17,13 @@ class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
     """The defaults are the main recipe's (section 4 of the paper)."""
 
     peak_learning_rate: float = Field(1e-4, gt=0)
+    schedule: Literal["linear", "cosine", "stable"] = "linear"
+    """What the rate does after the warm-up. linear: it falls to 0 at the end of train.num_steps, as the paper's.
+    cosine: the same along half a cosine. stable: it stays at its peak, and falls to 0 over the last decay_steps."""
     warmup_steps: int = Field(10_000, ge=0)
-    """Steps over which the rate climbs from 0 to its peak; it falls to 0 over the rest of train.num_steps."""
+    """Steps over which the rate climbs from 0 to its peak, linearly."""
+    decay_steps: int = Field(0, ge=0)
+    """For `stable` only. 0: the rate never falls."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.01, ge=0)
@@ -25,11 +32,19 @@ class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
     """Largest global gradient norm; null never clips."""
 
 
-def learning_rate(step: int, *, peak: float, warmup_steps: int, num_steps: int) -> float:
-    """The rate of update number `step`, from 0: linear up to the peak over the warm-up, then down to 0 at num_steps."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    return peak * max(0.0, (num_steps - step) / (num_steps - warmup_steps))
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The rate of update number `step`, from 0, in a run of `num_steps`."""
+    peak, num_left = config.peak_learning_rate, max(0, num_steps - step)
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    num_after_warmup = num_steps - config.warmup_steps
+    match config.schedule:
+        case "linear":
+            return peak * (num_left / num_after_warmup)
+        case "cosine":
+            return peak * (1 - math.cos(math.pi * num_left / num_after_warmup)) / 2
+        case "stable":
+            return peak * (num_left / config.decay_steps if num_left < config.decay_steps else 1.0)
 
 
 def decayed_names(model: nn.Module) -> set[str]:

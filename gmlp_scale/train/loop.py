@@ -76,9 +76,7 @@ def train(
     metrics.start_clock(loader.wait_seconds)
     # `step` counts from 1. A step's rate, rows and seed follow from the number of steps finished before it.
     for step, micro_batches in enumerate(staged(loader.steps(start_step, last_step), world.device), start_step + 1):
-        rate = learning_rate(
-            step - 1, peak=optimizer.peak_learning_rate, warmup_steps=optimizer.warmup_steps, num_steps=config.num_steps
-        )
+        rate = learning_rate(optimizer, step - 1, config.num_steps)
         step_seed = ((seed * config.num_steps + step - 1) * world.size + world.rank) % 2**63
         if config.recheck_every_steps and due(step, config.recheck_every_steps):
             world.note(f"the recheck before step {step}")

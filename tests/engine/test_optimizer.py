@@ -18,8 +18,14 @@ from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_m
 CONFIG = OptimizerConfig(peak_learning_rate=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
 
 
+def rates_of(**fields):
+    """The rate of each step of a run of 110."""
+    config = OptimizerConfig(peak_learning_rate=1e-4, **fields)
+    return functools.partial(learning_rate, config, num_steps=110)
+
+
 def test_learning_rate_climbs_to_its_peak_and_falls_to_zero_at_the_end_of_the_schedule():
-    rate = functools.partial(learning_rate, peak=1e-4, warmup_steps=10, num_steps=110)
+    rate = rates_of(warmup_steps=10)
     assert rate(0) == pytest.approx(1e-5)  # the first update moves too
     assert rate(4) == pytest.approx(5e-5)
     assert rate(9) == rate(10) == 1e-4
@@ -31,7 +37,20 @@ def test_learning_rate_climbs_to_its_peak_and_falls_to_zero_at_the_end_of_the_sc
 
 
 def test_learning_rate_without_warm_up_starts_at_the_peak():
-    assert learning_rate(0, peak=1.0, warmup_steps=0, num_steps=4) == 1.0
+    assert rates_of(warmup_steps=0)(0) == 1e-4
+
+
+def test_cosine_falls_slowly_at_first_and_at_last():
+    rate = rates_of(schedule="cosine", warmup_steps=10)
+    assert rate(9) == rate(10) == 1e-4 and rate(110) == 0
+    assert [rate(step) for step in (35, 60, 85)] == pytest.approx([8.5355e-5, 5e-5, 1.4645e-5], rel=1e-4)
+
+
+def test_stable_stays_at_its_peak_until_it_decays():
+    rate = rates_of(schedule="stable", warmup_steps=10, decay_steps=20)
+    assert {rate(step) for step in range(9, 91)} == {1e-4}
+    assert rate(100) == pytest.approx(5e-5) and rate(110) == 0
+    assert rates_of(schedule="stable", warmup_steps=0)(109) == 1e-4
 
 
 @pytest.mark.parametrize(
