@@ -12,13 +12,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
+import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from gmlp_scale.data.loader import DataConfig
+from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.data.loader import DataConfig, check_fit
+from gmlp_scale.data.shards import Manifest
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.files import is_url, open_filesystem, read_file, redacted
-from gmlp_scale.models import ModelConfig
+from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.train.checkpointer import CheckpointConfig
 
 # A resumed run may change these fields: neither the rows nor the mathematics of a step depend on them.
@@ -135,7 +139,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         yield from self.engine.mistakes(train)
 
 
-def schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[str]:
+def _schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[str]:
     if optimizer.warmup_steps >= num_steps:
         yield f"optimizer.warmup_steps: found {optimizer.warmup_steps}; must be below train.num_steps = {num_steps}"
     longest = max(0, num_steps - optimizer.warmup_steps) if optimizer.schedule == "stable" else 0
@@ -149,17 +153,13 @@ def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
         yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
 
 
-class RunConfig(Recipe, frozen=True, extra="forbid"):
-    """One pretraining run."""
+class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
+    """What recipes of models that start from random weights share. Each also has a model.
+
+    A dry run asks it for build_model(), flops_per_step() and num_rows(), the training rows of an epoch.
+    """
 
     launcher: ClassVar[str] = "launch/pretrain.py"
-
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig
-    optimizer: OptimizerConfig
-    engine: EngineConfig
-    checkpoint: CheckpointConfig
 
     @property
     def tokens_per_step(self) -> int:
@@ -168,6 +168,45 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
     def accumulates(self, world_size: int) -> bool:
         """Whether a step has several micro-batches. True also while micro_batch_size is `auto`, as it may have."""
         return self.train.micro_batch_size != self.rows_per_rank(world_size)
+
+    def mistakes(self) -> Iterable[str]:
+        train = self.train
+        yield from super().mistakes()
+        yield from _schedule_mistakes(self.optimizer, train.num_steps)
+        if train.compile == "reduce-overhead" and (
+            train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs
+        ):
+            # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
+            yield (
+                "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
+                f"engine.kind {_engines('supports_cuda_graphs')}"
+            )
+
+
+class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
+    """One run of masked language modelling."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    checkpoint: CheckpointConfig
+
+    def build_model(self) -> MaskedLanguageModel:
+        return build_model(self.model)
+
+    def flops_per_step(self) -> int:
+        """Training FLOPs of one global batch: 3 x the forward pass, the head on the masked positions only."""
+        num_masked = num_masked_positions(self.model.sequence_length, self.data.masked_fraction)
+        with torch.device("meta"):
+            return 3 * self.build_model().flops_per_sample(num_masked) * self.train.global_batch_size
+
+    def num_rows(self) -> int:
+        """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
+        manifest = Manifest.load(self.data.shards)
+        check_fit(manifest, self.data, self.model.sequence_length, self.model.vocab_size)
+        return manifest.num_rows("train")
 
     def with_micro_batch_size(self, num_rows: int) -> "RunConfig":
         """This run with a number instead of `auto`. Raises ConfigError if it is 0, as not even one row fits."""
@@ -179,19 +218,9 @@ class RunConfig(Recipe, frozen=True, extra="forbid"):
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
 
     def mistakes(self) -> Iterable[str]:
-        train = self.train
         yield from super().mistakes()
-        yield from schedule_mistakes(self.optimizer, train.num_steps)
-        if train.micro_batch_size == "auto" and train.device == "cpu":
+        if self.train.micro_batch_size == "auto" and self.train.device == "cpu":
             yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
-        if train.compile == "reduce-overhead" and (
-            train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs
-        ):
-            # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
-            yield (
-                "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
-                f"engine.kind {_engines('supports_cuda_graphs')}"
-            )
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Recipe)
@@ -211,15 +240,7 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     Raises:
         ConfigError: with every mistake at once.
     """
-    try:
-        content = yaml.load(read_file(path).decode(), Loader=_StrictLoader)
-    except OSError as error:
-        mistake = f"cannot be read ({error.strerror or error}); give a recipe, such as those in configs/"
-        raise ConfigError(str(path), [mistake]) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
-    if not isinstance(content, dict):
-        raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
+    content = read_recipe_file(path)
     if (launcher := _launcher(content)) != config_class.launcher:
         raise ConfigError(str(path), [f"is a recipe of {launcher}; needed is one of {config_class.launcher}"])
     mistakes = _apply_overrides(content, list(overrides))
@@ -232,6 +253,20 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     if mistakes:
         raise ConfigError(str(path), mistakes)
     return run
+
+
+def read_recipe_file(path: str | Path) -> dict[str, Any]:
+    """A recipe's content before it is checked. Raises ConfigError if it is not a YAML file with sections."""
+    try:
+        content = yaml.load(read_file(path).decode(), Loader=_StrictLoader)
+    except OSError as error:
+        mistake = f"cannot be read ({error.strerror or error}); give a recipe, such as those in configs/"
+        raise ConfigError(str(path), [mistake]) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
+    return content
 
 
 def with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
@@ -258,8 +293,14 @@ def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -
 
 
 def _launcher(recipe: dict) -> str:
-    """Which script the recipe is for. Only finetuning has a task."""
-    return "launch/finetune.py" if "task" in recipe else "launch/pretrain.py"
+    """Which script the recipe is for. The tasks of finetuning have other names."""
+    match recipe.get("task"):
+        case None:
+            return "launch/pretrain.py"
+        case "characters" as task:
+            return f"launch/pretrain.py with task: {task}"
+        case _:
+            return "launch/finetune.py"
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -4,17 +4,28 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, Met
 """
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 from gmlp_scale import IMPORTED_AT_SECONDS
-from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged, with_defaults
+from gmlp_scale.config import (
+    ConfigError,
+    PretrainingRecipe,
+    Recipe,
+    RunConfig,
+    check_unchanged,
+    load_config,
+    read_recipe_file,
+    with_defaults,
+)
 from gmlp_scale.data.shards import CorruptShardError, ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.train.checkpoint import CheckpointError
@@ -73,14 +84,21 @@ class Task(Protocol):
         """Writes the task's results after the schedule's last step."""
 
 
-def pretrain(config: RunConfig) -> Progress:
+def load_recipe(path: str, overrides: Iterable[str] = ()) -> PretrainingRecipe:
+    """Reads a recipe of launch/pretrain.py: its `task` says which class checks it. Raises ConfigError."""
+    is_of_characters = read_recipe_file(path).get("task") == "characters"
+    return load_config(CharactersConfig if is_of_characters else RunConfig, path, overrides)
+
+
+def pretrain(config: PretrainingRecipe) -> Progress:
     """Joins the processes that the launcher started and runs a pretraining recipe. Raises as `run_task` does."""
     start_up = StartUp(since=IMPORTED_AT_SECONDS)
     start_up.finish("imports")
     with start_world_of(config) as world:
         start_up.finish("process group")
         config = with_decided_precision(config, world)
-        return run_task(Pretraining(config), world, start_up)
+        task = Characters(config) if isinstance(config, CharactersConfig) else Pretraining(config)
+        return run_task(task, world, start_up)
 
 
 def start_world_of(config: Recipe) -> World:

@@ -26,7 +26,7 @@ from gmlp_scale.files import download_file, is_url, list_files, read_file, redac
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
-from gmlp_scale.train.checkpoint import CheckpointError, folder_name
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name
 from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
 
 log = logging.getLogger(__name__)
@@ -122,19 +122,7 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
         ConfigError, CheckpointError: the recipe or the checkpoint cannot be read.
     """
     run = read_recipe(run_folder)
-    with checkpoints_of(run_folder) as checkpoints:
-        if step is None:
-            checkpoint = checkpoints.newest()[0]
-        elif folder_name(step) in checkpoints.names():
-            checkpoint = checkpoints.open(folder_name(step))
-        else:
-            steps = ", ".join(map(str, saved_steps(run_folder))) or "no step"
-            raise TrainedModelError(f"{run_folder} has no checkpoint of step {step}; it has those of {steps}")
-        if checkpoint is None:
-            raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
-        weights = {
-            name.removeprefix(PREFIX): checkpoint.read(name) for name in checkpoint.keys if name.startswith(PREFIX)
-        }
+    checkpoint, weights = read_weights(run_folder, step)
     if run.train.micro_batch_size == "auto":
         run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
     return TrainedModel(
@@ -149,6 +137,27 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
         details={"step": checkpoint.step, **checkpoint.details},
         recipe=run,
     )
+
+
+def read_weights(run_folder: str | Path, step: int | None = None) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """The newest good checkpoint of a run of any task, or the one after `step`, and its weights by parameter name.
+
+    Raises:
+        TrainedModelError: the run has no complete checkpoint, or none of the step.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    with checkpoints_of(run_folder) as checkpoints:
+        if step is None:
+            checkpoint = checkpoints.newest()[0]
+        elif folder_name(step) in checkpoints.names():
+            checkpoint = checkpoints.open(folder_name(step))
+        else:
+            steps = ", ".join(map(str, saved_steps(run_folder))) or "no step"
+            raise TrainedModelError(f"{run_folder} has no checkpoint of step {step}; it has those of {steps}")
+        if checkpoint is None:
+            raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
+        names = [name for name in checkpoint.keys if name.startswith(PREFIX)]
+        return checkpoint, {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}
 
 
 def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:

@@ -8,11 +8,12 @@ torchrun --nproc_per_node 8 launch/pretrain.py --config configs/pretrain/gmlp_ba
 import argparse
 import sys
 
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.files import print_error
 from gmlp_scale.plan.describe import describe
-from gmlp_scale.run import USER_ERRORS, exit_code, pretrain
+from gmlp_scale.run import USER_ERRORS, exit_code, load_recipe, pretrain
+from gmlp_scale.tasks.records import DataError
 from gmlp_scale.world import launched_world_size
 
 
@@ -28,12 +29,12 @@ def main() -> int:
         parser.error("--ranks is a positive number and needs --dry-run")
     world_size = options.ranks or launched_world_size()
     try:
-        run = load_run_config(options.config, options.overrides)
+        run = load_recipe(options.config, options.overrides)
         run.rows_per_rank(world_size)
         if options.dry_run:
             print(describe(run, world_size))
             return 0
-    except (ConfigError, ShardError, OSError) as error:
+    except (ConfigError, DataError, ShardError, OSError) as error:
         print_error(error)
         return 2
     try:

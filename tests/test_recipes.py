@@ -1,4 +1,4 @@
-"""Every recipe in configs/pretrain: its size and cost as in the paper, and as in its golden file.
+"""Every recipe of launch/pretrain.py: its size and cost as in the paper, and as in its golden file.
 
 `pytest tests/test_recipes.py --update-golden` writes the golden files anew; review their difference.
 """
@@ -12,17 +12,25 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import PretrainingRecipe
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
-from gmlp_scale.models import MaskedLanguageModel, build_model
+from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.models.next_token import NextTokenBatch
+from gmlp_scale.run import load_recipe
 
 ROOT = Path(__file__).parent.parent
-RECIPES = sorted(path.stem for path in (ROOT / "configs" / "pretrain").glob("*.yaml"))
+PATHS = {
+    path.stem: path for folder in ("pretrain", "characters") for path in (ROOT / "configs" / folder).glob("*.yaml")
+}
+RECIPES = sorted(name for name, path in PATHS.items() if path.parent.name == "pretrain")
+CHARACTERS = sorted(PATHS.keys() - set(RECIPES))
 ALL = pytest.mark.parametrize("name", RECIPES)
 
 # Parameters as the counting rules of Table 5 give them: tied embedding, a bias in every Linear, 2n - 1 + n per spatial
 # projection, one final LayerNorm, no other head.
 EXACT_PARAMETERS = {
+    "mlp_attention": 6_061_121,
+    "transformer": 5_468_993,
     "gmlp_base": 130_073_552,
     "gmlp_large": 365_274_528,
     "gmlp_xlarge": 940_582_768,
@@ -56,14 +64,14 @@ GFLOPS = {
 
 
 @cache
-def recipe(name: str) -> RunConfig:
-    return load_run_config(ROOT / "configs" / "pretrain" / f"{name}.yaml")
+def recipe(name: str) -> PretrainingRecipe:
+    return load_recipe(PATHS[name])
 
 
 @cache
-def meta_model(name: str) -> MaskedLanguageModel:
+def meta_model(name: str) -> Backbone:
     with torch.device("meta"):
-        return build_model(recipe(name).model)
+        return recipe(name).build_model()
 
 
 def num_parameters(name: str) -> int:
@@ -105,6 +113,15 @@ def test_flops_are_those_that_a_forward_pass_counts(name):
     with FlopCounterMode(display=False) as counter:
         meta_model(name).predict(MaskedBatch(token_ids_BN, masked_BM, masked_BM, padded=False))
     assert flops(name) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", CHARACTERS)
+def test_flops_of_characters_are_those_that_a_forward_pass_counts(name):
+    run = recipe(name)
+    ids_BN = torch.empty(1, run.model.sequence_length, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        meta_model(name).eval().predict(NextTokenBatch(ids_BN, ids_BN))
+    assert run.flops_per_step() == 3 * run.train.global_batch_size * counter.get_total_flops()
 
 
 @ALL
@@ -165,7 +182,7 @@ def test_compared_models_differ_in_nothing_but_the_blocks():
     assert all(other == gmlp for other in others)
 
 
-@ALL
+@pytest.mark.parametrize("name", PATHS)
 def test_recipe_is_that_of_its_golden_file(name, update_golden):
     shapes = Counter()
     for parameter_name, parameter in meta_model(name).named_parameters():
@@ -185,4 +202,4 @@ def test_recipe_is_that_of_its_golden_file(name, update_golden):
 
 
 def test_every_golden_file_has_a_recipe():
-    assert sorted(path.stem for path in (ROOT / "tests" / "golden").glob("*.txt")) == RECIPES
+    assert sorted(path.stem for path in (ROOT / "tests" / "golden").glob("*.txt")) == sorted(PATHS)

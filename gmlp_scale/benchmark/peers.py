@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
-from gmlp_scale.plan.describe import flops_per_step
 
 WIDTH_PER_HEAD = 64
 LARGEST_FLOPS_DIFFERENCE = 0.1
@@ -91,7 +90,7 @@ def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[i
     """
     n = run.model.sequence_length
     num_masked = num_masked_positions(n, run.data.masked_fraction)
-    wanted = flops_per_step(run) / run.train.global_batch_size
+    wanted = run.flops_per_step() / run.train.global_batch_size
     preferred = min(1.5 * run.model.d_model, 1024)
     for width in sorted(range(WIDTH_PER_HEAD, 2049, WIDTH_PER_HEAD), key=lambda width: abs(width - preferred)):
         layer = 6 * n * ((4 + mlp_weights_per_width) * width * width + 2 * n * width)

@@ -18,7 +18,7 @@ from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_po
 from gmlp_scale.engine import Engine
 from gmlp_scale.models import GmlpConfig, with_kernels
 from gmlp_scale.models.gmlp import FUSED_GATING
-from gmlp_scale.plan.describe import count_parameters, flops_per_step
+from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.run import build_engine_of
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
@@ -43,7 +43,7 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     turns = turns_of(calls, world.device) | {name: peer.take_turn for name, peer in peers.items()}
     seconds = medians(time_in_turns(turns, num_rounds))
 
-    flops = flops_per_step(run) // run.train.global_batch_size * run.train.micro_batch_size
+    flops = run.flops_per_step() // run.train.global_batch_size * run.train.micro_batch_size
     ceilings = {name: count / seconds[f"matrix {name}"] / 1e12 for name, (_, count) in matrix_flops.items()}
     copy_rate = copy_bytes[1] / seconds["copy"]
     ours = seconds["recipe"]

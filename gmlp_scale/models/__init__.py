@@ -1,4 +1,5 @@
-"""The encoders: one trunk (backbone.py), four kinds of block (two in gmlp.py, transformer.py, mixer.py), heads on top.
+"""The encoders: one trunk (backbone.py), five kinds of block (two in gmlp.py, transformer.py, mixer.py,
+mlp_attention.py), heads on top.
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND, or (x_BND, is_token_BN) -> x_BND in padded rows of a model
@@ -23,6 +24,7 @@ V vocabulary, H heads, K head width. A digit is a size: q_B1NK has one head.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal, TypeVar, assert_never
 
 from pydantic import Field
@@ -32,9 +34,14 @@ from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.mixer import MixerBlock, MixerConfig
+from gmlp_scale.models.mlp_attention import MlpAttentionBlock, MlpAttentionConfig
 from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 
-ModelConfig = Annotated[GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig, Field(discriminator="kind")]
+ModelConfig = Annotated[
+    GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig | MlpAttentionConfig, Field(discriminator="kind")
+]
+CausalModelConfig = GmlpConfig | MlpAttentionConfig
+"""The families whose blocks can be causal."""
 AnyModel = TypeVar("AnyModel", bound=Backbone)
 
 
@@ -44,21 +51,30 @@ def with_kernels(config: ModelConfig, kernels: Literal["auto", "torch", "triton"
 
 
 def build_model(
-    config: ModelConfig, *, head: Callable[..., AnyModel] = MaskedLanguageModel, dropout: float = 0.0
+    config: ModelConfig,
+    *,
+    head: Callable[..., AnyModel] = MaskedLanguageModel,
+    dropout: float = 0.0,
+    causal: bool = False,
 ) -> AnyModel:
     """Builds the model on the current default device; under `torch.device("meta")` it takes no memory.
 
     Its parameters are not initialised: `init_weights` or a checkpoint fills them.
 
-    head: a class of heads.py, with its own arguments bound by functools.partial.
+    Args:
+        head: a class of heads.py or next_token.py, with its own arguments bound by functools.partial.
+        causal: no position sees a later one. For a CausalModelConfig only.
     """
+    assert not causal or isinstance(config, CausalModelConfig)
     match config:
         case GmlpConfig():  # and AmlpConfig, which extends it
-            block = GmlpBlock
+            block = partial(GmlpBlock, causal=causal)
         case TransformerConfig():
             block = TransformerBlock
         case MixerConfig():
             block = MixerBlock
+        case MlpAttentionConfig():
+            block = partial(MlpAttentionBlock, causal=causal)
         case _:
             assert_never(config)
     with _WithoutRandomNumbers():

@@ -104,7 +104,8 @@ class Backbone(nn.Module):
         if recompute == "none":
             return
         # Only dropout draws random numbers. Without dropout their state need not be kept.
-        options = {"use_reentrant": False, "preserve_rng_state": self.dropout.p > 0}
+        has_dropout = any(module.p > 0 for module in self.modules() if isinstance(module, nn.Dropout))
+        options = {"use_reentrant": False, "preserve_rng_state": has_dropout}
         if recompute == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
         for block in self.blocks:
@@ -125,7 +126,7 @@ class Backbone(nn.Module):
                 case nn.Linear() | nn.Embedding():
                     noise = torch.randn(module.weight.shape, generator=generator, device="cpu")
                     module.weight.copy_(noise * INIT_STD)
-                    if isinstance(module, nn.Linear):
+                    if isinstance(module, nn.Linear) and module.bias is not None:
                         module.bias.zero_()
                 case nn.LayerNorm():
                     module.weight.fill_(1.0)

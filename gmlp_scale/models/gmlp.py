@@ -96,13 +96,13 @@ class AmlpConfig(GmlpConfig, frozen=True, extra="forbid"):
 class GmlpBlock(nn.Module):
     """x_BND -> x_BND. With an AmlpConfig it holds a TinyAttention on the block's normalised input (Figure 6)."""
 
-    def __init__(self, config: GmlpConfig, dropout: float = 0.0):
+    def __init__(self, config: GmlpConfig, dropout: float = 0.0, causal: bool = False):
         super().__init__()
-        self.kernels = config.kernels if config.gating == FUSED_GATING else "torch"
+        self.kernels = config.kernels if config.gating == FUSED_GATING and not causal else "torch"
         self.norm = LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
-        self.gating = SpatialGatingUnit(config)
-        self.attention = TinyAttention(config, dropout) if isinstance(config, AmlpConfig) else None
+        self.gating = SpatialGatingUnit(config, causal)
+        self.attention = TinyAttention(config, dropout, causal) if isinstance(config, AmlpConfig) else None
         self.project = nn.Linear(config.d_gate, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
@@ -119,12 +119,14 @@ class GmlpBlock(nn.Module):
 class SpatialGatingUnit(nn.Module):
     """s(Z) of equations 2 to 4 and Table 3, f(Z) = W LayerNorm(Z) + b: one W for all channels, one b per position.
 
-    `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b.
+    `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b. If causal, W's part
+    above the diagonal is never read.
     """
 
-    def __init__(self, config: GmlpConfig):
+    def __init__(self, config: GmlpConfig, causal: bool = False):
         super().__init__()
         n = config.sequence_length
+        self.causal = causal
         self.splits = config.splits
         self.spatial = config.spatial
         self.sequence_length = n
@@ -152,7 +154,8 @@ class SpatialGatingUnit(nn.Module):
     def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """weight_NN and bias_N: W and b for the first m <= n positions."""
         weight, bias_N = self.central_part(num_positions)
-        return toeplitz(weight) if self.spatial == "toeplitz" else weight, bias_N
+        weight_NN = toeplitz(weight) if self.spatial == "toeplitz" else weight
+        return weight_NN.tril() if self.causal else weight_NN, bias_N
 
     def central_part(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """`weight` and `bias` for the first m <= n positions: m offsets to each side, or the leading m x m part."""
@@ -191,11 +194,14 @@ def _gate_alone(u_BNG: Tensor, gate_BNG: Tensor) -> Tensor:
 
 
 class TinyAttention(nn.Module):
-    """One head over all positions, no mask and no position embeddings (Figure 6): y_BND -> attended_BNG."""
+    """One head over all positions, or over the earlier ones if causal; no position embeddings (Figure 6).
 
-    def __init__(self, config: AmlpConfig, dropout: float = 0.0):
+    y_BND -> attended_BNG.
+    """
+
+    def __init__(self, config: AmlpConfig, dropout: float = 0.0, causal: bool = False):
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.causal = dropout, causal
         self.qkv = nn.Linear(config.d_model, 3 * config.d_attn)
         self.out = nn.Linear(config.d_attn, config.d_gate)
 
@@ -206,4 +212,6 @@ class TinyAttention(nn.Module):
         """context_BNK, before the projection to the gate's channels; the fused kernels project it themselves."""
         q_B1NK, k_B1NK, v_B1NK = self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout).squeeze(1)
+        return F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout, is_causal=self.causal).squeeze(
+            1
+        )

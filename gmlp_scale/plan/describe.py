@@ -5,25 +5,15 @@ import math
 import torch
 from torch import nn
 
-from gmlp_scale.config import RunConfig
-from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.data.loader import check_fit
-from gmlp_scale.data.shards import Manifest
+from gmlp_scale.config import PretrainingRecipe
 from gmlp_scale.engine import EngineConfig
-from gmlp_scale.models import build_model
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.train.checkpoint import folder_name
 from gmlp_scale.train.remote_checkpoints import saved_steps
 
 
-def count_parameters(run: RunConfig) -> int:
+def count_parameters(run: PretrainingRecipe) -> int:
     return sum(p.numel() for p in meta_model(run).parameters())
-
-
-def flops_per_step(run: RunConfig) -> int:
-    """Training FLOPs of one global batch: 3 x the forward pass, the head on the masked positions only."""
-    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
-    return 3 * meta_model(run).flops_per_sample(num_masked) * run.train.global_batch_size
 
 
 def state_bytes_per_rank(
@@ -34,14 +24,14 @@ def state_bytes_per_rank(
     return engine.state_bytes(model, precision, world_size, accumulates=accumulates)
 
 
-def describe(run: RunConfig, world_size: int) -> str:
+def describe(run: PretrainingRecipe, world_size: int) -> str:
     """The resolved config and what follows from it.
 
     Raises:
         ConfigError: the recipe does not fit `world_size` ranks.
         ShardError: the shards do not fit the recipe.
     """
-    accumulates, model_flops = run.accumulates(world_size), flops_per_step(run)
+    accumulates, model_flops = run.accumulates(world_size), run.flops_per_step()
     is_auto = run.train.precision == "auto"
     planned = run.with_precision("float32") if is_auto else run
     lines = [
@@ -68,14 +58,14 @@ def describe_states(
     return f"states per rank         {short(sum(states.values()))}B ({parts}), activations not counted"
 
 
-def _describe_micro_batches(run: RunConfig, world_size: int) -> str:
+def _describe_micro_batches(run: PretrainingRecipe, world_size: int) -> str:
     rows, micro_batch_size = run.rows_per_rank(world_size), run.train.micro_batch_size
     if micro_batch_size == "auto":
         return f"{rows} rows each, in micro-batches that are decided when the run starts (train.micro_batch_size=auto)"
     return f"{rows // micro_batch_size} micro-batches of {micro_batch_size} rows each"
 
 
-def _describe_activations(run: RunConfig) -> str:
+def _describe_activations(run: PretrainingRecipe) -> str:
     train = run.train
     per_token = activation_bytes_per_token(run.model, train.precision, train.recompute)
     per_token_text = f"{short(per_token)}B per token with train.recompute={train.recompute}"
@@ -86,20 +76,20 @@ def _describe_activations(run: RunConfig) -> str:
     return f"activations per rank    {per_token_text} {where}"
 
 
-def meta_model(run: RunConfig) -> nn.Module:
+def meta_model(run: PretrainingRecipe) -> nn.Module:
     with torch.device("meta"):
-        return build_model(run.model)
+        return run.build_model()
 
 
-def _describe_data(run: RunConfig) -> str:
+def _describe_data(run: PretrainingRecipe) -> str:
     try:
-        manifest = Manifest.load(run.data.shards)
+        num_rows = run.num_rows()
     except FileNotFoundError as error:
         return f"steps per epoch         unknown: {error}"
-    check_fit(manifest, run.data, run.model.sequence_length, run.model.vocab_size)
-    rows = manifest.num_rows("train")
-    steps = rows / run.train.global_batch_size
-    return f"steps per epoch         {steps:,.1f} ({rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"
+    steps = num_rows / run.train.global_batch_size
+    return (
+        f"steps per epoch         {steps:,.1f} ({num_rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"
+    )
 
 
 def describe_resume(run_folder: str) -> str:

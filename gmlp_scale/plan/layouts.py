@@ -11,7 +11,7 @@ from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
-from gmlp_scale.plan.describe import flops_per_step, meta_model, short
+from gmlp_scale.plan.describe import meta_model, short
 from gmlp_scale.plan.micro_batch import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
 from gmlp_scale.train.devices import Gpu
 
@@ -107,7 +107,7 @@ def _layout(
     carried = engine.carried_bytes(model, precision, rows // max(1, fitting))
     wire = sum(passes * carried[kind] for kind, passes in COLLECTIVES.items()) * (num_gpus - 1) / num_gpus
     # Recomputing a block is a forward pass more: 4 instead of 3. `selective` computes no matrix product again.
-    work = flops_per_step(run) * (4 / 3 if run.train.recompute == "full" else 1)
+    work = run.flops_per_step() * (4 / 3 if run.train.recompute == "full" else 1)
     return Layout(
         name,
         engine,
@@ -134,7 +134,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     num_parameters = sum(parameter.numel() for parameter in meta_model(run).parameters())
     parts = list(found[0].memory)
     lines = [
-        f"{run.name}: {num_parameters:,} parameters, {short(flops_per_step(run))} FLOPs per step of "
+        f"{run.name}: {num_parameters:,} parameters, {short(run.flops_per_step())} FLOPs per step of "
         f"{run.tokens_per_step:,} tokens, {train.num_steps:,} steps",
         f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
         f"{short(STATE_BYTES_SAVED * num_parameters)}B each, {run.checkpoint.keep_last} kept and one being written",

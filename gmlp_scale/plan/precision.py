@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import PretrainingRecipe, read_recipe_file
 from gmlp_scale.engine.vectors import round_matrices
 from gmlp_scale.files import read_file
 from gmlp_scale.models import build_model
@@ -19,7 +19,7 @@ MEASURING_SECONDS = 0.6
 NUM_TOKENS = 512
 
 
-def with_decided_precision(run: RunConfig, world: World) -> RunConfig:
+def with_decided_precision(run: PretrainingRecipe, world: World) -> PretrainingRecipe:
     """`run` with float32 or bf16 in place of auto. All ranks call it together; rank 0 decides.
 
     A run that was started before keeps its precision. On a GPU the answer is bf16 if it has bf16; on a CPU a block is
@@ -32,17 +32,17 @@ def with_decided_precision(run: RunConfig, world: World) -> RunConfig:
     return run.with_precision(world.broadcast(found[0] if found else None))
 
 
-def _precision_so_far(run: RunConfig) -> str | None:
+def _precision_so_far(run: PretrainingRecipe) -> str | None:
     """What the run folder's config.yaml says; None for a new run."""
     path = f"{run.run_folder}/config.yaml"
     try:
         read_file(path)
     except FileNotFoundError:
         return None
-    return load_run_config(path).train.precision
+    return read_recipe_file(path)["train"]["precision"]
 
 
-def _faster_precision(run: RunConfig, device: torch.device) -> str:
+def _faster_precision(run: PretrainingRecipe, device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     passes = {precision: _training_pass(run, precision) for precision in ("float32", "bf16")}
@@ -61,7 +61,7 @@ def _faster_precision(run: RunConfig, device: torch.device) -> str:
     return fastest
 
 
-def _training_pass(run: RunConfig, precision: str) -> Callable[[], None]:
+def _training_pass(run: PretrainingRecipe, precision: str) -> Callable[[], None]:
     """Forward and backward pass of one block."""
     model = build_model(run.model.model_copy(update={"num_blocks": 1, "vocab_size": 1}))
     model.init_weights(torch.Generator().manual_seed(0))

@@ -10,7 +10,6 @@ from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
-from gmlp_scale.plan.describe import flops_per_step
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.train.evaluate import evaluate
 from gmlp_scale.world import World
@@ -34,7 +33,7 @@ class Pretraining:
 
     @cached_property
     def flops_per_step(self) -> int:
-        return flops_per_step(self.config)
+        return self.config.flops_per_step()
 
     @property
     def fingerprint(self) -> dict[str, str | int]:

@@ -14,7 +14,7 @@ from gmlp_scale.benchmark.loading import batched, measure_loading
 from gmlp_scale.benchmark.peers import transformer_size
 from gmlp_scale.benchmark.step import PEERS, measure_step, random_batch, run_eager_step
 from gmlp_scale.config import load_run_config
-from gmlp_scale.plan.describe import count_parameters, flops_per_step
+from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.world import start_world
 from launch.benchmark import main
 from tests.benchmark.smoke_recipe import SMOKE, tiny_run
@@ -59,7 +59,7 @@ def test_products_captured_from_a_step_have_its_flops(tmp_path, world):
         left, right = call.args
         assert call().shape[-2:] == (left.shape[-2], right.shape[-1])
         flops += counts[name] * 2 * left.numel() * right.shape[-1]
-    assert flops == flops_per_step(run) // run.train.global_batch_size * run.train.micro_batch_size
+    assert flops == run.flops_per_step() // run.train.global_batch_size * run.train.micro_batch_size
 
 
 def test_fewest_bytes_of_gmlp_base():
@@ -73,7 +73,7 @@ def test_fewest_bytes_of_gmlp_base():
 def test_a_transformer_of_equal_flops(num_blocks, mlp_weights_per_width):
     run = load_run_config(BASE, ["engine.kind=single", f"model.num_blocks={num_blocks}"])
     width, num_layers, flops = transformer_size(run, mlp_weights_per_width=mlp_weights_per_width)
-    assert abs(flops * run.train.global_batch_size / flops_per_step(run) - 1) <= 0.1
+    assert abs(flops * run.train.global_batch_size / run.flops_per_step() - 1) <= 0.1
     assert width % 64 == 0 and 512 <= width <= 1024 and num_layers >= 1
 
 

@@ -17,6 +17,8 @@ KINDS = {  # every block family, and every variant of a block
     "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},
     "bert-absolute": {"kind": "transformer", "num_heads": 2, "positions": "absolute"},
     "bert-relative-only": {"kind": "transformer", "num_heads": 2, "positions": "relative_only"},
+    "mlp-attention": {"kind": "mlp_attention", "num_heads": 2, "d_scores": 6},
+    "dot-product": {"kind": "mlp_attention", "num_heads": 2, "scores": "dot_product"},
     "mixer": {"kind": "mixer", "d_spatial": 10},
 }
 FAMILIES = list({fields["kind"]: kind for kind, fields in reversed(KINDS.items())}.values())

@@ -1,0 +1,141 @@
+"""MLP-Attention (Morsali et al. 2023) and the Transformer that its paper compares it with.
+
+    x = x + Attention(LayerNorm(x))
+    x = x + relu(LayerNorm(x) U) V
+
+The attention's weights are a softmax over positions. `dot_product` takes them from queries and keys. `mlp` computes
+them from the querying position alone, with a multi-layer perceptron: score j is that of the absolute position j, and no
+key is read (the Dense Synthesizer of Tay et al. 2020). Shorter rows use the first scores.
+
+Shape suffixes: B batch, N positions, D width, H heads, K head width, S hidden width of the perceptron.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from gmlp_scale.models.backbone import INIT_STD, NumBlocks
+from gmlp_scale.models.norm import LayerNorm
+
+
+class MlpAttentionConfig(BaseModel, frozen=True, extra="forbid"):
+    display_name: ClassVar[str] = "MLP-Attention"
+    masks_padding: ClassVar[bool] = True
+    has_absolute_positions: ClassVar[bool] = True
+    kind: Literal["mlp_attention"] = "mlp_attention"
+    num_blocks: NumBlocks
+    """Layers, attention and feed-forward together."""
+    d_model: PositiveInt
+    """Width of the residual stream."""
+    d_ffn: PositiveInt
+    """Width of the feed-forward part's hidden layer."""
+    num_heads: PositiveInt
+    scores: Literal["mlp", "dot_product"] = "mlp"
+    """Where the attention's weights come from. dot_product is the Transformer that the paper compares with."""
+    d_scores: PositiveInt | None = None
+    """Width of the hidden layer that computes a head's scores; for `mlp` only."""
+    sequence_length: PositiveInt
+    """Longest input; `mlp` has a score for each of its positions."""
+    vocab_size: PositiveInt
+
+    @model_validator(mode="after")
+    def _fits_the_scores(self):
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model is {self.d_model} and num_heads {self.num_heads}: make d_model a multiple of num_heads"
+            )
+        if (self.scores == "mlp") != (self.d_scores is not None):
+            raise ValueError(f"d_scores is {self.d_scores} with scores {self.scores}: only mlp has one, and needs it")
+        return self
+
+    @property
+    def multiply_adds_per_block(self) -> int:
+        """Of one forward pass of one sequence: n (2 d^2 + 2 d f) + n^2 d, and the scores: n d h s + n^2 h s for `mlp`,
+        2 n d^2 + n^2 d for `dot_product`."""
+        n, d = self.sequence_length, self.d_model
+        width = self.num_heads * self.d_scores if self.scores == "mlp" else d
+        scores = n * d * width + n * n * width + (n * d * d if self.scores == "dot_product" else 0)
+        return scores + n * (2 * d * d + 2 * d * self.d_ffn) + n * n * d
+
+
+class MlpAttentionBlock(nn.Module):
+    """One layer, x_BND -> x_BND. No position attends to one where is_token_BN is False or, if causal, to later ones."""
+
+    def __init__(self, config: MlpAttentionConfig, dropout: float = 0.0, causal: bool = False):
+        super().__init__()
+        self.attention_norm = LayerNorm(config.d_model)
+        attention = MlpAttention if config.scores == "mlp" else DotProductAttention
+        self.attention = attention(config, dropout, causal)
+        self.norm = LayerNorm(config.d_model)
+        self.expand = nn.Linear(config.d_model, config.d_ffn)
+        self.project = nn.Linear(config.d_ffn, config.d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND), is_token_BN))
+        return x_BND + self.dropout(self.project(F.relu(self.expand(self.norm(x_BND)))))
+
+
+class MlpAttention(nn.Module):
+    """softmax(relu(x W1 + b1) W2) v for each head. W2 has a column for each absolute position, and no bias."""
+
+    def __init__(self, config: MlpAttentionConfig, dropout: float, causal: bool):
+        super().__init__()
+        self.num_heads, self.causal = config.num_heads, causal
+        self.hidden = nn.Linear(config.d_model, config.num_heads * config.d_scores)
+        self.scores_HSN = nn.Parameter(torch.empty(config.num_heads, config.d_scores, config.sequence_length))
+        self.value = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.out = nn.Linear(config.d_model, config.d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        num_positions = x_BND.shape[1]
+        hidden_BHNS = F.relu(self.hidden(x_BND)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        v_BHNK = self.value(x_BND).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        scores_BHNN = hidden_BHNS @ self.scores_HSN[..., :num_positions]
+        mask = attention_mask(num_positions, is_token_BN, self.causal, x_BND.device)
+        if mask is not None:
+            scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf)
+        softmax_in = torch.promote_types(x_BND.dtype, torch.float32)
+        weights_BHNN = scores_BHNN.softmax(-1, dtype=softmax_in).to(x_BND.dtype)
+        return self.out((self.dropout(weights_BHNN) @ v_BHNK).transpose(1, 2).flatten(2))
+
+    @torch.no_grad()
+    def init_special_weights(self, generator: torch.Generator) -> None:
+        noise = torch.randn(self.scores_HSN.shape, generator=generator, device="cpu")
+        self.scores_HSN.copy_(noise * INIT_STD)
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q k^T / sqrt(K)) v for each head; q, k and v have no bias."""
+
+    def __init__(self, config: MlpAttentionConfig, dropout: float, causal: bool):
+        super().__init__()
+        self.num_heads, self.causal, self.dropout = config.num_heads, causal, dropout
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.out = nn.Linear(config.d_model, config.d_model)
+
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
+        q_BHNK, k_BHNK, v_BHNK = (part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
+        is_plainly_causal = self.causal and is_token_BN is None
+        mask = None
+        if not is_plainly_causal:
+            mask = attention_mask(x_BND.shape[1], is_token_BN, self.causal, x_BND.device)
+        dropout = self.dropout if self.training else 0.0
+        attended_BHNK = F.scaled_dot_product_attention(
+            q_BHNK, k_BHNK, v_BHNK, attn_mask=mask, dropout_p=dropout, is_causal=is_plainly_causal
+        )
+        return self.out(attended_BHNK.transpose(1, 2).flatten(2))
+
+
+def attention_mask(num_positions: int, is_token_BN: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:
+    """True where a position (second to last dimension) may attend to another (last); None where all may to all."""
+    mask = None if is_token_BN is None else is_token_BN[:, None, None]  # B11N
+    if causal:
+        lower_NN = torch.ones(num_positions, num_positions, dtype=torch.bool, device=device).tril()
+        mask = lower_NN if mask is None else mask & lower_NN
+    return mask

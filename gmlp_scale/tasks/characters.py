@@ -1,0 +1,176 @@
+"""Next-character prediction on one text, as in the paper of MLP-Attention: recipes with `task: characters`.
+
+A row is a crop of the text, and the crops of an epoch begin at every character once, in an order of the epoch's own. So
+the state of the data is the step, as in pretraining.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from gmlp_scale.config import PretrainingRecipe
+from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.files import read_file
+from gmlp_scale.models import CausalModelConfig, ModelConfig, build_model
+from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
+from gmlp_scale.tasks.records import DataError
+from gmlp_scale.train.checkpointer import CheckpointConfig
+from gmlp_scale.train.evaluate import Evaluation
+from gmlp_scale.world import World
+
+
+class CharacterDataConfig(BaseModel, frozen=True, extra="forbid"):
+    text: str
+    """A UTF-8 text file, or one at a URL."""
+    heldout_fraction: float = Field(0.1, gt=0, lt=1)
+    """The end of the text that is evaluated on."""
+
+
+class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
+    """A recipe of next-character prediction."""
+
+    launcher: ClassVar[str] = "launch/pretrain.py with task: characters"
+    free_on_resume: ClassVar[tuple[str, ...]] = (*PretrainingRecipe.free_on_resume, "data.text")  # it has a checksum
+
+    task: Literal["characters"]
+    model: ModelConfig
+    """Of a family whose blocks can be causal. Its vocabulary is the text's alphabet."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On residual branches and attention weights."""
+    data: CharacterDataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    checkpoint: CheckpointConfig
+
+    def build_model(self) -> NextTokenModel:
+        return build_model(self.model, head=NextTokenModel, dropout=self.dropout, causal=True)
+
+    def flops_per_step(self) -> int:
+        """Training FLOPs of one global batch: 3 x the forward pass."""
+        with torch.device("meta"):
+            return 3 * self.build_model().flops_per_sample() * self.train.global_batch_size
+
+    def num_rows(self) -> int:
+        return Text(self).train.num_rows
+
+    def mistakes(self) -> Iterable[str]:
+        yield from super().mistakes()
+        if not isinstance(self.model, CausalModelConfig):
+            yield f"model.kind: found {self.model.kind}; needed: one that can be causal: gmlp, amlp or mlp_attention"
+        if self.train.micro_batch_size == "auto":
+            yield "train.micro_batch_size: found auto; needed: a number with task=characters"
+
+
+class Crops:
+    """Every crop of `length` characters, and the ones that follow them; row i begins at character i."""
+
+    def __init__(self, ids: np.ndarray, length: int):
+        self.ids, self.length = ids, length
+        self.num_rows = len(ids) - length
+
+    def batch(self, row_indices: np.ndarray) -> NextTokenBatch:
+        crops = torch.from_numpy(np.stack([self.ids[start : start + self.length + 1] for start in row_indices]))
+        return NextTokenBatch(crops[:, :-1].contiguous(), crops[:, 1:].contiguous())
+
+
+class Text:
+    """The recipe's text, read whole.
+
+    Raises:
+        FileNotFoundError, DataError: naming the file and what is wrong with it.
+    """
+
+    def __init__(self, config: CharactersConfig):
+        path, model = config.data.text, config.model
+        try:
+            content = read_file(path)
+            text = content.decode()
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no text at {path}: give a UTF-8 text file as data.text=...") from None
+        except UnicodeDecodeError as error:
+            raise DataError(path, [f"is not UTF-8 ({error}); needed: a UTF-8 text"]) from None
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.alphabet = "".join(sorted(set(text)))
+        """Character i has id i."""
+        if len(self.alphabet) != model.vocab_size:
+            found = f"has {len(self.alphabet)} different characters"
+            raise DataError(path, [f"{found}; needed: as many as model.vocab_size = {model.vocab_size}"])
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = np.unique(codes, return_inverse=True)[1].astype(np.int64)
+        num_train = int(len(ids) * (1 - config.data.heldout_fraction))
+        self.train, self.heldout = (Crops(part, model.sequence_length) for part in (ids[:num_train], ids[num_train:]))
+        if self.train.num_rows < 1 or self.heldout.num_rows < 1:
+            needed = f"a crop of model.sequence_length = {model.sequence_length} in its held-out part and in the rest"
+            raise DataError(path, [f"has {len(ids)} characters; needed: enough for {needed}"])
+
+
+class Characters:
+    """The Task of a CharactersConfig."""
+
+    def __init__(self, config: CharactersConfig):
+        self.config, self.train, self.optimizer = config, config.train, config.optimizer
+        self.tokens_per_step = config.tokens_per_step
+
+    @cached_property
+    def text(self) -> Text:
+        return Text(self.config)
+
+    @property
+    def num_rows(self) -> int:
+        return self.text.train.num_rows
+
+    @cached_property
+    def flops_per_step(self) -> int:
+        return self.config.flops_per_step()
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        return {"sha256": self.text.sha256, "alphabet": self.text.alphabet}
+
+    def open_loader(self, world: World) -> EpochLoader:
+        return EpochLoader(
+            self.text.train,
+            seed=self.config.seed,
+            global_batch_size=self.train.global_batch_size,
+            micro_batch_size=self.train.micro_batch_size,
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def build_model(self) -> NextTokenModel:
+        return self.config.build_model()
+
+    def initialise(self, model: NextTokenModel) -> None:
+        model.init_weights(torch.Generator().manual_seed(self.config.seed))
+
+    def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
+        """Held-out loss, perplexity and accuracy per character, on crops that do not overlap."""
+        crops, num_rows = self.text.heldout, self.train.micro_batch_size
+        starts = np.arange(0, crops.num_rows, crops.length)[: self.train.num_evaluation_rows]
+        totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, characters
+        for first in range(0, len(starts), num_rows * world.size):
+            own = starts[first + world.rank * num_rows :][:num_rows]
+            # Every rank predicts equally often; one that has no crop left counts none of its own.
+            batch = crops.batch(own if len(own) else starts[:1]).to(world.device)
+            totals += _totals(engine.predict(batch), batch.next_ids_BN) * bool(len(own))
+        loss, correct, num_characters = world.sum(totals.tolist())
+        return Evaluation(loss / num_characters, correct / num_characters, int(num_characters)).by_tag()
+
+    def finish(self, engine: Engine, world: World, step: int) -> None:
+        """Does nothing: the last checkpoint is the result."""
+
+
+def _totals(logits_BNV: Tensor, next_ids_BN: Tensor) -> Tensor:
+    """Loss, correct predictions and characters, summed in float64."""
+    loss = F.cross_entropy(logits_BNV.flatten(0, 1), next_ids_BN.flatten(), reduction="sum")
+    correct = (logits_BNV.argmax(-1) == next_ids_BN).sum()
+    return torch.stack([loss.double(), correct.double(), loss.new_tensor(next_ids_BN.numel(), dtype=torch.float64)])

@@ -1,0 +1,50 @@
+"""Writes text with a trained model of next characters.
+
+python launch/generate.py --run outputs/mlp_attention --prompt 'ROMEO:' --length 500
+"""
+
+import argparse
+import sys
+
+from gmlp_scale.analysis.generate import generate, read_model
+from gmlp_scale.config import ConfigError
+from gmlp_scale.files import print_error
+from gmlp_scale.run import exit_code
+from gmlp_scale.train.checkpoint import CheckpointError
+from gmlp_scale.trained import TrainedModelError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--run", required=True, help="the run folder of a recipe with task: characters")
+    parser.add_argument("--step", type=int, help="of the checkpoint; the newest if not given")
+    parser.add_argument("--prompt", default="\n", help="what the text begins with")
+    parser.add_argument("--length", type=int, default=500, help="characters to write")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the likeliest character")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text")
+    options = parser.parse_args()
+    if options.length < 0 or options.temperature < 0:
+        parser.error("--length and --temperature must not be negative")
+    try:
+        model, alphabet = read_model(options.run, options.step)
+        print(options.prompt, end="")
+        for character in generate(
+            model,
+            alphabet,
+            options.prompt,
+            num_characters=options.length,
+            temperature=options.temperature,
+            seed=options.seed,
+        ):
+            print(character, end="", flush=True)
+        print()
+    except (ConfigError, TrainedModelError, CheckpointError, OSError) as error:
+        print_error(error)
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

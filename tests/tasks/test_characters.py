@@ -1,0 +1,142 @@
+"""The task of next characters: its rows, its evaluation, a run that stops and goes on, and what it writes."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from gmlp_scale.config import ConfigError, load_config, load_run_config
+from gmlp_scale.run import load_recipe, pretrain
+from gmlp_scale.tasks.characters import Characters, CharactersConfig, Text
+from gmlp_scale.tasks.records import DataError
+from gmlp_scale.train.log_files import read_metrics
+from tests.gloo_ranks import run_ranks
+
+RECIPES = Path(__file__).parents[2] / "configs" / "characters"
+TEXT = "so we beat on, boats against the current, borne back ceaselessly into the past. " * 12
+LENGTH = 16
+TINY = [
+    "model.d_model=12", "model.d_ffn=16", "model.num_blocks=2", f"model.sequence_length={LENGTH}",
+    f"model.vocab_size={len(set(TEXT))}", "train.num_steps=6", "train.global_batch_size=8",
+    "train.micro_batch_size=2", "train.precision=float32", "train.log_every_steps=1", "train.evaluate_every_steps=6",
+    "optimizer.peak_learning_rate=0.01",
+]  # fmt: skip
+MODELS = {
+    "mlp_attention": ["model.num_heads=2", "model.d_scores=6"],
+    "transformer": ["model.num_heads=2"],
+    "gmlp": [],
+}
+
+
+@pytest.fixture(scope="module")
+def text_path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def recipe(name: str, text_path: Path, *overrides: str) -> CharactersConfig:
+    return load_recipe(RECIPES / f"{name}.yaml", [*TINY, *MODELS[name], f"data.text={text_path}", *overrides])
+
+
+def test_rows_are_crops_of_the_text_and_what_follows_them(text_path):
+    text = Text(recipe("gmlp", text_path))
+    num_train = int(len(TEXT) * 0.9)
+    assert text.train.num_rows == num_train - LENGTH
+    batch = text.train.batch(np.array([0, 5, text.train.num_rows - 1]))
+    spelled = ["".join(text.alphabet[index] for index in row) for row in batch.token_ids_BN]
+    following = ["".join(text.alphabet[index] for index in row) for row in batch.next_ids_BN]
+    starts = [0, 5, num_train - LENGTH - 1]
+    assert spelled == [TEXT[start : start + LENGTH] for start in starts]
+    assert following == [TEXT[start + 1 : start + LENGTH + 1] for start in starts]
+
+
+def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
+    task = Characters(recipe("gmlp", text_path))
+    num_crops = len(range(0, task.text.heldout.num_rows, LENGTH))
+    assert num_crops == 5  # with micro-batches of 2 on 4 ranks the last rank has none
+    frequencies = torch.zeros(len(task.text.alphabet)).scatter_(
+        0, torch.from_numpy(task.text.heldout.ids), 1, reduce="add"
+    )
+    engine = SimpleNamespace(predict=lambda batch: frequencies.expand(*batch.next_ids_BN.shape, -1))
+    sums = []
+
+    def evaluate(rank: int, size: int) -> None:
+        def sum_of_rank(values):
+            sums.append(values)
+            return values
+
+        world = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), sum=sum_of_rank)
+        try:
+            task.evaluate(engine, world, 0)
+        except ZeroDivisionError:  # of the rank without crops
+            assert (rank, size) == (3, 4)
+
+    evaluate(0, 1)
+    for rank in range(4):
+        evaluate(rank, 4)
+    assert sums[0] == pytest.approx(np.sum(sums[1:], axis=0))
+    assert sums[0][2] == num_crops * LENGTH
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [line["train/loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in line]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_that_stops_and_goes_on_is_the_run_that_never_stopped(name, text_path, tmp_path):
+    whole = recipe(name, text_path, f"output_dir={tmp_path / 'whole'}")
+    pretrain(whole)
+    for stop in ("3", "null"):
+        pretrain(recipe(name, text_path, f"output_dir={tmp_path / 'parts'}", f"train.stop_after_step={stop}"))
+    losses = _losses(tmp_path / "whole" / name)
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert _losses(tmp_path / "parts" / name) == losses
+    last = read_metrics(tmp_path / "whole" / name / "metrics.jsonl")[-1]
+    assert last["eval/loss"] == pytest.approx(math.log(last["eval/perplexity"]))
+
+
+def _train(path: Path, overrides: list[str]) -> None:
+    pretrain(recipe("mlp_attention", path, *overrides))
+
+
+def test_two_ranks_have_the_losses_of_one_process(text_path, tmp_path):
+    places = [f"output_dir={tmp_path / 'one'}", "dropout=0"]
+    pretrain(recipe("mlp_attention", text_path, *places))
+    places = [f"output_dir={tmp_path / 'two'}", "dropout=0", "engine.kind=fsdp2"]
+    run_ranks(_train, 2, text_path, places)
+    one, two = (read_metrics(tmp_path / name / "mlp_attention" / "metrics.jsonl") for name in ("one", "two"))
+    for alone, together in zip(one, two, strict=True):
+        for tag in alone.keys() & {"train/loss", "train/grad_norm", "eval/loss"}:
+            assert together[tag] == pytest.approx(alone[tag], rel=1e-5), tag
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"abc" * 500, "has 3 different characters; needed: as many as model.vocab_size"),
+        (b"\xff\xfe", "is not UTF-8"),
+        ("".join(sorted(set(TEXT))).encode(), "enough for a crop"),
+    ],
+)
+def test_a_text_that_does_not_fit_is_one_clear_error(content, found, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=found):
+        Text(recipe("gmlp", path))
+
+
+def test_a_recipe_says_what_is_wrong_with_it(text_path):
+    assert "launch/pretrain.py with task: characters" in _mistake(load_run_config, RECIPES / "gmlp.yaml")
+    wrong = ["model.kind=mixer", "model.d_spatial=4", "train.micro_batch_size=auto", "optimizer.decay_steps=9"]
+    found = _mistake(load_config, CharactersConfig, RECIPES / "gmlp.yaml", wrong)
+    assert "needed: one that can be causal" in found and "found auto" in found and "optimizer.decay_steps" not in found
+
+
+def _mistake(function, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    return str(caught.value)
