@@ -1,5 +1,8 @@
 """Scores of the tasks. For any predictions they equal the scores of the official evaluation scripts.
 
+GLUE (Wang et al. 2019) takes its scores from scikit-learn and scipy. Where these divide zero by zero, as for
+predictions that are all the same, scikit-learn gives 0 and scipy nan; here all give 0.
+
 The scripts of SQuAD v1.1 (Rajpurkar et al. 2016, evaluate-v1.1.py) and v2.0 (Rajpurkar et al. 2018, evaluate-v2.0.py)
 differ if normalizing leaves no word of prediction and answer: then v1.1 gives an F1 of 0, and v2.0 an F1 of 1.
 """
@@ -20,6 +23,36 @@ def accuracy(predictions: Sequence[int], labels: Sequence[int]) -> float:
     if not len(labels):
         raise ValueError("accuracy of no predictions")
     return float(np.mean(np.asarray(predictions) == np.asarray(labels)))
+
+
+def f1(predictions: Sequence[int], labels: Sequence[int]) -> float:
+    """F1 of class 1, 0 to 1."""
+    predictions, labels = np.asarray(predictions), np.asarray(labels)
+    num_ones = np.sum(predictions == 1) + np.sum(labels == 1)
+    return float(2 * np.sum((predictions == 1) & (labels == 1)) / num_ones) if num_ones else 0.0
+
+
+def matthews(predictions: Sequence[int], labels: Sequence[int]) -> float:
+    """Matthews' correlation of two classes, 0 and 1: Pearson's of their numbers. -1 to 1."""
+    return pearson(predictions, labels)
+
+
+def pearson(predictions: Sequence[float], labels: Sequence[float]) -> float:
+    """Pearson's correlation, -1 to 1."""
+    if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    x, y = (np.asarray(values, np.float64) - np.mean(values, dtype=np.float64) for values in (predictions, labels))
+    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def spearman(predictions: Sequence[float], labels: Sequence[float]) -> float:
+    """Spearman's correlation: Pearson's of the ranks, where equals share the mean of theirs. -1 to 1."""
+    return pearson(_ranks(predictions), _ranks(labels))
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
 def normalize_answer(text: str) -> str:

@@ -1,9 +1,13 @@
 """Scores against figures worked out by hand from the official scripts' rules, and against their definitions."""
 
 import math
+import warnings
 from collections import Counter
 
+import numpy as np
 import pytest
+import scipy.stats
+import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +15,13 @@ from gmlp_scale.tasks.scores import (
     accuracy,
     best_over_thresholds,
     exact_match,
+    f1,
     f1_v1,
     f1_v2,
+    matthews,
     normalize_answer,
+    pearson,
+    spearman,
     squad_v1_scores,
     squad_v2_scores,
 )
@@ -98,6 +106,31 @@ def test_accuracy():
     assert accuracy([1, 0, 2, 2], [1, 1, 2, 0]) == 0.5
     with pytest.raises(ValueError, match="no predictions"):
         accuracy([], [])
+
+
+CLASSES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=30)
+NUMBERS = st.lists(st.tuples(st.integers(-20, 80), st.integers(0, 15)), min_size=2, max_size=30)
+
+
+@given(CLASSES)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+def test_scores_of_classes_are_scikit_learns(pairs):
+    predictions, labels = np.array(pairs).T
+    assert accuracy(predictions, labels) == pytest.approx(sklearn.metrics.accuracy_score(labels, predictions))
+    assert f1(predictions, labels) == pytest.approx(sklearn.metrics.f1_score(labels, predictions, zero_division=0))
+    with warnings.catch_warnings(action="ignore"):  # it warns of a single class
+        expected = sklearn.metrics.matthews_corrcoef(labels, predictions)
+    assert matthews(predictions, labels) == pytest.approx(expected)
+
+
+@given(NUMBERS)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+def test_correlations_are_scipys(pairs):
+    predictions, labels = (np.array(column, np.float32) / 10 for column in zip(*pairs, strict=True))
+    for ours, theirs in ((pearson, scipy.stats.pearsonr), (spearman, scipy.stats.spearmanr)):
+        with warnings.catch_warnings(action="ignore"):  # it warns of constants, for which it gives nan
+            expected = np.nan_to_num(theirs(predictions.astype(np.float64), labels.astype(np.float64)).statistic)
+        assert ours(predictions, labels) == pytest.approx(expected, abs=1e-9)
 
 
 WORDS = st.sampled_from(["the", "A", "an", "cat", "Cat.", "dog", "—", "“x”", "é", "'", "\u00a0", "5,000", "don't", ""])
