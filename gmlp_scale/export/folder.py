@@ -127,6 +127,8 @@ def write_export(
     if labels:
         config["id2label"] = dict(enumerate(labels))
         config["label2id"] = {label: number for number, label in enumerate(labels)}
+    if len(labels) == 1:
+        config["problem_type"] = "regression"  # else transformers' pipeline applies a sigmoid
     with _new_folder(folder) as unfinished:
         tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})

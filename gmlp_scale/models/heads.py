@@ -99,12 +99,12 @@ class MaskedLanguageModel(Backbone):
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """Rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`, padded to one length, and the class of each."""
+    """Rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`, padded to one length, and the label of each."""
 
     token_ids_BN: Tensor
     """int64 [B, N]."""
     labels_B: Tensor
-    """int64 [B]."""
+    """int64 [B], the classes; float32 [B] in regression."""
 
     def to(self, device: torch.device | str) -> "LabelledBatch":
         return LabelledBatch(
@@ -112,16 +112,26 @@ class LabelledBatch:
         )
 
 
+def label_loss(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+    """Mean cross-entropy in nats over the rows. A single class is regression: its mean squared error."""
+    if logits_BC.shape[1] == 1:
+        return F.mse_loss(logits_BC[:, 0], labels_B.to(logits_BC.dtype))
+    return F.cross_entropy(logits_BC, labels_B)
+
+
 class SequenceClassifier(Backbone):
-    """LabelledBatch -> scalar float32 loss. A Linear reads the last layer at <cls>, the first position (section 4)."""
+    """LabelledBatch -> scalar float32 loss. A Linear reads the last layer at <cls>, the first position (section 4).
+
+    In regression it has one class, whose logit is the predicted number.
+    """
 
     def __init__(self, *, num_classes: int, **backbone):
         super().__init__(**backbone)
         self.classifier = nn.Linear(self.embedding.embedding_dim, num_classes)
 
     def forward(self, batch: LabelledBatch) -> Tensor:
-        """Mean cross-entropy in nats over the rows."""
-        return F.cross_entropy(self.predict(batch), batch.labels_B)
+        """`label_loss` of the batch."""
+        return label_loss(self.predict(batch), batch.labels_B)
 
     def predict(self, batch: LabelledBatch) -> Tensor:
         """Float32 logits_BC."""

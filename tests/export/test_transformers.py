@@ -118,6 +118,10 @@ with torch.no_grad():
     facts["classified"] = classify({"text": "the cat", "text_pair": "a dog"}, top_k=None)
     texts = ["the cat", "a", "a dog see"]
     facts["classified in a batch"] = [classify(texts, batch_size=3), [classify(text)[0] for text in texts]]
+    regressor = load(AutoModelForSequenceClassification, "regressor")
+    facts["squared error"] = regressor(ids[:, :7], labels=torch.tensor([0.0, 2.5, 5.0])).loss.item()
+    measure = pipeline("text-classification", model=f"{folder}/regressor", trust_remote_code=True)
+    facts["measured"] = measure({"text": "the cat", "text_pair": "a dog"}, top_k=None)
     answer = pipeline("question-answering", model=f"{folder}/spans", trust_remote_code=True)
     facts["answers"] = answer(json.loads(sys.argv[4]))
     facts["answers in a batch"] = answer(json.loads(sys.argv[4]), batch_size=4)
@@ -146,6 +150,9 @@ def models(tiny_export, tmp_path_factory):
     models = {kind: tiny_export(kind, folder / kind) for kind in KINDS}
     finetuned = {"row_length": ROW_LENGTH, "details": {"task": "a task"}}
     models["classifier"] = tiny_export("amlp", folder / "classifier", "sequence_classification", LABELS, **finetuned)
+    models["regressor"] = tiny_export(
+        "amlp", folder / "regressor", "sequence_classification", ("similarity",), **finetuned
+    )
     models["spans"] = tiny_export("amlp", folder / "spans", "question_answering", document_stride=STRIDE, **finetuned)
     return folder, models
 
@@ -317,6 +324,19 @@ def test_finetuned_heads_pad_as_in_finetuning(models, loaded):
     span_logits = models[1]["spans"].predict(SpanBatch(padded, None, None))[:, :7]
     assert_close(tensors["first logits"], span_logits[..., 0])
     assert_close(tensors["last logits"], span_logits[..., 1])
+
+
+@torch.no_grad()
+def test_regression_gives_its_number_and_the_squared_error(models, loaded, tokenizer_folder):
+    facts, _ = loaded
+    padded = torch.nn.functional.pad(IDS[:, :7], (0, ROW_LENGTH - 7))
+    loss = models[1]["regressor"](LabelledBatch(padded, torch.tensor([0.0, 2.5, 5.0]))).item()
+    assert facts["squared error"] == pytest.approx(loss, abs=1e-5)
+    tokenizer = Tokenizer(tokenizer_folder)
+    ids = [2, *tokenizer.encode("the cat"), 3, *tokenizer.encode("a dog"), 3]
+    row = torch.nn.functional.pad(torch.tensor([ids]), (0, max(0, ROW_LENGTH - len(ids))))
+    number = models[1]["regressor"].predict(LabelledBatch(row, None)).item()
+    assert facts["measured"] == [{"label": "similarity", "score": pytest.approx(number, abs=1e-5)}]
 
 
 @torch.no_grad()

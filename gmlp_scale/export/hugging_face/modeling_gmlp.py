@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
+from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor, label_loss
 
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
@@ -117,9 +117,9 @@ class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, labels: Tensor | None = None):
-        """labels: int64 [B]; the loss is the mean cross-entropy."""
+        """labels: int64 [B]; the loss is the mean cross-entropy. With one class, float [B] and the squared error."""
         logits_BC = self.model.predict(LabelledBatch(self._rows(input_ids, attention_mask), labels))
-        loss = None if labels is None else F.cross_entropy(logits_BC, labels)
+        loss = None if labels is None else label_loss(logits_BC, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits_BC)
 
 
