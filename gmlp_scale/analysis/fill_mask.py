@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gmlp_scale.data.batch import CLS_ID, MASK_ID, NUM_SPECIAL_TOKENS, SEP_ID, MaskedBatch
+from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID, MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.backbone import Backbone
 
@@ -12,18 +12,21 @@ MASK = "<mask>"
 
 @torch.inference_mode()
 def fill(model: Backbone, tokenizer: Tokenizer, sentence: str) -> Tensor:
-    """probabilities_MV of each <mask> of the sentence over the ordinary tokens.
+    """probabilities_MV of each <mask> of the sentence, as the export's fill-mask pipeline gives them.
 
-    A word's token starts with the space before it, so the mask takes the place of that space too.
+    A word's token starts with the space before it, so the mask takes the place of that space too. A model that masks
+    no padding gets a row of the length that rows had in training.
     """
     first, *others = [tokenizer.encode(part) for part in sentence.replace(f" {MASK}", MASK).split(MASK)]
     ids = [CLS_ID, *first]
     for part in others:
         ids += [MASK_ID, *part]
-    ids_1N = torch.tensor([[*ids, SEP_ID]])
+    ids.append(SEP_ID)
+    if not model.masks_padding:
+        ids += [PAD_ID] * (model.sequence_length - len(ids))
+    ids_1N = torch.tensor([ids])
     positions_1M = (ids_1N == MASK_ID).nonzero()[:, 1].unsqueeze(0)
     logits_1MV = model.predict(MaskedBatch(ids_1N, positions_1M, torch.zeros_like(positions_1M)))
-    logits_1MV[..., :NUM_SPECIAL_TOKENS] = -torch.inf
     return logits_1MV[0].softmax(-1)
 
 

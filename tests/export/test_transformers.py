@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gmlp_scale.analysis.fill_mask import fill
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
@@ -306,6 +307,9 @@ def test_fill_mask_gives_our_probabilities(models, loaded, tokenizer_folder):
     expected = logits.softmax(-1).topk(5)
     assert [candidate["token"] for candidate in facts["filled"]] == expected.indices.tolist()
     assert [candidate["score"] for candidate in facts["filled"]] == pytest.approx(expected.values.tolist(), abs=1e-5)
+    ours = fill(models[1]["amlp"], tokenizer, "the <mask> dog")[0].topk(5)  # launch/fill_mask.py
+    assert ours.indices.tolist() == expected.indices.tolist()
+    assert ours.values.tolist() == pytest.approx(expected.values.tolist(), abs=1e-6)
     best = tokenizer.decode([*before, facts["filled"][0]["token"], *after])
     assert facts["filled"][0]["sequence"] == best
 
