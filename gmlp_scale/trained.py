@@ -288,7 +288,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         needed = "launch/export.py writes it"
-        if (path.parent / "checkpoints").is_dir():
+        if (path.parent / "scores.json").exists():
+            needed = f"it is a finetuning run, so give its export {path.parent}/last"
+        elif (path.parent / "config.yaml").exists():
             needed = f"it is a run, so export it first: launch/export.py --run {path.parent} --output HF_DIR"
         raise FileNotFoundError(f"no export at {path.parent}: {path} does not exist; {needed}") from None
     except ValueError as error:

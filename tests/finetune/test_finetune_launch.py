@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from gmlp_scale import run, world
-from gmlp_scale.tasks.table import TASKS
 from launch import finetune as launcher
 from tests.finetune.small_recipes import RECIPES, sentiment_run
 
@@ -66,9 +65,13 @@ def test_mistakes_that_a_start_finds_leave_with_2_and_nothing_behind(launch, tmp
     assert code == 2 and "wrong.tsv: 1 mistake\n  line 2: label is '7'; sst2 has 0, 1" in error
     code, _, error = launch("model=nowhere")
     assert code == 2 and "no export at nowhere" in error
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
     code, _, error = launch(f"model={tmp_path / 'run'}")
     assert code == 2 and f"it is a run, so export it first: launch/export.py --run {tmp_path / 'run'} " in error
+    (tmp_path / "run" / "scores.json").write_text("")
+    code, _, error = launch(f"model={tmp_path / 'run'}")
+    assert code == 2 and f"it is a finetuning run, so give its export {tmp_path / 'run'}/last" in error
     (tmp_path / "file").write_text("")
     code, _, error = launch(f"output_dir={tmp_path / 'file'}")
     assert code == 2 and "(Not a directory); set output_dir to a folder that you may write to" in error
@@ -81,7 +84,7 @@ def test_a_gpu_that_is_not_there_is_missed(launch, monkeypatch):
     assert code == 2 and "train.device is cuda, but torch finds no CUDA device here" in error
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["mnli", "sst2", "squad_v1", "squad_v2"])
 def test_recipes_name_what_is_missing(launch, task):
     code, _, error = launch("--dry-run", config=RECIPES / f"{task}.yaml")
     assert code == 2 and "no export at exports/gmlp_base" in error
