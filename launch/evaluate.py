@@ -61,8 +61,7 @@ def main() -> int:
 
 
 def _evaluate(options: argparse.Namespace, world: World) -> dict:
-    recipe = RECIPES / f"{options.finetune_probe}.yaml"
-    probe_config = load_probe(recipe, options.overrides) if options.finetune_probe else None
+    probe_config = load_probe(options.finetune_probe, RECIPES, options.overrides) if options.finetune_probe else None
     if options.export:
         models = [read_export(options.export)]
     else:

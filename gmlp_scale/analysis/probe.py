@@ -16,17 +16,22 @@ BUDGET = ("train.num_epochs=null", "train.num_steps=200", "train.evaluate_every_
 _OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.device", "train.stop_after_step")
 
 
-def load_probe(recipe: Path, overrides: list[str]) -> FinetuneConfig:
-    """The finetuning recipe with BUDGET in place of its own length; `overrides` win over both.
+def load_probe(task: str, recipes: Path, overrides: list[str]) -> FinetuneConfig:
+    """The task's finetuning recipe with BUDGET in place of its own length; `overrides` win over both.
+
+    In the folder `recipes` it is the one with the task's name, else GLUE's.
 
     Raises:
         ConfigError: the recipe or an override has a mistake, or an override sets what a probe decides itself.
     """
+    recipe = recipes / f"{task}.yaml"
+    if not recipe.exists():
+        recipe = recipes / "glue.yaml"
     if own := [override for override in overrides if override.partition("=")[0] in _OWN]:
         raise ConfigError(
             str(recipe), [f"{override}: a probe decides this by itself; leave it out" for override in own]
         )
-    return load_config(FinetuneConfig, recipe, [*BUDGET, *overrides])
+    return load_config(FinetuneConfig, recipe, [*BUDGET, *overrides, f"task={task}"])
 
 
 def add_probe_scores(content: dict[str, Any], run_folder: str | Path, config: FinetuneConfig, world: World) -> None:

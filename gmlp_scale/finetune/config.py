@@ -22,7 +22,7 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
     dev_mismatched: str | None = None
     """MNLI's second development set."""
     test: str | None = None
-    """It has no labels; only its predictions are written."""
+    """Scored once, at the end, if it has labels. Its predictions are written in any case."""
     test_mismatched: str | None = None
     sequence_length: PositiveInt
     """The length of every row, in training and in evaluation, at most the model's."""

@@ -2,11 +2,12 @@
 
 best/, last/          exports with the head: the weights with the best dev score, and the last ones
 predictions/PART/     the last weights' predictions in the benchmark's official format
-scores.json           written last: a run that has it is done
+scores.json           the last weights' scores on every part with labels, written last: a run that has it is done
 """
 
 import functools
 import json
+import logging
 import shutil
 import time
 from functools import cached_property
@@ -30,6 +31,8 @@ from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.trained import ExportError, copy_weights
 from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
 
 USER_ERRORS = (*RUN_USER_ERRORS, ExportError)
 
@@ -101,7 +104,7 @@ class Finetuning:
         if self._evaluated_step is None:
             self.best = world.broadcast(self._read_best(step) if world.is_main else None)
         self._evaluated_step, self._summaries = step, {}
-        scores = self._dev_scores(engine, world)
+        scores = self._scores("dev", engine, world)
         score = scores["dev"][self.config.task_row.main_score]
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
@@ -112,7 +115,9 @@ class Finetuning:
         """Writes last/, predictions/ and scores.json."""
         if self._evaluated_step != step:
             self.evaluate(engine, world, step)
-        scores = self._dev_scores(engine, world)
+        scores = self._scores("dev", engine, world) | self._scores("test", engine, world)
+        for name, value in by_name(scores).items():
+            log.info("%s: %s", name, self.config.task_row.shown(name, value))
         self._write_weights("last", engine, world, step, scores)
         for part in self.config.parts:
             summaries = self._summary(part, engine, world)
@@ -126,6 +131,7 @@ class Finetuning:
             "num_examples": {part: rows.num_examples for part, rows in self.inputs.rows.items()},
             "config": self.config.to_json(),
             "data": self.inputs.fingerprint,
+            "tests": self.inputs.tests_fingerprint,
         }
         text = json.dumps(self.content, indent=2) + "\n"
         world.on_main(lambda: write_text(self.config.run_dir / "scores.json", text))
@@ -137,9 +143,10 @@ class Finetuning:
             self._summaries[part] = summarize_all(rows, engine.predict, world, batch_size)
         return self._summaries[part]
 
-    def _dev_scores(self, engine: Engine, world: World) -> dict[str, dict[str, float]]:
-        parts = [part for part in self.config.parts if part.startswith("dev")]
-        return {part: self.inputs.rows[part].scores(self._summary(part, engine, world)) for part in parts}
+    def _scores(self, kind: str, engine: Engine, world: World) -> dict[str, dict[str, float]]:
+        """Of the dev parts, or of the test parts that have labels."""
+        rows = {part: self.inputs.rows[part] for part in self.config.parts if part.startswith(kind)}
+        return {part: of.scores(self._summary(part, engine, world)) for part, of in rows.items() if of.has_labels}
 
     def _write_predictions(self, part: str, summaries: np.ndarray) -> None:
         folder = self.config.run_dir / "predictions" / part
@@ -193,9 +200,9 @@ class Finetuning:
 
 
 def by_name(scores: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:
-    """The dev parts' scores in one dictionary: accuracy, and accuracy_mismatched for part dev_mismatched."""
+    """The parts' scores in one dictionary: accuracy of dev, accuracy_mismatched, accuracy_test and so on."""
     return {
-        f"{prefix}{name}{part.removeprefix('dev')}": value
+        f"{prefix}{name}{f'_{part}'.removeprefix('_dev')}": value
         for part, of_part in scores.items()
         for name, value in of_part.items()
     }

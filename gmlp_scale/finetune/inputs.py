@@ -22,16 +22,21 @@ class Inputs:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str | int]:
-        """SHA-256 of the weights, the tokenizer and the rows, which a resumed run must find again."""
+        """SHA-256 of the weights, the tokenizer and the rows to learn from, which a resumed run must find again."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.pretrained.weights.items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        scored = {part: rows.fingerprint for part, rows in self.rows.items() if not part.startswith("test")}
+        learned = {part: rows.fingerprint for part, rows in self.rows.items() if not part.startswith("test")}
         return {
             "weights_sha256": digest.hexdigest(),
             "tokenizer_sha256": self.pretrained.tokenizer_sha256,
-            **{f"{part}_sha256": fingerprint for part, fingerprint in scored.items()},
+            **{f"{part}_sha256": fingerprint for part, fingerprint in learned.items()},
         }
+
+    @functools.cached_property
+    def tests_fingerprint(self) -> dict[str, str]:
+        """SHA-256 of the test parts. They may be added to a finished run or changed: it then predicts them anew."""
+        return {part: rows.fingerprint for part, rows in self.rows.items() if part.startswith("test")}
 
 
 def read_inputs(run: FinetuneConfig) -> Inputs:
@@ -57,4 +62,6 @@ def read_inputs(run: FinetuneConfig) -> Inputs:
         same_file = run.data.source(part) == run.data.train and Path(run.data.train).is_file()
         if same_file or rows[part].fingerprint == rows["train"].fingerprint:
             log.warning("data.%s holds the training data (%s): its score tells nothing", part, run.data.source(part))
+        if not rows[part].has_labels:
+            log.info("data.%s has no labels: its predictions are written, but not scored", part)
     return Inputs(pretrained, rows)

@@ -179,12 +179,17 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
 
 
 def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
-    """The content of scores.json of a run that is done. ConfigError if it had another recipe, model or data."""
+    """The content of scores.json of a run that is done. ConfigError if it had another recipe, model or data.
+
+    A run that has predicted other test parts, or none, is not done: its last checkpoint predicts those of now.
+    """
     path = f"{run.run_folder}/scores.json"
     content = world.broadcast(_read_scores(path) if world.is_main else None)
     if content is None:
         return None
     check_continues(run, path, content, {"config": run.to_json(), "data": inputs.fingerprint})
+    if content.get("tests", {}) != inputs.tests_fingerprint:
+        return None
     log.info("%s is done", run.run_folder)
     return content
 

@@ -1,4 +1,4 @@
-"""Sequence classification, such as GLUE's MNLI and SST-2: rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`.
+"""Sequence classification, as in GLUE: rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`.
 
 Shape suffixes: B batch, N positions, C classes, R rows.
 """
@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,25 @@ from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier
-from gmlp_scale.tasks.records import DataError, Hub, read_records, require_columns, text_mistake
+from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, label_loss
+from gmlp_scale.tasks.records import (
+    PLAIN_TSV,
+    DataError,
+    Hub,
+    Record,
+    TsvForm,
+    read_records,
+    require_columns,
+    text_mistake,
+)
 from gmlp_scale.tasks.scores import accuracy
 
 log = logging.getLogger(__name__)
 
 NO_CONSENSUS = "-"
 """MultiNLI's gold_label where the annotators did not agree. Such examples are left out everywhere."""
+HIDDEN = (-1, "-1")
+"""The label of every example of a test part whose labels are secret, as `datasets` gives it."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +43,8 @@ class Example:
     """GLUE's index, or the example's number in its file, from 0."""
     texts: tuple[str, ...]
     """One sentence or two."""
-    label: int | None
-    """None in a test set."""
+    label: int | float | None
+    """None in a test part without labels."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +55,16 @@ class ClassificationTask:
     """The columns of the texts in GLUE's TSV, and in what `datasets` gives."""
     label_columns: tuple[str, ...]
     """The names that the label's column may have."""
-    labels: tuple[str, ...]
-    """As GLUE's files write them, in the order of the numbers that `datasets` gives."""
     class_names: tuple[str, ...]
     submissions: Mapping[str, str]
     """For each part besides train, the name of the predictions file that GLUE's server takes."""
-    official_sizes: Mapping[str, int]
-    scores: tuple[Callable[[Sequence[int], Sequence[int]], float], ...] = (accuracy,)
+    labels: tuple[str, ...] = ("0", "1")
+    """Of the classes, as GLUE's files write them, in the order of the numbers that `datasets` gives."""
+    official_sizes: Mapping[str, int] = field(default_factory=dict)
+    scores: tuple[Callable[[Sequence, Sequence], float], ...] = (accuracy,)
     """Functions of predictions and labels; a perfect score is 1. The first one is the main score."""
-    tsv_columns: tuple[str, ...] = ()
-    """All columns of the training and dev TSV, if these files have no header."""
+    tsv: TsvForm = PLAIN_TSV
+    label_dtype = np.int64
     head_name = "sequence_classification"
     has_windows = False
 
@@ -66,7 +77,7 @@ class ClassificationTask:
         return self.scores[0].__name__
 
     def head(self, **backbone) -> SequenceClassifier:
-        return SequenceClassifier(num_classes=len(self.labels), **backbone)
+        return SequenceClassifier(num_classes=len(self.class_names), **backbone)
 
     def read(
         self, source: str, part: str, tokenizer: Tokenizer, sequence_length: int, document_stride: None
@@ -74,41 +85,62 @@ class ClassificationTask:
         assert document_stride is None
         return ClassificationRows(self, read_examples(self, source, part), part, tokenizer, sequence_length)
 
+    def label(self, value: object) -> int | None:
+        """The class that a file gives by its label or its number; None if there is no such class."""
+        if isinstance(value, str):
+            return self.labels.index(value) if value in self.labels else None
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return value if is_number and 0 <= value < len(self.labels) else None
+
+    @property
+    def possible_labels(self) -> str:
+        """For messages."""
+        return ", ".join(self.labels)
+
+    def predictions(self, logits_RC: np.ndarray) -> np.ndarray:
+        """Of each row what the scores compare with its label."""
+        return logits_RC.argmax(-1)
+
+    def written(self, prediction: int) -> str:
+        """As GLUE's server takes it."""
+        return self.labels[prediction]
+
     def shown(self, score: str, value: float) -> str:
-        """The loss in nats, any other score in percent."""
+        """The loss as it is, any other score in percent."""
         return f"{value:.4f}" if score.startswith("loss") else f"{100 * value:.2f}"
 
 
 def read_examples(task: ClassificationTask, source: str, part: str) -> list[Example]:
-    """All examples of a source in its order, except those without consensus. A test part needs no label column.
+    """All examples of a source in its order, except those without consensus. A test part may have no labels.
 
     Raises:
         FileNotFoundError: there is no such file.
         DataError: there are no examples, a column is missing, or texts or labels are wrong; it names them all.
     """
-    has_labels = not part.startswith("test")
     examples, mistakes, num_left_out = [], [], 0
     text_columns: tuple[str, ...] = ()
-    label_column = ""
-    records = read_records(source, part, task.hub, task.tsv_columns if has_labels else ())
-    for number, record in enumerate(records):
+    label_column = None
+    for number, record in enumerate(read_records(source, part, task.hub, task.tsv)):
         if not text_columns:
             text_columns = require_columns(source, record, list(task.text_columns))
-            if has_labels:
-                (label_column,) = require_columns(source, record, [(column,) for column in task.label_columns])
-        if has_labels and record.fields.get(label_column) == NO_CONSENSUS:
+            label_column = _label_column(task, source, part, record)
+        written = record.fields.get(label_column)
+        if written == NO_CONSENSUS:
             num_left_out += 1
             continue
         texts = tuple(record.fields.get(column) for column in text_columns)
         for column, text in zip(text_columns, texts, strict=True):
             if mistake := text_mistake(record.place, column, text):
                 mistakes.append(mistake)
-        label = _label_number(task, record.fields.get(label_column)) if has_labels else None
-        if has_labels and label is None:
-            found = f"{label_column} is {record.fields.get(label_column)!r}"
-            mistakes.append(f"{record.place}: {found}; {task.name} has {', '.join(task.labels)}")
+        label = task.label(written)
+        is_hidden = part.startswith("test") and written in HIDDEN
+        if label_column and label is None and not is_hidden:
+            mistakes.append(f"{record.place}: {label_column} is {written!r}; {task.name} has {task.possible_labels}")
         index = record.fields.get("index", record.fields.get("idx", number))
         examples.append(Example(str(index), texts, label))
+    num_hidden = sum(example.label is None for example in examples)
+    if not mistakes and 0 < num_hidden < len(examples):
+        mistakes.append(f"{num_hidden} of {len(examples)} labels are {HIDDEN[0]}; give all labels, or hide them all")
     if mistakes:
         raise DataError(source, mistakes)
     if not examples:
@@ -118,11 +150,13 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
     return examples
 
 
-def _label_number(task: ClassificationTask, value: object) -> int | None:
-    if isinstance(value, str):
-        return task.labels.index(value) if value in task.labels else None
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and 0 <= value < len(task.labels) else None
+def _label_column(task: ClassificationTask, source: str, part: str, first: Record) -> str | None:
+    """Its name in the first record. None if a test part has none."""
+    found = [column for column in task.label_columns if column in first.fields]
+    if part.startswith("test") and not found:
+        return None
+    (column,) = require_columns(source, first, [(column,) for column in task.label_columns])
+    return column
 
 
 class ClassificationRows:
@@ -133,10 +167,11 @@ class ClassificationRows:
     ):
         self.task, self.examples, self.part = task, examples, part
         self.num_examples = self.num_rows = len(examples)
-        self.summary_size = len(task.labels)
+        self.has_labels = examples[0].label is not None
+        self.summary_size = len(task.class_names)
         self.token_ids_RN = np.full((len(examples), sequence_length), PAD_ID, np.uint16)
-        # Nothing uses the labels of a test part.
-        self.labels_R = np.array([example.label or 0 for example in examples], np.int64)
+        labels = [example.label for example in examples] if self.has_labels else [HIDDEN[0]] * len(examples)
+        self.labels_R = np.array(labels, task.label_dtype)
         columns = zip(*(example.texts for example in examples), strict=True)
         encoded = [tokenizer.encode_batch([text.strip() for text in column]) for column in columns]
         num_truncated = 0
@@ -158,18 +193,16 @@ class ClassificationRows:
         return logits_BC
 
     def scores(self, logits_RC: np.ndarray) -> dict[str, float]:
-        """The task's scores, and the mean cross-entropy in nats as `loss`."""
-        predictions_R = logits_RC.argmax(-1)
+        """The task's scores, and `label_loss` as `loss`."""
+        predictions_R = self.task.predictions(logits_RC)
         scores = {score.__name__: score(predictions_R, self.labels_R) for score in self.task.scores}
-        log_probabilities_RC = torch.from_numpy(logits_RC).log_softmax(-1).numpy()
-        loss = -log_probabilities_RC[np.arange(self.num_rows), self.labels_R].mean()
-        return scores | {"loss": float(loss)}
+        return scores | {"loss": label_loss(torch.from_numpy(logits_RC), torch.from_numpy(self.labels_R)).item()}
 
     def write_predictions(self, logits_RC: np.ndarray, folder: Path) -> None:
         """Writes the file that GLUE's server takes."""
         lines = ["index\tprediction"]
-        for example, label in zip(self.examples, logits_RC.argmax(-1).tolist(), strict=True):
-            lines.append(f"{example.number}\t{self.task.labels[label]}")
+        for example, prediction in zip(self.examples, self.task.predictions(logits_RC).tolist(), strict=True):
+            lines.append(f"{example.number}\t{self.task.written(prediction)}")
         path = folder / self.task.submissions[self.part]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -172,6 +172,7 @@ class QuestionRows:
     """One part of SQuAD, its windows as rows for the model."""
 
     summary_size = 4 * NUM_BEST + 1
+    has_labels = True
 
     def __init__(
         self,

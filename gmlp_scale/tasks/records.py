@@ -4,11 +4,14 @@ A record's `place` says where it stands in its source, for messages.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 MOST_TOLD = 10
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -42,12 +45,25 @@ class Record:
     fields: Mapping[str, Any]
 
 
-def read_records(source: str, part: str, hub: Hub, tsv_columns: tuple[str, ...] = ()) -> Iterator[Record]:
+@dataclass(frozen=True)
+class TsvForm:
+    """How a task's TSV files may differ from plain ones, which have a header and its columns in every line."""
+
+    columns: tuple[str, ...] = ()
+    """The columns of files without a header. A file of these tasks has one if its first line names any of them."""
+    has_broken_lines: bool = False
+    """Whether lines with another number of columns are left out, with a warning that counts them."""
+
+
+PLAIN_TSV = TsvForm()
+
+
+def read_records(source: str, part: str, hub: Hub, tsv: TsvForm = PLAIN_TSV) -> Iterator[Record]:
     """The records of a file, or of a hub name or local folder that `datasets` loads.
 
     Args:
         hub: says which configuration and split `datasets` loads.
-        tsv_columns: the columns of a TSV that has no header.
+        tsv: the form of the task's TSV files.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -60,7 +76,7 @@ def read_records(source: str, part: str, hub: Hub, tsv_columns: tuple[str, ...] 
         raise FileNotFoundError(f"data.{part}: {source} does not exist; give a file, or a hub name such as {hub.name}")
     match path.suffix:
         case ".tsv":
-            return _read_tsv(path, tsv_columns)
+            return _read_tsv(path, tsv)
         case ".jsonl":
             return _read_jsonl(path)
         case ".parquet":
@@ -101,18 +117,24 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(str(path), [f"is not UTF-8 ({error.reason} at byte {error.start})"]) from None
 
 
-def _read_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
-    """Tab-separated values, after a header unless `columns` are given. Quotes mean nothing, as in GLUE's files."""
-    lines = _lines(path)
-    if not columns:
-        _, header = next(lines, (0, ""))
-        columns = tuple(header.split("\t"))
-    for number, line in lines:
+def _read_tsv(path: Path, tsv: TsvForm) -> Iterator[Record]:
+    """Tab-separated values. Quotes mean nothing, as in GLUE's files."""
+    columns, broken = (), []
+    for number, line in _lines(path):
         values = line.split("\t")
-        if len(values) != len(columns):
-            needed = f"needed {len(columns)}: {', '.join(columns)}"
-            raise DataError(str(path), [f"line {number}: found {len(values)} columns; {needed}"])
-        yield Record(f"line {number}", dict(zip(columns, values, strict=True)))
+        if not columns:
+            has_header = not tsv.columns or not set(values).isdisjoint(tsv.columns)
+            columns = tuple(values) if has_header else tsv.columns
+            if has_header:
+                continue
+        if len(values) == len(columns):
+            yield Record(f"line {number}", dict(zip(columns, values, strict=True)))
+            continue
+        broken.append(f"line {number}: found {len(values)} columns; needed {len(columns)}: {', '.join(columns)}")
+        if not tsv.has_broken_lines:
+            raise DataError(str(path), broken)
+    if broken:
+        log.warning("%s: %d broken lines were left out; first %s", path, len(broken), broken[0])
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:

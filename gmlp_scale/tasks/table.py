@@ -1,7 +1,8 @@
 """The tasks of finetuning. To add one, add a row to TASKS, and a function to scores.py if its score is new.
 
 A task of either class has
-    name, hub, parts (of the data, besides train), official_sizes (examples of the published parts)
+    name, hub, parts (of the data, besides train)
+    official_sizes          examples of the published parts, where finetune/paper.py has scores of the paper
     main_score              the score by which the best weights are picked, the higher the better
     head_name, class_names  what an export says of its head (export.folder)
     has_windows             whether its rows are windows of longer texts, cut with a stride
@@ -12,6 +13,7 @@ A task of either class has
 
 The rows of a part have
     num_rows, num_examples, fingerprint (a SHA-256 of the rows and what is to be predicted)
+    has_labels              False in a test part whose labels are secret
     batch(row_indices)      a micro-batch of these rows
     summarize(logits)       what scoring needs of a micro-batch's logits, [B, summary_size], on their device
     scores(summaries)       the scores by name, given the summaries of all rows
@@ -28,7 +30,9 @@ from torch import Tensor
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
-from gmlp_scale.tasks.records import Hub
+from gmlp_scale.tasks.records import Hub, TsvForm
+from gmlp_scale.tasks.regression import RegressionTask
+from gmlp_scale.tasks.scores import accuracy, f1, matthews, pearson, spearman
 from gmlp_scale.world import World
 
 FinetuneTask = ClassificationTask | QuestionTask
@@ -48,6 +52,53 @@ TASKS: dict[str, FinetuneTask] = {
     task.name: task
     for task in (
         ClassificationTask(
+            name="cola",
+            hub=Hub("nyu-mll/glue", "cola", _GLUE_SPLITS),
+            text_columns=(("sentence",),),
+            label_columns=("label",),
+            class_names=("unacceptable", "acceptable"),
+            submissions={"dev": "CoLA.tsv", "test": "CoLA.tsv"},
+            scores=(matthews,),
+            tsv=TsvForm(columns=("source", "label", "mark", "sentence")),
+        ),
+        ClassificationTask(
+            name="sst2",
+            hub=Hub("nyu-mll/glue", "sst2", _GLUE_SPLITS),
+            text_columns=(("sentence",),),
+            label_columns=("label",),
+            class_names=("negative", "positive"),
+            submissions={"dev": "SST-2.tsv", "test": "SST-2.tsv"},
+            official_sizes={"train": 67_349, "dev": 872},
+        ),
+        ClassificationTask(
+            name="mrpc",
+            hub=Hub("nyu-mll/glue", "mrpc", _GLUE_SPLITS),
+            text_columns=(("#1 String", "#2 String"), ("sentence1", "sentence2")),
+            label_columns=("Quality", "label"),
+            class_names=("not_equivalent", "equivalent"),
+            submissions={"dev": "MRPC.tsv", "test": "MRPC.tsv"},
+            scores=(accuracy, f1),
+        ),
+        RegressionTask(
+            name="stsb",
+            hub=Hub("nyu-mll/glue", "stsb", _GLUE_SPLITS),
+            text_columns=(("sentence1", "sentence2"),),
+            label_columns=("score", "label"),
+            class_names=("similarity",),
+            submissions={"dev": "STS-B.tsv", "test": "STS-B.tsv"},
+            scores=(pearson, spearman),
+        ),
+        ClassificationTask(
+            name="qqp",
+            hub=Hub("nyu-mll/glue", "qqp", _GLUE_SPLITS),
+            text_columns=(("question1", "question2"),),
+            label_columns=("is_duplicate", "label"),
+            class_names=("not_duplicate", "duplicate"),
+            submissions={"dev": "QQP.tsv", "test": "QQP.tsv"},
+            scores=(accuracy, f1),
+            tsv=TsvForm(has_broken_lines=True),  # some questions of GLUE's train.tsv hold a line break
+        ),
+        ClassificationTask(
             name="mnli",
             hub=Hub("nyu-mll/glue", "mnli", _MNLI_SPLITS),
             text_columns=(("sentence1", "sentence2"), ("premise", "hypothesis")),
@@ -63,14 +114,22 @@ TASKS: dict[str, FinetuneTask] = {
             official_sizes={"train": 392_702, "dev": 9_815, "dev_mismatched": 9_832},
         ),
         ClassificationTask(
-            name="sst2",
-            hub=Hub("nyu-mll/glue", "sst2", _GLUE_SPLITS),
-            text_columns=(("sentence",),),
+            name="qnli",
+            hub=Hub("nyu-mll/glue", "qnli", _GLUE_SPLITS),
+            text_columns=(("question", "sentence"),),
             label_columns=("label",),
-            labels=("0", "1"),
-            class_names=("negative", "positive"),
-            submissions={"dev": "SST-2.tsv", "test": "SST-2.tsv"},
-            official_sizes={"train": 67_349, "dev": 872},
+            labels=("entailment", "not_entailment"),
+            class_names=("entailment", "not_entailment"),
+            submissions={"dev": "QNLI.tsv", "test": "QNLI.tsv"},
+        ),
+        ClassificationTask(
+            name="rte",
+            hub=Hub("nyu-mll/glue", "rte", _GLUE_SPLITS),
+            text_columns=(("sentence1", "sentence2"),),
+            label_columns=("label",),
+            labels=("entailment", "not_entailment"),
+            class_names=("entailment", "not_entailment"),
+            submissions={"dev": "RTE.tsv", "test": "RTE.tsv"},
         ),
         QuestionTask(
             name="squad_v1",

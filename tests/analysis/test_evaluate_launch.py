@@ -112,6 +112,7 @@ def test_mistakes_are_one_message_and_leave_with_2(runs, run_dir, launched, tmp_
         (["--run", run_dir, "data.train=x", *shards], "only --finetune-probe takes such fields"),
         (["--run", run_dir, *shards, "--finetune-probe", "sst2", "model=x"], "a probe decides this by itself"),
         (["--run", run_dir, *shards, "--finetune-probe", "sst2", "data.dve=x"], "did you mean dev?"),
+        (["--run", run_dir, *shards, "--finetune-probe", "rte"], "data.train: found None"),  # GLUE's recipe
     ):
         code, printed, error = launched(main, *options)
         assert (code, printed) == (2, ""), options

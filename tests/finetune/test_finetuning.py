@@ -33,7 +33,7 @@ def test_a_run_learns_and_leaves_scores_weights_and_predictions(tmp_path, export
     (tmp_path / "test.tsv").write_text("index\tsentence\n4\tthe great film\n9\tthe awful film\n")
     scores = go(run, world)
     assert scores == json.loads((run.run_dir / "scores.json").read_text())
-    assert scores["scores"]["dev"]["accuracy"] > 0.9
+    assert scores["scores"]["dev"]["accuracy"] > 0.9 and "test" not in scores["scores"]
     assert scores["num_examples"] == {"train": 60, "dev": 21, "test": 2}
     assert logged(run, "eval/accuracy")[40] == scores["scores"]["dev"]["accuracy"]
     assert sorted(logged(run, "eval/loss")) == [10, 20, 30, 40] and len(logged(run, "train/loss")) == 40
@@ -77,6 +77,19 @@ def test_a_finished_run_writes_its_results_again_and_trains_no_more(tmp_path, ex
     again = go(sentiment_run(tmp_path, export, f"data.test={tmp_path / 'test.tsv'}"), world)
     assert again["scores"] == first["scores"] and logged(run, "train/loss") == before
     assert (run.run_dir / "predictions" / "test" / "SST-2.tsv").exists()
+
+
+def test_a_labelled_test_file_is_scored_once_at_the_end(tmp_path, export, world, caplog):
+    test = tmp_path / "test.tsv"
+    test.write_text("index\tsentence\tlabel\n4\tthe great film\t1\n9\tthe awful film\t1\n12\tgood\t1\n")
+    run = sentiment_run(tmp_path, export, "train.num_steps=4", f"data.test={test}")
+    with caplog.at_level(logging.INFO, logger="gmlp_scale"):
+        scores = go(run, world)["scores"]
+    assert set(scores) == {"dev", "test"} and set(scores["test"]) == {"accuracy", "loss"}
+    lines = (run.run_dir / "predictions" / "test" / "SST-2.tsv").read_text().splitlines()[1:]
+    assert scores["test"]["accuracy"] == pytest.approx(sum(line.endswith("\t1") for line in lines) / 3)
+    assert f"accuracy_test: {100 * scores['test']['accuracy']:.2f}" in caplog.text
+    assert not any("test" in tag for row in read_metrics(run.run_dir / "metrics.jsonl") for tag in row)
 
 
 def test_best_weights_of_a_step_that_was_lost_do_not_hide_the_ones_that_count(tmp_path, export, world):
@@ -147,6 +160,31 @@ def test_pretrained_weights_are_taken_for_the_trunk_alone(tmp_path, export):
         expected = scratch if name.startswith("classifier.") else read.weights[name]
         assert torch.equal(parameter, expected)
     assert not torch.equal(models[False].embedding.weight, read.weights["embedding.weight"])
+
+
+def test_sts_b_learns_its_numbers(tmp_path, export, world):
+    """One word decides the score."""
+    words = {"awful": 0.0, "boring": 1.5, "good": 3.5, "great": 5.0}
+    for part, first, num_rows in (("train", 0, 60), ("dev", 60, 20)):
+        lines = ["sentence1\tsentence2\tscore"]
+        for number in range(first, first + num_rows):
+            word, place = [*words][number % 4], ("film", "story", "music")[number % 3]
+            lines.append(f"the {place} {number}\ta {word} {place}\t{words[word]}")
+        (tmp_path / f"{part}.tsv").write_text("\n".join(lines) + "\n")
+    run = tiny_run(
+        tmp_path, export, "name=stsb", "task=stsb", f"data.train={tmp_path / 'train.tsv'}",
+        f"data.dev={tmp_path / 'dev.tsv'}", "train.num_steps=60", "optimizer.peak_learning_rate=2e-2", "dropout=0.0",
+        "train.evaluate_every_steps=60", "checkpoint.save_every_steps=60", task="glue",
+    )  # fmt: skip
+    scores = go(run, world)
+    assert scores["scores"]["dev"]["pearson"] > 0.9 and scores["scores"]["dev"]["loss"] < 1.0
+    assert logged(run, "train/loss")[60] < logged(run, "train/loss")[1] / 4
+    last = read_export(run.run_dir / "last")
+    assert last.labels == ("similarity",)
+    rows = read_inputs(run).rows["dev"]
+    with torch.no_grad():
+        logits = last.build().predict(rows.batch(np.arange(rows.num_rows))).numpy()
+    assert rows.scores(logits)["spearman"] == pytest.approx(scores["scores"]["dev"]["spearman"], abs=1e-6)
 
 
 def test_squad_v2_runs_to_its_predictions(tmp_path, export, world, write_squad):

@@ -76,6 +76,19 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, export, world, monkeypat
     assert len(table["grid"]) == 1 and table["seeds"] == [0, 1]
 
 
+def test_a_test_file_that_comes_later_is_scored_without_training_again(tmp_path, export, world):
+    run = small(tmp_path, export)
+    first = sweep(run, read_inputs(run), world, num_seeds=1, grid=False)
+    losses = (run.run_dir / "batch_8_rate_0.001_seed_0" / "metrics.jsonl").read_text()
+    (tmp_path / "test.tsv").write_text("sentence\tlabel\nthe good film\t1\nthe bad film\t0\n")
+    run = small(tmp_path, export, f"data.test={tmp_path / 'test.tsv'}")
+    table = sweep(run, read_inputs(run), world, num_seeds=1, grid=False)
+    assert set(table["scores"]) - set(first["scores"]) == {"accuracy_test", "loss_test"}
+    assert table["scores"]["accuracy"] == first["scores"]["accuracy"]
+    assert (run.run_dir / "batch_8_rate_0.001_seed_0" / "metrics.jsonl").read_text() == losses
+    assert "| accuracy_test |" in (run.run_dir / "table.md").read_text()
+
+
 def test_members_differ_in_their_point_alone(tmp_path, export):
     run = small(tmp_path, export, "grid.peak_learning_rate=[1e-5, 3e-5]", "seed=4")
     named = {member.name: member for member in members(run, grid=True)}
@@ -155,6 +168,8 @@ def test_a_sweep_at_a_url_from_an_export_at_a_url(tmp_path, export, world, monke
     assert json.loads(read_file(f"{member}/scores.json"))["step"] == saved_steps(member)[-1] == 2
     trained = count_runs(monkeypatch)
     assert sweep(run, read_inputs(run), world, num_seeds=1, grid=False) == table and trained == []
+    with pytest.raises(FileNotFoundError, match=f"it is a finetuning run, so give its export {member}/last"):
+        read_export(member)
     with pytest.raises(FileNotFoundError, match=r"no export at memory://exports/nothing: .*config.json does not exist"):
         read_export("memory://exports/nothing")
     fsspec.filesystem("memory").rm("/", recursive=True)

@@ -1,4 +1,4 @@
-"""GLUE's tasks: every form of file, bad input with its line, rows, scores and submissions."""
+"""Sentences and pairs: every form of file, bad input with its line, rows, scores and submissions."""
 
 import json
 import math
@@ -61,11 +61,35 @@ def test_a_test_set_needs_no_labels(tmp_path):
     assert [(e.number, e.label) for e in read_examples(SST2, source, "test")] == [("3", None), ("5", None)]
 
 
+@pytest.mark.parametrize(
+    "lines, labels",
+    [
+        (["sentence\tlabel", "good\t1", "bad\t0"], [1, 0]),
+        (["index\tsentence\tlabel", "0\tgood\t-1", "1\tbad\t-1"], None),
+        (["index\tsentence", "0\tgood", "1\tbad"], None),
+    ],
+)
+def test_a_test_part_is_scored_if_it_has_labels(tmp_path, tokenizer, lines, labels):
+    rows = SST2.read(write(tmp_path / "test.tsv", *lines), "test", tokenizer, 16, None)
+    assert rows.has_labels == (labels is not None)
+    assert rows.labels_R.tolist() == (labels or [-1, -1])
+
+
+def test_a_test_part_has_all_labels_or_none(tmp_path):
+    lines = ["sentence\tlabel", "good\t1", "bad\t-1", "dull\t-1"]
+    assert mistakes_of(SST2, write(tmp_path / "a.tsv", *lines), "test") == [
+        "2 of 3 labels are -1; give all labels, or hide them all"
+    ]
+    wrong = write(tmp_path / "b.tsv", "sentence\tlabel", "good\tyes", "bad\t0")
+    assert mistakes_of(SST2, wrong, "test") == ["line 2: label is 'yes'; sst2 has 0, 1"]
+    assert mistakes_of(SST2, write(tmp_path / "c.tsv", *lines), "dev")[0] == "line 3: label is '-1'; sst2 has 0, 1"
+
+
 def test_files_without_a_header_and_other_scores(tmp_path, tokenizer):
     def all_right(predictions, labels) -> float:
         return float((predictions == labels).all())
 
-    task = replace(SST2, tsv_columns=("source", "label", "mark", "sentence"), scores=(all_right, accuracy))
+    task = replace(TASKS["cola"], scores=(all_right, accuracy))
     source = write(tmp_path / "dev.tsv", "gj04\t0\t*\tThey drank the pub.", "gj04\t1\t\tThe car honked.")
     rows = task.read(source, "dev", tokenizer, 16, None)
     assert [(e.number, e.texts, e.label) for e in rows.examples] == [
@@ -78,6 +102,8 @@ def test_files_without_a_header_and_other_scores(tmp_path, tokenizer):
     assert [e.number for e in read_examples(task, test, "test")] == ["3"]
     short = write(tmp_path / "short.tsv", "gj04\t0\tno mark")
     assert mistakes_of(task, short) == ["line 1: found 3 columns; needed 4: source, label, mark, sentence"]
+    own = write(tmp_path / "own.tsv", "sentence\tlabel", "good\t1")
+    assert [(e.texts, e.label) for e in read_examples(task, own, "train")] == [(("good",), 1)]
 
 
 def test_jsonl_and_parquet_as_datasets_writes_them(tmp_path):
