@@ -1,21 +1,24 @@
-"""Finetunes an export on MNLI, SST-2 or SQuAD; run again, it resumes, and skips what is done.
+"""Finetunes an export on a task of GLUE, on all of them, or on SQuAD; run again, it resumes, and skips what is done.
 
 python launch/finetune.py --config configs/finetune/mnli.yaml model=HF_DIR data.train=FILE data.dev=FILE
 python launch/finetune.py --config configs/finetune/sst2.yaml --grid --seeds 5 model=HF_DIR data.train=FILE ...
+python launch/finetune.py --config configs/finetune/glue.yaml --glue GLUE_DIR --seeds 5 --grid model=HF_DIR
 torchrun --nproc_per_node 8 launch/finetune.py --config configs/finetune/squad_v2.yaml engine.kind=fsdp2 ...
 """
 
 import argparse
 import sys
+from pathlib import Path
 
 from gmlp_scale.config import load_config
 from gmlp_scale.files import print_error
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import USER_ERRORS, finetune
+from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.run import exit_code, start_world_of
-from gmlp_scale.world import launched_world_size
+from gmlp_scale.world import World, launched_world_size
 
 
 def main() -> int:
@@ -27,6 +30,10 @@ def main() -> int:
     parser.add_argument(
         "--grid", action="store_true", help="try the recipe's grid first; the seeds run at its best point"
     )
+    parser.add_argument("--glue", type=Path, metavar="GLUE_DIR", help="all of GLUE, from the folders CoLA to RTE there")
+    parser.add_argument(
+        "--from-mnli", action="store_true", help="of --glue: MRPC, STS-B and RTE start from the model of MNLI"
+    )
     parser.add_argument("--dry-run", action="store_true", help="read the data, print what would be run, and leave")
     parser.add_argument("--ranks", type=int, help="of --dry-run (default: as many as are started)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
@@ -34,30 +41,53 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         parser.error("--ranks is a positive number and needs --dry-run")
+    if options.from_mnli and not options.glue:
+        parser.error("--from-mnli needs --glue")
     world_size = options.ranks or launched_world_size()
-    is_sweep = options.grid or options.seeds > 1
     try:
-        run = load_config(FinetuneConfig, options.config, options.overrides)
-        runs = members(run, grid=options.grid) if is_sweep else [run]
-        for one in runs:
-            one.rows_per_rank(world_size)
+        if options.glue:
+            runs = glue_runs(options.config, options.overrides, options.glue)
+        else:
+            runs = [load_config(FinetuneConfig, options.config, options.overrides)]
+        for run in runs:
+            for one in _first_runs(run, options):
+                one.rows_per_rank(world_size)
         if options.dry_run:
-            print(describe(runs, options.seeds, read_inputs(run), world_size))
+            for run in runs:
+                print(describe(_first_runs(run, options), options.seeds, read_inputs(run), world_size))
             return 0
     except USER_ERRORS as error:
         print_error(error)
         return 2
     try:
-        with start_world_of(run) as world:
-            inputs = read_inputs(run)
-            if is_sweep:
-                sweep(run, inputs, world, num_seeds=options.seeds, grid=options.grid)
-            else:
-                finetune(run, inputs, world)
+        with start_world_of(runs[0]) as world:
+            _finetune(runs, world, options)
     except USER_ERRORS as error:
         print_error(error)
         return exit_code(error)
     return 0
+
+
+def _is_sweep(options: argparse.Namespace) -> bool:
+    return bool(options.glue or options.grid or options.seeds > 1)
+
+
+def _first_runs(run: FinetuneConfig, options: argparse.Namespace) -> list[FinetuneConfig]:
+    """Those that do not depend on the scores of others."""
+    return members(run, grid=options.grid) if _is_sweep(options) else [run]
+
+
+def _finetune(runs: list[FinetuneConfig], world: World, options: argparse.Namespace) -> None:
+    if options.glue:
+        table = run_glue(runs, world, num_seeds=options.seeds, grid=options.grid, from_mnli=options.from_mnli)
+        if table and world.is_main:
+            print(to_markdown(table), end="")
+        return
+    inputs = read_inputs(runs[0])
+    if _is_sweep(options):
+        sweep(runs[0], inputs, world, num_seeds=options.seeds, grid=options.grid)
+    else:
+        finetune(runs[0], inputs, world)
 
 
 if __name__ == "__main__":

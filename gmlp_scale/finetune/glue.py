@@ -1,0 +1,170 @@
+"""GLUE (Wang et al. 2019): a sweep of one recipe for every task, and the usual table.
+
+WNLI is left out, as in BERT's table: its training and development sets share sentences, mostly with opposite labels, so
+a model that fits the one may do worse than guessing on the other.
+"""
+
+import functools
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from gmlp_scale.config import ConfigError, load_config
+from gmlp_scale.files import read_file, write_text
+from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.sweep import member, sweep
+from gmlp_scale.tasks.records import DataError
+from gmlp_scale.tasks.table import TASKS
+from gmlp_scale.world import World
+
+FOLDERS = {
+    "cola": "CoLA",
+    "sst2": "SST-2",
+    "mrpc": "MRPC",
+    "stsb": "STS-B",
+    "qqp": "QQP",
+    "mnli": "MNLI",
+    "qnli": "QNLI",
+    "rte": "RTE",
+}
+"""The tasks in the order of the benchmark's table, and their folders."""
+FROM_MNLI = ("mrpc", "stsb", "rte")
+"""They have few examples, so RoBERTa (Liu et al. 2019) starts them from the model finetuned on MNLI."""
+_OWN = ("task", "data.train", "data.dev", "data.dev_mismatched", "data.test", "data.test_mismatched")
+
+
+def glue_runs(recipe: str, overrides: list[str], folder: Path) -> list[FinetuneConfig]:
+    """The recipe's run for each task, in a folder of the task inside the recipe's folder. Test files are optional.
+
+    Raises:
+        ConfigError: the recipe or an override has a mistake, or an override sets what `folder` decides.
+        DataError: a file is missing.
+    """
+    if own := [override for override in overrides if override.partition("=")[0] in _OWN]:
+        raise ConfigError(recipe, [f"{override}: --glue decides this; leave it out" for override in own])
+    sources = {task: _sources(task, folder) for task in FOLDERS}
+    found = [(part, path) for of_task in sources.values() for part, path in of_task.items()]
+    missing = [f"{path} is missing" for part, path in found if not part.startswith("test") and not path.exists()]
+    if missing:
+        raise DataError(f"--glue {folder}", [*missing, "needed: GLUE's folders as they are downloaded, CoLA to RTE"])
+    runs = []
+    for task, paths in sources.items():
+        given = [f"data.{part}={json.dumps(str(path))}" for part, path in paths.items() if path.exists()]
+        run = load_config(FinetuneConfig, recipe, [*overrides, f"task={task}", *given])
+        runs.append(run.model_copy(update={"output_dir": run.run_folder, "name": task}))
+    return runs
+
+
+def _sources(task: str, folder: Path) -> dict[str, Path]:
+    names = {part: part for part in ("train", *TASKS[task].parts)}
+    if task == "mnli":
+        names |= {"dev": "dev_matched", "test": "test_matched"}
+    return {part: folder / FOLDERS[task] / f"{name}.tsv" for part, name in names.items()}
+
+
+def run_glue(runs: list[FinetuneConfig], world: World, *, num_seeds: int, grid: bool, from_mnli: bool) -> dict | None:
+    """A sweep for each run of glue_runs. Writes submission/, table.json and table.md beside the tasks' folders.
+
+    The submission is of the seed with the best dev score. Returns the content of table.json, or None if a sweep was
+    stopped.
+
+    Args:
+        from_mnli: MNLI comes first, and the tasks of FROM_MNLI start from its last weights, of the seed with the best
+            dev score, instead of from the recipe's model.
+
+    Raises:
+        One of finetuning.USER_ERRORS.
+    """
+    tables, mnli_folder = {}, ""
+    for run in sorted(runs, key=lambda run: from_mnli and run.task != "mnli"):
+        if from_mnli and run.task in FROM_MNLI:
+            run = run.model_copy(update={"model": f"{mnli_folder}/last"})
+        table = sweep(run, read_inputs(run), world, num_seeds=num_seeds, grid=grid)
+        if table is None:
+            return None
+        tables[run.task] = table
+        best_folder = _best_seed(run, table).run_folder
+        if run.task == "mnli":
+            mnli_folder = best_folder
+        world.on_main(functools.partial(_write_submission, run, best_folder))
+    content = build_glue_table(tables, from_mnli=from_mnli)
+    world.on_main(lambda: _write_glue_table(runs[0].output_dir, content))
+    return content
+
+
+def _best_seed(run: FinetuneConfig, table: dict) -> FinetuneConfig:
+    """The sweep's run with the best dev score at the point that the grid picked; the first of equals."""
+    by_seed = table["scores"][run.task_row.main_score]["by_seed"]
+    seed = table["seeds"][by_seed.index(max(by_seed))]
+    return member(run, table["global_batch_size"], table["peak_learning_rate"], seed)
+
+
+def _write_submission(run: FinetuneConfig, best_folder: str) -> None:
+    """Copies the predictions of the test parts to one folder, which GLUE's server takes as a zip."""
+    for part in run.parts:
+        if part.startswith("test"):
+            name = run.task_row.submissions[part]
+            text = read_file(f"{best_folder}/predictions/{part}/{name}").decode()
+            write_text(f"{run.output_dir}/submission/{name}", text)
+
+
+def build_glue_table(tables: dict[str, dict], *, from_mnli: bool) -> dict:
+    """The content of table.json: for each task the median over its seeds of every official score.
+
+    The average is GLUE's: each task counts once, by the mean of its scores.
+
+    Args:
+        tables: task -> what `sweep` returned.
+    """
+    parts = {}
+    for kind in ("dev", "test"):
+        medians = {task: _medians(task, kind, tables[task]) for task in FOLDERS}
+        if any(medians.values()):
+            means = [statistics.mean(scores.values()) for scores in medians.values() if scores]
+            average = statistics.mean(means) if len(means) == len(FOLDERS) else None
+            parts[kind] = {"scores": medians, "average": average}
+    of_cola = tables["cola"]
+    return {
+        "model": of_cola["model"],
+        "pretrained": of_cola["pretrained"],
+        "from_mnli": from_mnli,
+        "num_seeds": len(of_cola["seeds"]),
+        **parts,
+    }
+
+
+def _medians(task: str, kind: str, table: dict) -> dict[str, float]:
+    """The medians of the official scores on all dev or test parts, by name. Empty if the parts had no labels."""
+    suffixes = [f"_{part}".removeprefix("_dev") for part in TASKS[task].parts if part.startswith(kind)]
+    names = [f"{score.__name__}{suffix}" for suffix in suffixes for score in TASKS[task].scores]
+    return {name: table["scores"][name]["median"] for name in names if name in table["scores"]}
+
+
+def to_markdown(content: dict) -> str:
+    """The usual table, in percent: the scores of a task in one cell, MNLI's as matched/mismatched."""
+    start = "pretrained" if content["pretrained"] else "not pretrained"
+    told = f"Medians of {content['num_seeds']} seeds, in percent. WNLI is left out, also of the average."
+    if content["from_mnli"]:
+        told += f" {', '.join(FOLDERS[task] for task in FROM_MNLI)} start from the model finetuned on MNLI."
+    names = {task: "/".join(score.__name__ for score in TASKS[task].scores) for task in FOLDERS}
+    names["mnli"] += ", m/mm"
+    header = " | ".join(f"{folder} ({names[task]})" for task, folder in FOLDERS.items())
+    lines = [f"# GLUE: {content['model']} ({start})", "", told, "", f"| | {header} | average |"]
+    lines.append("| --- " * (len(FOLDERS) + 2) + "|")
+    for kind in ("dev", "test"):
+        if kind in content:
+            shown = [_shown(content[kind]["scores"][task].values()) for task in FOLDERS]
+            average = content[kind]["average"]
+            lines.append(f"| {kind} | {' | '.join(shown)} | {'' if average is None else _shown([average])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(scores: Iterable[float]) -> str:
+    return "/".join(f"{100 * score:.1f}" for score in scores)
+
+
+def _write_glue_table(folder: str, content: dict) -> None:
+    write_text(f"{folder}/table.json", json.dumps(content, indent=2) + "\n")
+    write_text(f"{folder}/table.md", to_markdown(content))
