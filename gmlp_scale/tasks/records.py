@@ -51,8 +51,8 @@ class TsvForm:
 
     columns: tuple[str, ...] = ()
     """The columns of files without a header. A file of these tasks has one if its first line names any of them."""
-    has_broken_lines: bool = False
-    """Whether lines with another number of columns are left out, with a warning that counts them."""
+    train_has_broken_lines: bool = False
+    """Whether training lines with another number of columns are left out, with a warning that counts them."""
 
 
 PLAIN_TSV = TsvForm()
@@ -76,7 +76,7 @@ def read_records(source: str, part: str, hub: Hub, tsv: TsvForm = PLAIN_TSV) -> 
         raise FileNotFoundError(f"data.{part}: {source} does not exist; give a file, or a hub name such as {hub.name}")
     match path.suffix:
         case ".tsv":
-            return _read_tsv(path, tsv)
+            return _read_tsv(path, part, tsv)
         case ".jsonl":
             return _read_jsonl(path)
         case ".parquet":
@@ -117,7 +117,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(str(path), [f"is not UTF-8 ({error.reason} at byte {error.start})"]) from None
 
 
-def _read_tsv(path: Path, tsv: TsvForm) -> Iterator[Record]:
+def _read_tsv(path: Path, part: str, tsv: TsvForm) -> Iterator[Record]:
     """Tab-separated values. Quotes mean nothing, as in GLUE's files."""
     columns, broken = (), []
     for number, line in _lines(path):
@@ -131,7 +131,7 @@ def _read_tsv(path: Path, tsv: TsvForm) -> Iterator[Record]:
             yield Record(f"line {number}", dict(zip(columns, values, strict=True)))
             continue
         broken.append(f"line {number}: found {len(values)} columns; needed {len(columns)}: {', '.join(columns)}")
-        if not tsv.has_broken_lines:
+        if part != "train" or not tsv.train_has_broken_lines:
             raise DataError(str(path), broken)
     if broken:
         log.warning("%s: %d broken lines were left out; first %s", path, len(broken), broken[0])

@@ -96,7 +96,7 @@ TASKS: dict[str, FinetuneTask] = {
             class_names=("not_duplicate", "duplicate"),
             submissions={"dev": "QQP.tsv", "test": "QQP.tsv"},
             scores=(accuracy, f1),
-            tsv=TsvForm(has_broken_lines=True),  # some questions of GLUE's train.tsv hold a line break
+            tsv=TsvForm(train_has_broken_lines=True),  # some questions of GLUE's train.tsv hold a line break
         ),
         ClassificationTask(
             name="mnli",

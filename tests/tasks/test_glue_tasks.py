@@ -72,6 +72,8 @@ def test_broken_lines_of_qqp_are_left_out_and_counted(glue, tokenizer, caplog):
         rows = read(glue, tokenizer, "qqp", "train", "train")
     assert rows.num_examples == 12
     assert "2 broken lines were left out; first line 2: found 5 columns; needed 6: id, qid1" in caplog.text
+    with pytest.raises(DataError, match="line 2: found 5 columns; needed 6"):
+        read(glue, tokenizer, "qqp", "dev", "train")
 
 
 def test_labels_as_datasets_gives_them(tmp_path, tokenizer):
