@@ -73,7 +73,7 @@ def _is_sweep(options: argparse.Namespace) -> bool:
 
 
 def _first_runs(run: FinetuneConfig, options: argparse.Namespace) -> list[FinetuneConfig]:
-    """Those that do not depend on the scores of others."""
+    """The runs that do not wait for the scores of others."""
     return members(run, grid=options.grid) if _is_sweep(options) else [run]
 
 

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 NO_CONSENSUS = "-"
 """MultiNLI's gold_label where the annotators did not agree. Such examples are left out everywhere."""
-HIDDEN = (-1, "-1")
-"""The label of every example of a test part whose labels are secret, as `datasets` gives it."""
+HIDDEN = (-1, "-1", None)
+"""Labels of a test part whose labels are secret: -1 is what `datasets` gives, None what a file without them has."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
                 mistakes.append(mistake)
         label = task.label(written)
         is_hidden = part.startswith("test") and written in HIDDEN
-        if label_column and label is None and not is_hidden:
+        if label is None and not is_hidden:
             mistakes.append(f"{record.place}: {label_column} is {written!r}; {task.name} has {task.possible_labels}")
         index = record.fields.get("index", record.fields.get("idx", number))
         examples.append(Example(str(index), texts, label))
     num_hidden = sum(example.label is None for example in examples)
     if not mistakes and 0 < num_hidden < len(examples):
-        mistakes.append(f"{num_hidden} of {len(examples)} labels are {HIDDEN[0]}; give all labels, or hide them all")
+        mistakes.append(f"{num_hidden} of {len(examples)} labels are missing or -1; give all labels, or none")
     if mistakes:
         raise DataError(source, mistakes)
     if not examples:

@@ -78,7 +78,7 @@ def test_a_test_part_is_scored_if_it_has_labels(tmp_path, tokenizer, lines, labe
 def test_a_test_part_has_all_labels_or_none(tmp_path):
     lines = ["sentence\tlabel", "good\t1", "bad\t-1", "dull\t-1"]
     assert mistakes_of(SST2, write(tmp_path / "a.tsv", *lines), "test") == [
-        "2 of 3 labels are -1; give all labels, or hide them all"
+        "2 of 3 labels are missing or -1; give all labels, or none"
     ]
     wrong = write(tmp_path / "b.tsv", "sentence\tlabel", "good\tyes", "bad\t0")
     assert mistakes_of(SST2, wrong, "test") == ["line 2: label is 'yes'; sst2 has 0, 1"]
