@@ -78,6 +78,12 @@ class TrainedModel:
         """The pretraining step; None if an export does not say."""
         return self.details.get("step")
 
+    @property
+    def num_evaluation_rows(self) -> int:
+        """The held-out rows of an evaluation by the pretraining run at this step."""
+        details = self.details
+        return min(details["config"]["train"]["num_evaluation_rows"], details["data"]["heldout_rows"])
+
     def build(self) -> Backbone:
         """The model with its head, float32, on the CPU, in evaluation mode."""
         model = build_model(self.config, head=head_class(self.head, len(self.labels)))
@@ -215,7 +221,7 @@ def read_export(folder: str | Path) -> TrainedModel:
         tokenizer_sha256=tokenizer.sha256,
         row_length=config.get("row_length"),
         details=details,
-        recipe=_recipe(details),
+        recipe=recipe_in(details),
     )
 
 
@@ -230,6 +236,14 @@ def _read_remote_export(url: str) -> TrainedModel:
         except (FileNotFoundError, ExportError) as error:
             raise type(error)(redacted(str(error).replace(copy, url))) from error
     return replace(export, place=redacted(url), tokenizer_folder=url)
+
+
+def recipe_in(details: dict[str, Any]) -> RunConfig | None:
+    """The recipe of the pretraining run that gave these weights; None if the details of an export hold none."""
+    try:
+        return RunConfig.model_validate(details.get("config"))
+    except ValidationError:
+        return None
 
 
 def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
@@ -317,13 +331,6 @@ def _head(config: dict[str, Any], folder: Path) -> Head:
             return head
     known = ", ".join(CLASS_OF_HEAD.values())
     raise ExportError(f"{folder / 'config.json'} has architectures {names!r}; needed is one of {known}")
-
-
-def _recipe(details: dict[str, Any]) -> RunConfig | None:
-    try:
-        return RunConfig.model_validate(details.get("config"))
-    except ValidationError:
-        return None
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ def main() -> int:
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--all-steps", action="store_true", help="every complete checkpoint of the run")
     parser.add_argument("--shards", required=True, metavar="SHARDS_DIR")
-    parser.add_argument("--rows", type=int, default=10_000, help="held-out rows, the first ones (default: %(default)s)")
+    rows = "held-out rows, the first ones (default: as many as training evaluated, train.num_evaluation_rows)"
+    parser.add_argument("--rows", type=int, help=rows)
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     parser.add_argument("--finetune-probe", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the probe's recipe")

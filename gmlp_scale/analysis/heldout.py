@@ -20,8 +20,10 @@ from gmlp_scale.world import World
 _FIGURES = ("loss", "perplexity", "accuracy")
 
 
-def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, world: World) -> dict[str, Any]:
+def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int | None, world: World) -> dict[str, Any]:
     """Evaluates checkpoints of one run, or one export, on the first `num_rows` held-out rows of `shards`.
+
+    Without `num_rows` it takes as many as the pretraining run did.
 
     Returns what launch/evaluate.py writes as JSON: the figures of each model, and those of unigram frequencies.
 
@@ -32,14 +34,9 @@ def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int, 
     batches, content = [], {}
     for trained in models:
         if not batches:
-            batches, counts_V = _read_heldout(trained, shards, num_rows)
+            content, batches, counts_V = _read_heldout(trained, shards, num_rows)
             unigram = evaluate(unigram_predictor(counts_V), batches, world)
-            content = {
-                "shards": redacted(shards),
-                "num_masked_tokens": unigram.num_tokens,
-                "unigram": _figures(unigram),
-                "models": [],
-            }
+            content |= {"num_masked_tokens": unigram.num_tokens, "unigram": _figures(unigram), "models": []}
         progress = tqdm(batches, desc=Path(trained.place).name, unit=" batches", disable=None, leave=False)
         with torch.inference_mode():
             result = evaluate(trained.build().to(world.device).predict, progress, world)
@@ -57,7 +54,11 @@ def table(content: dict[str, Any]) -> str:
         values = [figures.get(column, "") for column in columns]
         texts = [f"{value:.4f}" if isinstance(value, float) else str(value) for value in values]
         lines.append([f"{text:>{width}}" for text, width in zip(texts, widths, strict=True)])
-    heading = f"{content['num_masked_tokens']:,} masked tokens of {content['shards']}"
+    training = "; ".join(content["training_differs"]) or "the same"
+    heading = (
+        f"{content['num_masked_tokens']:,} masked tokens in the first {content['num_rows']:,} held-out rows of "
+        f"{content['shards']}, in float32 (in training: {training})"
+    )
     return "\n".join([heading, *("".join(line) for line in lines)])
 
 
@@ -67,8 +68,11 @@ def write_curve(content: dict[str, Any], run_folder: str | Path) -> None:
     replace_scalars(f"{run_folder}/tensorboard/evaluation", scalars)
 
 
-def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[list[MaskedBatch], torch.Tensor]:
-    """Held-out rows, masked as in the model's own pretraining, and counts_V of some training rows' tokens."""
+def _read_heldout(
+    trained: TrainedModel, shards: str, num_rows: int | None
+) -> tuple[dict[str, Any], list[MaskedBatch], torch.Tensor]:
+    """What is said of the rows, held-out rows masked as in the model's own pretraining, and counts_V of some training
+    rows' tokens."""
     if trained.recipe is None:
         raise TrainedModelError(
             f"{trained.place} holds no recipe of pretraining, so the masks to use are unknown: give the export of a "
@@ -77,12 +81,31 @@ def _read_heldout(trained: TrainedModel, shards: str, num_rows: int) -> tuple[li
     others = {"shards": shards, "on_corrupt_shard": "error", "max_corrupt_shards": 0}
     recipe = trained.recipe.model_copy(update={"data": trained.recipe.data.model_copy(update=others)})
     with closing(build_loader(recipe, rank=0, world_size=1)) as loader:
-        if loader.manifest.tokenizer_sha256 != trained.tokenizer_sha256:
+        manifest = loader.manifest
+        if manifest.tokenizer_sha256 != trained.tokenizer_sha256:
             raise ShardError(
                 f"{shards} was written with another tokenizer than that of {trained.place}: write shards with "
                 f"{trained.tokenizer_folder}"
             )
-        return list(loader.heldout_batches(num_rows)), torch.from_numpy(loader.token_counts(num_rows * 10))
+        num_rows = min(num_rows or trained.num_evaluation_rows, manifest.num_rows("heldout"))
+        content = {
+            "shards": redacted(shards),
+            "num_rows": num_rows,
+            "training_differs": _differences(trained, manifest.sha256, num_rows),
+        }
+        return content, list(loader.heldout_batches(num_rows)), torch.from_numpy(loader.token_counts(num_rows * 10))
+
+
+def _differences(trained: TrainedModel, manifest_sha256: str, num_rows: int) -> list[str]:
+    """In what the run's own evaluation at the step, which the model's card shows, differs from this one."""
+    differences, precision = [], trained.details["config"]["train"]["precision"]
+    if trained.details["data"]["manifest_sha256"] != manifest_sha256:
+        differences.append("other shards")
+    if trained.num_evaluation_rows != num_rows:
+        differences.append(f"{trained.num_evaluation_rows:,} rows")
+    if precision != "float32":
+        differences.append(precision)
+    return differences
 
 
 def _figures(evaluation: Evaluation) -> dict[str, float]:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.export.card import model_card
+from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.export.carried_code import copy_sources
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
-from gmlp_scale.files import read_file
+from gmlp_scale.files import is_url, read_file
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import (
@@ -38,33 +38,50 @@ from gmlp_scale.trained import (
     WEIGHTS_NAME,
     ExportError,
     Head,
+    TrainedModel,
     difference,
     expected_shapes,
     read_run,
     sha256_of,
 )
 
+_LOCAL = Publication()
+_OF_ONE_MACHINE = ("output_dir", "cache_dir", "cache_max_bytes", "deepspeed_config")
+"""Fields of a recipe that only the machine of the training can use. All have defaults."""
+
 
 def export_pretrained(run_folder: str | Path, step: int | None, folder: Path) -> str:
-    """Writes the model of a run's newest good checkpoint, or of the one after `step`; returns the checkpoint's folder.
+    """`export_checkpoint` of a run's newest good checkpoint, or of the one after `step`; returns its folder.
+
+    Raises:
+        ConfigError, CheckpointError: the run or the checkpoint cannot be read.
+        ExportError, TrainedModelError: as export_checkpoint.
+    """
+    check_is_free(folder)
+    trained = read_run(run_folder, step)
+    export_checkpoint(trained, run_folder, folder)
+    return trained.place
+
+
+def export_checkpoint(
+    trained: TrainedModel, run_folder: str | Path, folder: Path, publication: Publication = _LOCAL
+) -> None:
+    """Writes a checkpoint that read_run or read_all_steps read from the run.
 
     The export's details are the step, the last held-out evaluation up to it, the data's fingerprint and the config.
 
     Raises:
-        ConfigError, CheckpointError: the run or the checkpoint cannot be read.
         ExportError, TrainedModelError: `folder` is not empty, or the run's tokenizer is no longer beside its shards.
     """
-    check_is_free(folder)
-    trained = read_run(run_folder, step)
     trained.tokenizer()  # raises if it has changed
     write_export(
         folder,
         trained.config,
         trained.weights,
         tokenizer_folder=trained.tokenizer_folder,
-        details={"step": trained.step, "heldout": _heldout_result(run_folder, trained.step), **trained.details},
+        details={"step": trained.step, "heldout": _heldout_result(run_folder, trained), **trained.details},
+        publication=publication,
     )
-    return trained.place
 
 
 def write_export(
@@ -78,12 +95,13 @@ def write_export(
     labels: Sequence[str] = (),
     row_length: int | None = None,
     document_stride: int | None = None,
+    publication: Publication = _LOCAL,
 ) -> None:
     """Writes the folder whole or not at all.
 
     Args:
         weights: float32, by the parameter names of build_model(model, head=head_class(head, len(labels))).
-        details: JSON-able; kept in config.json and shown in the card.
+        details: JSON-able; kept in config.json and shown in the card, without the places on this machine.
         row_length: the length to which finetuning padded every row.
         document_stride: for question answering, the tokens from one window to the next in finetuning.
         tokenizer_folder: a path or a URL.
@@ -96,6 +114,27 @@ def write_export(
     expected = expected_shapes(model, head, len(labels))
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert found == expected, f"not the weights of this model and head: {difference(found, expected)}"
+    details = without_local_places(details)
+    config = _transformers_config(model, head, labels) | {"row_length": row_length, "details": details}
+    if document_stride:
+        config["document_stride"] = document_stride
+    with _new_folder(folder) as unfinished:
+        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)  # safetensors gives it to its owner only
+        copy_sources(unfinished)
+        write_tokenizer(unfinished, tokenizer, row_length or model.sequence_length)
+        (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
+        num_parameters = sum(tensor.numel() for tensor in weights.values())
+        card = model_card(model, num_parameters, head, row_length, details, publication)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
+        (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
+
+
+def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) -> dict[str, Any]:
+    """What config.json tells transformers of the model and its head."""
     config = {
         "model_type": MODEL_TYPE,
         "architectures": [CLASS_OF_HEAD[head]],
@@ -108,15 +147,11 @@ def write_export(
         },
         "dtype": "float32",
         **model.model_dump(mode="json", exclude={"kernels"}),
-        "row_length": row_length,
         "pad_token_id": PAD_ID,
         "cls_token_id": CLS_ID,
         "sep_token_id": SEP_ID,
         "mask_token_id": MASK_ID,
-        "details": details,
     }
-    if document_stride:
-        config["document_stride"] = document_stride
     if head == "question_answering":
         config["custom_pipelines"] = {
             "question-answering": {
@@ -129,19 +164,24 @@ def write_export(
         config["label2id"] = {label: number for number, label in enumerate(labels)}
     if len(labels) == 1:
         config["problem_type"] = "regression"  # else transformers' pipeline applies a sigmoid
-    with _new_folder(folder) as unfinished:
-        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)  # safetensors gives it to its owner only
-        copy_sources(unfinished)
-        write_tokenizer(unfinished, tokenizer, row_length or model.sequence_length)
-        (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
-        num_parameters = sum(tensor.numel() for tensor in weights.values())
-        card = model_card(model, num_parameters, head, row_length, details)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
-        (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
+    return config
+
+
+def without_local_places(details: Any) -> Any:
+    """A JSON-able value without the fields in _OF_ONE_MACHINE, and with the last name alone of every other path.
+
+    Where things lay on the machine of the training tells nobody else anything; of /data/c4_512, c4_512 names the data.
+    URLs stay.
+    """
+    match details:
+        case str() if "/" in details and (not is_url(details) or details.startswith(("file:", "local:"))):
+            return Path(details).name
+        case dict():
+            return {name: without_local_places(value) for name, value in details.items() if name not in _OF_ONE_MACHINE}
+        case list() | tuple():
+            return [without_local_places(value) for value in details]
+        case _:
+            return details
 
 
 def check_is_free(folder: Path) -> None:
@@ -165,11 +205,19 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _heldout_result(run_folder: str | Path, step: int) -> dict[str, float] | None:
-    """The last evaluation up to `step`: its step, loss, perplexity and accuracy; None if there is none."""
+def _heldout_result(run_folder: str | Path, trained: TrainedModel) -> dict[str, float] | None:
+    """The last evaluation up to the step: its step, loss, perplexity and accuracy; None if there is none.
+
+    That of the very step also has num_rows. An earlier one may be of a job that took another number of rows.
+    """
     try:
         lines = read_metrics(f"{run_folder}/metrics.jsonl")
     except FileNotFoundError:
         return None
-    evaluations = [line for line in lines if "eval/perplexity" in line and line["step"] <= step]
-    return {name.removeprefix("eval/"): value for name, value in evaluations[-1].items()} if evaluations else None
+    evaluations = [line for line in lines if "eval/perplexity" in line and line["step"] <= trained.step]
+    if not evaluations:
+        return None
+    heldout = {name.removeprefix("eval/"): value for name, value in evaluations[-1].items()}
+    if heldout["step"] == trained.step:
+        heldout["num_rows"] = trained.num_evaluation_rows
+    return heldout

@@ -24,9 +24,9 @@ KINDS = {
 }
 
 
-def write_shards(folder: Path, tokenizer_folder: Path, sequence_length: int = SEQUENCE_LENGTH) -> None:
+def write_shards(folder: Path, tokenizer_folder: Path, sequence_length: int = SEQUENCE_LENGTH, seed: int = 0) -> None:
     """16 training rows and 6 held-out ones of random ids, said to be of that tokenizer."""
-    write_tiny_shards(folder, [16], [6], sequence_length=sequence_length)
+    write_tiny_shards(folder, [16], [6], sequence_length=sequence_length, seed=seed)
     change_manifest(folder, tokenizer_sha256=Tokenizer(tokenizer_folder).sha256)
 
 

@@ -34,26 +34,34 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_a_checkpoint_and_its_export_have_the_same_figures(runs, run_dir, launched, tmp_path):
-    shards = ["--shards", runs / "shards"]
-    export_pretrained(run_dir, 2, tmp_path / "hf")
-    of_run = evaluated(launched, tmp_path, "--run", run_dir, "--step", 2, *shards)
-    of_export = evaluated(launched, tmp_path, "--export", tmp_path / "hf", *shards)
-    (run_row,), (export_row,) = of_run["models"], of_export["models"]
-    assert run_row["step"] == export_row["step"] == 2
-    assert [run_row[name] for name in FIGURES] == pytest.approx([export_row[name] for name in FIGURES], abs=1e-5)
-    assert of_run["unigram"] == of_export["unigram"]
-    assert of_run["num_masked_tokens"] == 6 * 5  # 15 % of 32 positions in each of 6 rows
-
-
-def test_the_figures_are_those_of_training(runs, run_dir, launched, tmp_path):
+def test_training_card_and_both_evaluations_agree(runs, run_dir, launched, tmp_path):
     """Training evaluated 4 of the 6 held-out rows after steps 2 and 4."""
     logged = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in row]
-    content = evaluated(launched, tmp_path, "--run", run_dir, "--all-steps", "--rows", 4, "--shards", runs / "shards")
-    assert [row["step"] for row in content["models"]] == [row["step"] for row in logged] == [2, 4]
+    shards = ["--shards", runs / "shards"]
+    export_pretrained(run_dir, 2, tmp_path / "hf")
+    of_run = evaluated(launched, tmp_path, "--run", run_dir, "--all-steps", *shards)
+    of_export = evaluated(launched, tmp_path, "--export", tmp_path / "hf", *shards)
+    assert [row["step"] for row in of_run["models"]] == [row["step"] for row in logged] == [2, 4]
     for name in FIGURES:
-        expected = [row[f"eval/{name}"] for row in logged]
-        assert [row[name] for row in content["models"]] == pytest.approx(expected, abs=1e-5)
+        expected = [pytest.approx(row[f"eval/{name}"], abs=1e-5) for row in logged]
+        assert [row[name] for row in of_run["models"]] == expected
+        assert of_export["models"][0][name] == expected[0]
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert f"| perplexity | {logged[0]['eval/perplexity']:.4f} |" in card and "first 4 held-out rows" in card
+    for content in (of_run, of_export):
+        assert (content["num_rows"], content["training_differs"]) == (4, [])
+        assert content["num_masked_tokens"] == 4 * 5  # 15 % of 32 positions in each row
+    assert of_run["unigram"] == of_export["unigram"]
+
+
+def test_what_differs_from_training_is_told(runs, run_dir, launched, tmp_path):
+    options = ["--run", run_dir, "--output", tmp_path / "result.json"]
+    code, printed, _ = launched(main, *options, "--rows", 400, "--shards", runs / "shards")
+    assert code == 0 and "in the first 6 held-out rows of" in printed and "in float32 (in training: 4 rows)" in printed
+    write_shards(tmp_path / "other", runs / "shards" / "tokenizer", seed=1)
+    code, printed, _ = launched(main, *options, "--shards", tmp_path / "other")
+    assert code == 0 and "in the first 4 held-out rows of" in printed and "(in training: other shards)" in printed
+    assert json.loads((tmp_path / "result.json").read_text())["training_differs"] == ["other shards"]
 
 
 def test_a_curve_is_printed_and_replaces_the_one_before(runs, run_dir, launched):

@@ -1,5 +1,6 @@
-"""Tokenizers, small models and their exports."""
+"""Tokenizers, small models and their exports; a pretrained run and launch/export.py."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.trained import head_class
+from launch.export import main
+from tests.forked import ROOT, Script
 from tests.models.every_kind import KINDS, TINY, perturb
+from tests.written_shards import VOCAB_SIZE as RUN_VOCAB_SIZE
+from tests.written_shards import add_tokenizer, write_tiny_shards
 
 VOCAB_SIZE = 420
 SENTENCE = "the cat and a dog went over to see what some people of that town had done with their old ship at sea"
@@ -18,6 +23,12 @@ WORDS = SENTENCE.split()
 TEXTS = [
     f"{' '.join(WORDS[i % 7 :: 1 + i % 3])} {WORDS[i % 20]}ing, naïve <b>café</b> {i}<{i + 1}.\n" for i in range(500)
 ]
+RECIPE = [
+    "engine.kind=single", "model.num_blocks=2", "model.d_model=16", "model.d_ffn=32", "model.sequence_length=32",
+    f"model.vocab_size={RUN_VOCAB_SIZE}", "train.num_steps=4", "train.global_batch_size=4",
+    "train.micro_batch_size=4", "train.evaluate_every_steps=2", "train.num_evaluation_rows=4",
+    "optimizer.warmup_steps=2", "checkpoint.save_every_steps=3", "data.cache_max_bytes=1000000",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +55,36 @@ def tiny_export(tokenizer_folder):
         return model
 
     return export
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory) -> Path:
+    """A run of 4 steps with checkpoints after steps 3 and 4, evaluated after 2 and 4."""
+    folder = tmp_path_factory.mktemp("run")
+    write_tiny_shards(folder / "shards", [16], [4], sequence_length=32)
+    add_tokenizer(folder / "shards")
+    places = [
+        f"data.shards={folder / 'shards'}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"output_dir={folder}",
+        "name=tiny",
+    ]
+    recipe = ROOT / "configs" / "pretrain" / "smoke.yaml"
+    code, _, errors = Script("launch/pretrain.py", ["--config", recipe, *RECIPE, *places]).end()
+    assert code == 0, errors
+    return folder / "tiny"
+
+
+@pytest.fixture
+def launched_export(monkeypatch, capsys):
+    """launched_export(options...) -> (exit code, what it printed, its error)."""
+
+    def run(*options) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch/export.py", *map(str, options)])
+        try:
+            code = main()
+        except SystemExit as end:  # argparse's own refusals
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
@@ -74,23 +75,60 @@ def test_the_file_holds_the_tied_matrix_once(export):
 
 def test_the_card_tells_the_recipe_the_steps_and_the_perplexity(export, tiny_export, tmp_path):
     card = (export / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: fill-mask\n")
+    assert card.startswith("---\nlibrary_name: transformers\nlicense: unknown\npipeline_tag: fill-mask\n")
     for text in (
         "aMLP, 2 blocks",
         "3 steps",
-        "perplexity 17.250",
-        "measured at step 2",
+        "not measured at this step; 17.250 at step 2",
         "name: amlp",
         'pipeline("fill-mask"',
         "it pads every row to 12 tokens itself",
         "takes the time and memory of 12 tokens",
     ):
         assert text in card
-    tiny_export("gmlp", tmp_path / "classifier", "sequence_classification", ("a", "b"), details={}, row_length=8)
-    card = (tmp_path / "classifier" / "README.md").read_text()
-    assert 'pipeline("text-classification"' in card and "pads every row to 8 tokens" in card
+    assert "model-index" not in card  # the figure is of other weights
     tiny_export("bert-relative", tmp_path / "bert")
     assert "No position attends to padding" in (tmp_path / "bert" / "README.md").read_text()
+
+
+def test_the_card_of_finetuned_weights_tells_their_scores(tiny_export, tmp_path):
+    scores = {"dev": {"accuracy": 0.75, "loss": 0.5}, "dev_mismatched": {"accuracy": 0.5, "loss": 0.25}}
+    details = {"finetuned": {"task": "mnli", "step": 12, "scores": scores, "config": {}}, "pretrained": None}
+    folder = tmp_path / "classifier"
+    tiny_export("gmlp", folder, "sequence_classification", ("a", "b"), details=details, row_length=8)
+    card = ModelCard.load(folder / "README.md")
+    found = [(of.dataset_name, of.dataset_split, of.metric_type, of.metric_value) for of in card.data.eval_results]
+    assert found == [("mnli", "dev", "accuracy", 0.75), ("mnli", "dev_mismatched", "accuracy", 0.5)]
+    for text in (
+        "Finetuned on mnli for 12 steps",
+        "| dev_mismatched loss | 0.2500 |",
+        'pipeline("text-classification"',
+        "pads every row to 8 tokens",
+    ):
+        assert text in card.text
+
+
+def test_details_keep_no_place_of_this_machine(tiny_export, tmp_path):
+    config = {
+        "output_dir": "/home/ann/runs",
+        "data": {"shards": "/home/ann/c4_512/", "cache_dir": "/scratch", "parts": [{"shards": "file:///home/ann/web"}]},
+        "engine": {"deepspeed_config": "ds.json"},
+        "init_from": "../ann/hf",
+        "model": "s3://bucket/hf",
+        "name": "gmlp",
+    }
+    tiny_export("gmlp", tmp_path / "hf", details={"config": config})
+    assert read_export(tmp_path / "hf").details["config"] == {
+        "data": {"shards": "c4_512", "parts": [{"shards": "web"}]},
+        "engine": {},
+        "init_from": "hf",
+        "model": "s3://bucket/hf",
+        "name": "gmlp",
+    }
+    files = [path.read_bytes() for path in (tmp_path / "hf").iterdir()]
+    assert not any(
+        place in content for content in files for place in (b"/home/ann", b"../ann", b"/scratch", bytes(tmp_path))
+    )
 
 
 def test_a_taken_folder_is_refused_and_left_alone(tiny_export, tmp_path):
