@@ -1,0 +1,70 @@
+"""Puts exports on the Hugging Face Hub: each checkpoint is a revision of one repository, and main is the newest one.
+
+A revision is a branch with the name of the checkpoint's folder, such as step_000012000. It is no tag: the same command
+again finishes an upload that was cut off, where a tag would stay with what it was first given.
+
+huggingface_hub takes the token from HF_TOKEN or from `hf auth login`, and the Hub's address from HF_ENDPOINT.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gmlp_scale.train.checkpoint import STEP_FOLDER, folder_name
+
+
+class HubError(ValueError):
+    """The Hub refuses what was asked."""
+
+
+def open_repository(name: str) -> str:
+    """OWNER/NAME of a model repository for `name`, which may lack the owner. One that is not there is created, public.
+
+    Raises:
+        HubError: there is no token, or it may not write there, or the name is none.
+        ConnectionError: the Hub is out of reach or fails.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise HubError(f"no token for the Hub, to write {name}: set HF_TOKEN, or run `hf auth login`")
+    with _errors_of_the_hub(name):
+        return HfApi().create_repo(name, exist_ok=True).repo_id
+
+
+def push(folder: Path, repository: str, step: int) -> None:
+    """Uploads an export as the step's revision, and as main too unless a later step is there. Raises as above."""
+    from huggingface_hub import HfApi
+
+    hub, revision = HfApi(), folder_name(step)
+    with _errors_of_the_hub(repository):
+        hub.create_branch(repository, branch=revision, exist_ok=True)
+        branches = [branch.name for branch in hub.list_repo_refs(repository).branches]
+        is_newest = revision == max(name for name in branches if STEP_FOLDER.fullmatch(name))
+        for branch in [revision, "main"] if is_newest else [revision]:
+            message = f"The checkpoint after step {step}"
+            hub.upload_folder(repo_id=repository, folder_path=folder, revision=branch, commit_message=message)
+
+
+@contextmanager
+def _errors_of_the_hub(name: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        yield
+    except HfHubHTTPError as error:
+        code, found = error.response.status_code, error.server_message or " ".join(str(error).split())
+        if code in (401, 403):
+            raise HubError(
+                f"the Hub does not let this token write {name} ({code}: {found}): give a token that may, in HF_TOKEN "
+                "or by `hf auth login`, or the name of a repository of yours"
+            ) from error
+        if 400 <= code < 500 and code not in (408, 429):
+            raise HubError(f"the Hub refuses {name} ({code}: {found}): change what it names") from error
+        raise ConnectionError(f"the Hub failed to take {name} ({code}: {found}): try again later") from error
+    except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
+        found = error.__cause__ or error  # an upload's is a RuntimeError, and its cause says more
+        raise ConnectionError(
+            f"the Hub was not reached to write {name} ({type(found).__name__}: {found}): check that this machine has a "
+            "network, and HF_ENDPOINT if it is set; the same command goes on"
+        ) from error

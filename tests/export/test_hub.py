@@ -1,0 +1,162 @@
+"""launch/export.py --push-to-hub against a stand-in of the Hub: revisions, cards that run when pasted, and refusals."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import ModelCard, constants
+
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.trained import read_export, read_run
+from tests.export.hub_stand_in import TOKEN, HubStandIn
+
+NAME = "me/tiny"
+PASTED = """
+import os, sys
+for folder, block in zip(sys.argv[1::2], sys.argv[2::2]):
+    os.chdir(folder)
+    exec(block)
+"""
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The stand-in; huggingface_hub has its address and its token, as if read from the environment."""
+    hub = HubStandIn()
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield hub
+    hub.close()
+
+
+def usage_block(card: str) -> str:
+    return re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+
+
+def test_every_checkpoint_is_a_revision_and_main_is_the_newest(hub, run_dir, tmp_path, launched_export):
+    pushing = ["--run", run_dir, "--push-to-hub", NAME]
+    code, printed, error = launched_export(*pushing, "--every-step")
+    assert code == 0, error
+    places = [f"{run_dir}/checkpoints/step_00000000{step}" for step in (3, 4)]
+    revisions = [f"step_00000000{step}" for step in (3, 4)]
+    assert printed.splitlines() == [f"{NAME} at {r} holds {p}" for r, p in zip(revisions, places, strict=True)]
+    branches = hub.branches[NAME]
+    assert branches.keys() == {"main", *revisions}
+    assert branches["main"] == branches[revisions[1]]
+    for step, revision in zip((3, 4), revisions, strict=True):
+        folder = tmp_path / revision
+        folder.mkdir()
+        for name, content in branches[revision].items():
+            (folder / name).write_bytes(content)
+        export, trained = read_export(folder), read_run(run_dir, step)
+        assert all((export.weights[name] == weight).all() for name, weight in trained.weights.items())
+        assert f'model="{NAME}", revision="{revision}"' in usage_block((folder / "README.md").read_text())
+    pushes = [
+        (branch, f"The checkpoint after step {step}") for step in (3, 4) for branch in (revisions[step - 3], "main")
+    ]
+    assert hub.messages == pushes
+    assert launched_export(*pushing, "--every-step")[0] == 0
+    assert hub.messages == pushes  # the same again commits nothing
+    code, _, error = launched_export(*pushing, "--step", 3, "--license", "mit")
+    assert code == 0, error
+    assert b"license: mit" in branches[revisions[0]]["README.md"]
+    assert branches["main"] == branches[revisions[1]]
+
+
+def test_the_card_s_metadata_and_its_usage_blocks_run_as_they_stand(hub, run_dir, tmp_path, launched_export):
+    facts = ["--license", "apache-2.0", "--language", "en", "de", "--dataset", "allenai/c4"]
+    code, _, error = launched_export("--run", run_dir, "--output", tmp_path / "hf", *facts)
+    assert code == 0, error
+    code, printed, error = launched_export(
+        "--run", run_dir, "--output", tmp_path / "pushed", "--push-to-hub", "tiny", *facts
+    )
+    assert code == 0 and f"{tmp_path / 'pushed'} holds" in printed, error
+
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en", "de"], ["allenai/c4"])
+    evaluated = next(
+        line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"] == 4 and "eval/loss" in line
+    )
+    results = {result.metric_type: result for result in card.data.eval_results}
+    assert results.keys() == {"perplexity", "accuracy"}
+    for name, result in results.items():
+        assert result.metric_value == evaluated[f"eval/{name}"]
+        assert (result.dataset_name, result.dataset_split, result.dataset_args) == (
+            "allenai/c4",
+            "heldout",
+            {"num_rows": 4},
+        )
+    for row in (
+        "| steps | 4 of 4 |",
+        "| tokens read | 512 |",
+        "| rows | 16 for training, 4 held out, of 32 tokens each",
+    ):
+        assert row in card.text
+
+    blocks = [usage_block((tmp_path / folder / "README.md").read_text()) for folder in ("hf", "pushed")]
+    assert 'model="."' in blocks[0] and f'model="{NAME}", revision="step_000000004"' in blocks[1]
+    process = subprocess.run(
+        [sys.executable, "-c", PASTED, tmp_path / "hf", blocks[0], tmp_path, blocks[1]],
+        env={"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    of_folder, of_hub = process.stdout.splitlines()
+    assert of_folder == of_hub and of_hub.count("'token_str'") == 5
+
+
+def test_no_exported_file_names_a_local_place(run_dir, tmp_path, launched_export):
+    code, _, error = launched_export("--run", run_dir, "--output", tmp_path / "hf")
+    assert code == 0, error
+    files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    for place in (str(run_dir.parent), str(tmp_path)):
+        assert [name for name, content in files.items() if place.encode() in content] == []
+    assert json.loads(files["config.json"])["details"]["config"]["data"]["shards"] == "shards"
+    assert read_export(tmp_path / "hf").recipe.data.masked_fraction == 0.15
+
+
+def test_what_nobody_said_is_told_as_unknown(run_dir, tmp_path, launched_export):
+    assert launched_export("--run", run_dir, "--output", tmp_path / "hf")[0] == 0
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert (card.data.license, card.data.get("language"), card.data.get("datasets")) == ("unknown", None, None)
+    for name in ("training text", "language", "license of the model"):
+        assert f"| {name} | unknown: whoever exported the model did not say |" in card.text
+
+
+def test_refusals_and_a_hub_out_of_reach_are_one_message(hub, run_dir, launched_export, monkeypatch):
+    def push(name: str) -> tuple[int, str, str]:
+        return launched_export("--run", run_dir, "--push-to-hub", name)
+
+    for name, message in (
+        ("other/tiny", "the Hub does not let this token write other/tiny (403: You don't have the rights to create"),
+        ("me/tiny/x", "me/tiny/x"),
+    ):
+        code, printed, error = push(name)
+        assert (code, printed) == (2, "") and message in error and "Traceback" not in error
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    code, _, error = push(NAME)
+    assert code == 2 and "the Hub does not let this token write me/tiny (401: Invalid credentials" in error
+    assert "hf_wrong" not in error
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
+    code, _, error = push(NAME)
+    assert code == 2 and "no token for the Hub, to write me/tiny: set HF_TOKEN, or run `hf auth login`" in error
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.is_failing = True
+    code, _, error = push(NAME)
+    assert code == 1 and "the Hub failed to take me/tiny (500: Internal Error)" in error
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    code, _, error = push(NAME)
+    assert code == 1 and "the Hub was not reached to write me/tiny (ConnectError" in error
+    assert hub.branches == {}
+
+
+def test_a_mistake_of_the_run_reaches_no_hub(hub, run_dir, tmp_path, launched_export):
+    code, _, error = launched_export("--run", tmp_path / "nowhere", "--push-to-hub", NAME)
+    assert code == 2 and "no run at" in error and hub.branches == {}
+    code, _, error = launched_export("--run", run_dir)
+    assert code == 2 and "give --output, --push-to-hub or both" in error
