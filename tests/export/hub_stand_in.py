@@ -23,7 +23,8 @@ class HubStandIn:
         self.messages: list[tuple[str, str]] = []
         """(branch, message) of every commit, in order."""
         self.large_files: dict[str, bytes] = {}
-        self.is_failing = False
+        self.fails_at: str | None = None
+        """A part of the addresses that answer 500."""
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -42,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.hub.is_failing:
+        if self.hub.fails_at and self.hub.fails_at in self.path:
             return self._refuse(500, "Internal Error")
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._refuse(401, "Invalid credentials in Authorization header")

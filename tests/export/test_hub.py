@@ -146,13 +146,24 @@ def test_refusals_and_a_hub_out_of_reach_are_one_message(hub, run_dir, launched_
     code, _, error = push(NAME)
     assert code == 2 and "no token for the Hub, to write me/tiny: set HF_TOKEN, or run `hf auth login`" in error
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.is_failing = True
+    hub.fails_at = "/api/repos/create"
     code, _, error = push(NAME)
     assert code == 1 and "the Hub failed to take me/tiny (500: Internal Error)" in error
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     code, _, error = push(NAME)
     assert code == 1 and "the Hub was not reached to write me/tiny (ConnectError" in error
     assert hub.branches == {}
+
+
+def test_the_same_command_finishes_what_was_cut_off(hub, run_dir, launched_export):
+    pushing = ["--run", run_dir, "--push-to-hub", NAME, "--every-step"]
+    hub.fails_at = "/branch/step_000000004"
+    code, printed, error = launched_export(*pushing)
+    assert code == 1 and "the Hub failed to take me/tiny (500: Internal Error): try again later" in error
+    assert len(printed.splitlines()) == 1 and hub.branches[NAME].keys() == {"main", "step_000000003"}
+    hub.fails_at = None
+    assert launched_export(*pushing)[0] == 0
+    assert [branch for branch, _ in hub.messages] == ["step_000000003", "main", "step_000000004", "main"]
 
 
 def test_a_mistake_of_the_run_reaches_no_hub(hub, run_dir, tmp_path, launched_export):
