@@ -43,8 +43,16 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 def tiny_export(tokenizer_folder):
     """tiny_export(kind, folder, ...) -> the model that was written to the folder; no parameter is at its start."""
 
-    def export(kind: str, folder: Path, head="masked_language_model", labels=(), **fields) -> torch.nn.Module:
-        config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind] | {"vocab_size": VOCAB_SIZE})
+    def export(
+        kind: str,
+        folder: Path,
+        head="masked_language_model",
+        labels=(),
+        sequence_length=TINY["sequence_length"],
+        **fields,
+    ) -> torch.nn.Module:
+        sizes = {"vocab_size": VOCAB_SIZE, "sequence_length": sequence_length}
+        config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind] | sizes)
         model = build_model(config, head=head_class(head, len(labels))).eval()
         model.init_weights(torch.Generator().manual_seed(0))
         perturb(model)

@@ -27,6 +27,7 @@ def hub(monkeypatch):
     hub = HubStandIn()
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield hub
     hub.close()
@@ -66,47 +67,45 @@ def test_every_checkpoint_is_a_revision_and_main_is_the_newest(hub, run_dir, tmp
     assert branches["main"] == branches[revisions[1]]
 
 
-def test_the_card_s_metadata_and_its_usage_blocks_run_as_they_stand(hub, run_dir, tmp_path, launched_export):
+def test_the_card_s_metadata(run_dir, tmp_path, launched_export):
     facts = ["--license", "apache-2.0", "--language", "en", "de", "--dataset", "allenai/c4"]
     code, _, error = launched_export("--run", run_dir, "--output", tmp_path / "hf", *facts)
     assert code == 0, error
-    code, printed, error = launched_export(
-        "--run", run_dir, "--output", tmp_path / "pushed", "--push-to-hub", "tiny", *facts
-    )
-    assert code == 0 and f"{tmp_path / 'pushed'} holds" in printed, error
-
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en", "de"], ["allenai/c4"])
-    evaluated = next(
-        line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"] == 4 and "eval/loss" in line
-    )
+    evaluated = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line][-1]
     results = {result.metric_type: result for result in card.data.eval_results}
     assert results.keys() == {"perplexity", "accuracy"}
     for name, result in results.items():
         assert result.metric_value == evaluated[f"eval/{name}"]
-        assert (result.dataset_name, result.dataset_split, result.dataset_args) == (
-            "allenai/c4",
-            "heldout",
-            {"num_rows": 4},
-        )
-    for row in (
-        "| steps | 4 of 4 |",
-        "| tokens read | 512 |",
-        "| rows | 16 for training, 4 held out, of 32 tokens each",
-    ):
+        assert (result.dataset_name, result.dataset_split) == ("allenai/c4", "heldout")
+        assert result.dataset_args == {"num_rows": 4}
+    for row in ("| steps | 4 of 4 |", "| tokens read | 512 |", "| rows | 16 for training, 4 held out, of 32 tokens"):
         assert row in card.text
 
-    blocks = [usage_block((tmp_path / folder / "README.md").read_text()) for folder in ("hf", "pushed")]
+
+def test_the_usage_blocks_run_as_they_stand(hub, run_dir, tiny_export, tmp_path, launched_export):
+    for folder, pushing in (("local", []), ("pushed", ["--push-to-hub", "tiny"])):
+        code, printed, error = launched_export("--run", run_dir, "--output", tmp_path / folder, *pushing)
+        assert code == 0 and f"{tmp_path / folder} holds" in printed, error
+    tiny_export("gmlp", tmp_path / "classifier", "sequence_classification", ("no", "yes"), sequence_length=128)
+    tiny_export("gmlp", tmp_path / "spans", "question_answering", sequence_length=128, document_stride=32)
+    folders = [tmp_path / name for name in ("local", "pushed", "classifier", "spans")]
+    blocks = [usage_block((folder / "README.md").read_text()) for folder in folders]
     assert 'model="."' in blocks[0] and f'model="{NAME}", revision="step_000000004"' in blocks[1]
+    (tmp_path / "pushed").rename(tmp_path / "away")  # its block needs no folder
+    folders[1] = tmp_path
     process = subprocess.run(
-        [sys.executable, "-c", PASTED, tmp_path / "hf", blocks[0], tmp_path, blocks[1]],
+        [sys.executable, "-c", PASTED, *(word for pair in zip(folders, blocks, strict=True) for word in pair)],
         env={"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    of_folder, of_hub = process.stdout.splitlines()
+    of_folder, of_hub, of_classifier, of_spans = process.stdout.splitlines()
     assert of_folder == of_hub and of_hub.count("'token_str'") == 5
+    assert "'label': 'no'" in of_classifier or "'label': 'yes'" in of_classifier
+    assert "'answer': " in of_spans
 
 
 def test_no_exported_file_names_a_local_place(run_dir, tmp_path, launched_export):
