@@ -196,7 +196,7 @@ def test_bfloat16_is_close_to_float32(kind):
     low_loss, found = gradients(copy.deepcopy(model).bfloat16(), batch)
     assert low_loss.dtype == torch.float32 and math.isclose(low_loss.item(), loss.item(), rel_tol=2e-3)
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    allowed = 0.08 if kind in ("mlp-attention", "dot-product") else 0.03  # rounding moves inputs of relu over its edge
+    allowed = 0.12 if kind in ("mlp-attention", "dot-product") else 0.03  # rounding moves inputs of relu over its edge
     for name in expected:
         assert found[name].dtype == torch.bfloat16
         error = (found[name].float() - expected[name]).norm()
