@@ -10,7 +10,6 @@ import yaml
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.models import ModelConfig
-from gmlp_scale.plan.describe import flops_per_step
 from gmlp_scale.trained import Head, recipe_in
 
 _USAGE: dict[Head, tuple[str, str]] = {
@@ -196,7 +195,7 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
         "rows per step": f"{train.global_batch_size:,}, of {recipe.model.sequence_length} tokens",
         "tokens read": f"{step * recipe.tokens_per_step:,}",
         "masked positions": f"{recipe.data.masked_fraction:.0%}",
-        "training FLOPs": f"{step * flops_per_step(recipe):.3g}",
+        "training FLOPs": f"{step * recipe.flops_per_step():.3g}",
         "precision": train.precision,
         **{name.replace("_", " "): value for name, value in recipe.optimizer.model_dump(exclude_none=True).items()},
         "engine": recipe.engine.kind,
