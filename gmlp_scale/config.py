@@ -7,6 +7,7 @@ section can check alone, and reports all mistakes at once, each as `field: what 
 import difflib
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ FREE_ON_RESUME = (
     "train.allow_changed_on_resume",
 )  # fmt: skip
 
+
+FREE_IN_BRANCH = (*FREE_ON_RESUME, "optimizer.", "train.num_steps", "init_from", "branch_from")
 
 _STORES = ("s3", "s3a", "gs", "gcs", "memory")
 """Those that create a file for only one of several processes, as the claim on a run folder needs."""
@@ -154,12 +157,16 @@ def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
 
 
 class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
-    """What recipes of models that start from random weights share. Each also has a model.
+    """What the recipes of launch/pretrain.py share. Each also has a model.
 
     A dry run asks it for build_model(), flops_per_step() and num_rows(), the training rows of an epoch.
     """
 
     launcher: ClassVar[str] = "launch/pretrain.py"
+
+    branch_from: str | None = None
+    """RUN@STEP: a new run goes on from this checkpoint of another run, with its weights, moments, step and rows. The
+    optimizer section and train.num_steps may differ, as for a decay of its own. A path that every host sees."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -172,6 +179,8 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     def mistakes(self) -> Iterable[str]:
         train = self.train
         yield from super().mistakes()
+        if self.branch_from and (is_url(self.branch_from) or not re.fullmatch(r".+@\d+", self.branch_from)):
+            yield f"branch_from: found {self.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"
         yield from _schedule_mistakes(self.optimizer, train.num_steps)
         if train.compile == "reduce-overhead" and (
             train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs
@@ -186,6 +195,9 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
 class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """One run of masked language modelling."""
 
+    init_from: Annotated[str | None, BeforeValidator(plain_path)] = None
+    """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and
+    the vocabulary may differ. A path or a URL."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

@@ -6,10 +6,12 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, Met
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 from gmlp_scale import IMPORTED_AT_SECONDS
 from gmlp_scale.config import (
+    FREE_IN_BRANCH,
     ConfigError,
     PretrainingRecipe,
     Recipe,
@@ -28,21 +30,24 @@ from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.train.checkpoint import CheckpointError
+from gmlp_scale.tasks.start_weights import split_step
+from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
+from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 from gmlp_scale.train.loop import BatchLoader, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
 from gmlp_scale.train.recheck import RecheckError
 from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
+from gmlp_scale.trained import ExportError, TrainedModelError, open_checkpoint
 from gmlp_scale.world import DeviceError, LostRankError, OtherRankError, World, set_up_logging, start_world
 
 log = logging.getLogger(__name__)
 
 USER_ERRORS = (
     ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
-    RecheckError, SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError,
+    RecheckError, SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError, TrainedModelError, ExportError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 
@@ -134,6 +139,8 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         checkpoint = checkpointer.newest()
         if checkpoint:
             check_continues(config, str(checkpoint.path), checkpoint.details, checkpointer.details)
+        elif isinstance(config, PretrainingRecipe) and config.branch_from:
+            checkpoint = _branch_point(config, checkpointer.details)
         start_up.finish("checkpoint")
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
 
@@ -197,11 +204,26 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
     return build_engine(model, world, engine=config.engine, train=task.train, optimizer=task.optimizer)
 
 
-def check_continues(config: Recipe, place: str, before: dict, now: dict) -> None:
-    """Raises ConfigError with every difference that makes this another run than the one at `place`."""
+def _branch_point(config: Recipe, details: dict[str, Any]) -> Checkpoint:
+    """The checkpoint of another run that a new run goes on from. Raises ConfigError, TrainedModelError."""
+    run_folder, step = split_step(config.branch_from)
+    checkpoint = open_checkpoint(LocalCheckpoints(Path(run_folder) / "checkpoints"), run_folder, step)
+    check_continues(config, config.branch_from, checkpoint.details, details, FREE_IN_BRANCH)
+    if config.train.num_steps <= checkpoint.step:
+        found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
+        raise ConfigError(config.name, [f"train.num_steps: {found}"])
+    return checkpoint
+
+
+def check_continues(config: Recipe, place: str, before: dict, now: dict, free: tuple[str, ...] | None = None) -> None:
+    """Raises ConfigError with every difference that makes this another run than the one at `place`.
+
+    free: the fields that may differ; a resumed run's if not given.
+    """
+    free = free or config.free_on_resume
     allowed = tuple(config.train.allow_changed_on_resume)
     config_before = with_defaults(before["config"], config)
-    changed = check_unchanged(config_before, now["config"], config.free_on_resume + allowed)
+    changed = check_unchanged(config_before, now["config"], free + allowed)
     differences = [*changed, *(f"data {line}" for line in check_unchanged(before["data"], now["data"]))]
     if differences:
         needed = "give the run another name=..., or the old values and data"

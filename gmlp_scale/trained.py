@@ -27,7 +27,8 @@ from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name
-from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
+from gmlp_scale.train.local_checkpoints import LocalCheckpoints
+from gmlp_scale.train.remote_checkpoints import RemoteCheckpoints, checkpoints_of, saved_steps
 
 log = logging.getLogger(__name__)
 
@@ -146,24 +147,32 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
 
 
 def read_weights(run_folder: str | Path, step: int | None = None) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """The newest good checkpoint of a run of any task, or the one after `step`, and its weights by parameter name.
+    """A checkpoint as open_checkpoint finds it, and its weights by parameter name."""
+    with checkpoints_of(run_folder) as checkpoints:
+        checkpoint = open_checkpoint(checkpoints, run_folder, step)
+        names = [name for name in checkpoint.keys if name.startswith(PREFIX)]
+        return checkpoint, {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}
+
+
+def open_checkpoint(
+    checkpoints: LocalCheckpoints | RemoteCheckpoints, run_folder: str | Path, step: int | None = None
+) -> Checkpoint:
+    """The newest good checkpoint of a run of any task, or the one after `step`.
 
     Raises:
         TrainedModelError: the run has no complete checkpoint, or none of the step.
         CheckpointError: the checkpoint cannot be read.
     """
-    with checkpoints_of(run_folder) as checkpoints:
-        if step is None:
-            checkpoint = checkpoints.newest()[0]
-        elif folder_name(step) in checkpoints.names():
-            checkpoint = checkpoints.open(folder_name(step))
-        else:
-            steps = ", ".join(map(str, saved_steps(run_folder))) or "no step"
-            raise TrainedModelError(f"{run_folder} has no checkpoint of step {step}; it has those of {steps}")
-        if checkpoint is None:
-            raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
-        names = [name for name in checkpoint.keys if name.startswith(PREFIX)]
-        return checkpoint, {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}
+    if step is None:
+        checkpoint = checkpoints.newest()[0]
+    elif folder_name(step) in checkpoints.names():
+        checkpoint = checkpoints.open(folder_name(step))
+    else:
+        steps = ", ".join(map(str, saved_steps(run_folder))) or "no step"
+        raise TrainedModelError(f"{run_folder} has no checkpoint of step {step}; it has those of {steps}")
+    if checkpoint is None:
+        raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
+    return checkpoint
 
 
 def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:

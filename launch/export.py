@@ -19,8 +19,7 @@ from gmlp_scale.export.card import Publication
 from gmlp_scale.export.folder import check_is_free, export_checkpoint
 from gmlp_scale.export.hub import open_repository, push
 from gmlp_scale.files import print_error
-from gmlp_scale.finetune.finetuning import USER_ERRORS
-from gmlp_scale.run import exit_code
+from gmlp_scale.run import USER_ERRORS, exit_code
 from gmlp_scale.train.checkpoint import folder_name
 from gmlp_scale.trained import read_all_steps, read_run
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from gmlp_scale.config import load_config
 from gmlp_scale.files import print_error
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import USER_ERRORS, finetune
+from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
-from gmlp_scale.run import exit_code, start_world_of
+from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
 from gmlp_scale.world import World, launched_world_size
 
 

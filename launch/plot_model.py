@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
 from gmlp_scale.files import print_error
-from gmlp_scale.finetune.finetuning import USER_ERRORS
-from gmlp_scale.run import exit_code
+from gmlp_scale.run import USER_ERRORS, exit_code
 from gmlp_scale.trained import TrainedModel, read_export, read_run
 
 if TYPE_CHECKING:

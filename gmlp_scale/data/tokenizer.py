@@ -64,6 +64,11 @@ class Tokenizer:
         if self.decode(self.encode(probe)) != probe:
             raise ValueError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
 
+    @property
+    def pieces(self) -> list[bytes]:
+        """By id. That of a special token is its name."""
+        return self._bytes_of_id
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text's tokens. ValueError if the text holds a lone surrogate, which is no character."""
         return self._encode_whole([text])[0].tolist()

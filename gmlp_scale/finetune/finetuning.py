@@ -25,16 +25,13 @@ from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.models import build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.run import USER_ERRORS as RUN_USER_ERRORS
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.metrics import StartUp
-from gmlp_scale.trained import ExportError, copy_weights
+from gmlp_scale.trained import copy_weights
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
-
-USER_ERRORS = (*RUN_USER_ERRORS, ExportError)
 
 
 def finetune(config: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:

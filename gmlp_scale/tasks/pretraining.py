@@ -11,6 +11,7 @@ from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
+from gmlp_scale.tasks.start_weights import read_start, start_from
 from gmlp_scale.train.evaluate import evaluate
 from gmlp_scale.world import World
 
@@ -55,6 +56,8 @@ class Pretraining:
 
     def initialise(self, model: MaskedLanguageModel) -> None:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
+        if self.config.init_from:
+            start_from(read_start(self.config.init_from), model, self.config)
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Held-out loss, perplexity and accuracy."""

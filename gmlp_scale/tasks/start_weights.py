@@ -1,0 +1,102 @@
+"""Where a new run's weights come from: random numbers, or a trained model (`init_from`), fitted to the recipe.
+
+Another length takes the central offsets of each W, or puts zeros around them. So a gMLP has the same logits on rows
+that fit both lengths. Another vocabulary keeps the embeddings of the pieces that both have.
+"""
+
+import logging
+import re
+
+import torch
+from torch import Tensor
+
+from gmlp_scale.config import ConfigError, RunConfig
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
+from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
+from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.models.gmlp import SpatialGatingUnit
+from gmlp_scale.trained import TrainedModel, read_export, read_run
+
+log = logging.getLogger(__name__)
+
+_MAY_DIFFER = ("sequence_length", "vocab_size", "kernels")
+
+
+def read_start(place: str) -> TrainedModel:
+    """The export at `place`, or the run there: its newest checkpoint, or that of RUN@STEP.
+
+    Raises:
+        TrainedModelError, ExportError, CheckpointError, FileNotFoundError: naming what is wrong with it.
+    """
+    run_folder, step = split_step(place)
+    if step is not None:
+        return read_run(run_folder, step)
+    try:
+        return read_export(place)
+    except FileNotFoundError:
+        return read_run(place)
+
+
+def split_step(place: str) -> tuple[str, int | None]:
+    """RUN and STEP of RUN@STEP; None for the step if none is given."""
+    found = re.fullmatch(r"(.+)@(\d+)", place)
+    return (found[1], int(found[2])) if found else (place, None)
+
+
+@torch.no_grad()
+def start_from(trained: TrainedModel, model: Backbone, run: RunConfig) -> None:
+    """Copies the weights of a trained model into an initialised one, as far as they fit.
+
+    Raises:
+        ConfigError: the models differ in more than length and vocabulary, or the length of a Mixer.
+    """
+    _check_alike(trained, run)
+    old_ids, new_ids = _ids_of_both(trained, run)
+    for name, parameter in model.named_parameters():
+        if name not in trained.weights:  # a finetuned export has the trunk alone
+            continue
+        old = trained.weights[name]
+        if name == "embedding.weight":
+            parameter[new_ids] = old[old_ids]
+        elif old.shape == parameter.shape:
+            parameter.copy_(old)
+        else:
+            module_name, _, attribute = name.rpartition(".")
+            is_spatial = attribute == "weight" and isinstance(model.get_submodule(module_name), SpatialGatingUnit)
+            _copy_positions(old, parameter, is_spatial)
+    log.info(
+        "weights from %s, made for %d positions and here for %d; pieces: %d of %d",
+        trained.place, trained.config.sequence_length, run.model.sequence_length, len(new_ids), run.model.vocab_size,
+    )  # fmt: skip
+
+
+def _check_alike(trained: TrainedModel, run: RunConfig) -> None:
+    old, new = trained.config.model_dump(), run.model.model_dump()
+    names = [name for name in {**old, **new} if name not in _MAY_DIFFER and old.get(name) != new.get(name)]
+    mistakes = [f"model.{name}: found {new.get(name)!r}; {trained.place} has {old.get(name)!r}" for name in names]
+    if new["kind"] == "mixer" and old["sequence_length"] != new["sequence_length"]:
+        found, needed = new["sequence_length"], old["sequence_length"]
+        mistakes.append(f"model.sequence_length: found {found}; a Mixer from {trained.place} keeps {needed}")
+    if mistakes:
+        raise ConfigError(run.name, mistakes, "a model starts from weights of its own family and widths")
+
+
+def _ids_of_both(trained: TrainedModel, run: RunConfig) -> tuple[Tensor, Tensor]:
+    """The ids in the old vocabulary, and those in the new one, of the pieces that both have."""
+    old, new = trained.tokenizer(), Tokenizer(f"{run.data.shards}/tokenizer")
+    first = NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS  # the same in every vocabulary
+    id_of = {piece: id for id, piece in enumerate(old.pieces) if id >= first}
+    both = [(id_of[piece], id) for id, piece in enumerate(new.pieces) if id >= first and piece in id_of]
+    both = [(id, id) for id in range(first)] + both
+    return tuple(torch.tensor(both).T)
+
+
+def _copy_positions(old: Tensor, parameter: Tensor, is_spatial: bool) -> None:
+    """Copies what is of the positions that both lengths have. The rest keeps its initial value, but is 0 in W."""
+    if is_spatial:
+        parameter.zero_()
+    shift = (len(parameter) - len(old)) // 2 if is_spatial and old.ndim == 1 else 0  # its offset 0 is in the middle
+    first_old, first_new = max(0, -shift), max(0, shift)
+    sizes = [min(pair) for pair in zip(old.shape, parameter.shape, strict=True)]
+    part = tuple(slice(first_old, first_old + size) for size in sizes)
+    parameter[tuple(slice(first_new, first_new + size) for size in sizes)] = old[part]

@@ -1,0 +1,158 @@
+"""Runs that start from a trained model, of another length or vocabulary too, and branches of a run."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.export.folder import export_pretrained
+from gmlp_scale.models import build_model
+from gmlp_scale.run import pretrain
+from gmlp_scale.tasks.start_weights import start_from
+from gmlp_scale.train.checkpoint import newest_checkpoint
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.trained import TrainedModel, TrainedModelError, read_run
+from tests.analysis.pretrained_runs import RECIPE, SMOKE
+from tests.models.every_kind import TINY, perturb, random_batch, tiny_config
+from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
+
+WORDS = ("time", "year", "people", "way", "day", "woman", "life", "child", "world", "school", "state", "family")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "shards"
+    write_tiny_shards(folder, [40], [8], sequence_length=32)
+    add_tokenizer(folder)
+    return folder
+
+
+def trained_model(kind: str, shards) -> TrainedModel:
+    config = tiny_config(kind, vocab_size=VOCAB_SIZE)
+    model = build_model(config)
+    model.init_weights(torch.Generator().manual_seed(5))
+    perturb(model)
+    tokenizer = Tokenizer(shards / "tokenizer")
+    return TrainedModel(
+        "here", config, "masked_language_model", (), dict(model.named_parameters()), str(shards / "tokenizer"),
+        tokenizer.sha256, None, {}, None,
+    )  # fmt: skip
+
+
+def started(trained: TrainedModel, shards, **changes):
+    fields = {"d_model": 16, "d_ffn": 32, "vocab_size": VOCAB_SIZE} | changes
+    run = load_run_config(SMOKE, [f"data.shards={shards}"]).model_copy(
+        update={"model": trained.config.model_copy(update=fields)}
+    )
+    model = build_model(run.model)
+    model.init_weights(torch.Generator().manual_seed(0))
+    start_from(trained, model, run)
+    return model
+
+
+@pytest.mark.parametrize("length", [12, 7, 20])
+@pytest.mark.parametrize("kind", ["gmlp", "gmlp-dense", "amlp", "bert-absolute", "bert-relative", "mlp-attention"])
+def test_short_rows_have_the_same_logits_at_any_length(kind, length, shards):
+    trained = trained_model(kind, shards)
+    model = started(trained, shards, sequence_length=length)
+    batch = random_batch(num_positions=TINY["sequence_length"])
+    short = MaskedBatch(batch.token_ids_BN[:, :7], torch.tensor([[1, 3, 5]] * 4), batch.labels_BM)
+    torch.testing.assert_close(model.predict(short), trained.build().predict(short), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_new_in_a_longer_w_is_zero(shards):
+    model = started(trained_model("gmlp", shards), shards, sequence_length=20)
+    weight, bias = model.blocks[0].gating.weight, model.blocks[0].gating.bias
+    assert (weight[:8] == 0).all() and (weight[-8:] == 0).all() and (weight[8:-8] != 0).all()
+    assert (bias[12:] == 1).all()
+
+
+def test_another_vocabulary_keeps_the_pieces_that_both_have(shards, tmp_path):
+    train_tokenizer(
+        [" ".join(np.random.default_rng(i).permutation(WORDS)) for i in range(200)], 300, tmp_path / "tokenizer"
+    )
+    trained = trained_model("gmlp", shards)
+    old, new = Tokenizer(shards / "tokenizer"), Tokenizer(tmp_path / "tokenizer")
+    model = started(trained, tmp_path, vocab_size=new.vocab_size)
+    both = [id for id in range(261, new.vocab_size) if new.pieces[id] in old.pieces[261:]]
+    assert both and len(both) < new.vocab_size - 261
+    weights = trained.weights["embedding.weight"]
+    for id in both:
+        assert torch.equal(model.embedding.weight[id], weights[261 + old.pieces[261:].index(new.pieces[id])])
+    assert torch.equal(model.embedding.weight[:261], weights[:261])
+
+
+def test_a_model_of_other_widths_is_refused_with_every_difference(shards):
+    with pytest.raises(ConfigError) as caught:
+        started(trained_model("gmlp", shards), shards, d_ffn=64, gating="additive")
+    assert "model.d_ffn: found 64; here has 32" in str(caught.value) and "model.gating" in str(caught.value)
+
+
+def losses(run_dir) -> dict[int, float]:
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.fixture(scope="module")
+def trunk(shards, tmp_path_factory):
+    """train(fields) runs the recipe in one folder; a stable trunk of 6 steps, saved after each second, is there."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = [
+        *RECIPE, "train.num_steps=6", "train.log_every_steps=1", "optimizer.schedule=stable",
+        "optimizer.peak_learning_rate=0.01", f"data.shards={shards}", f"output_dir={folder}", "checkpoint.keep_last=9",
+    ]  # fmt: skip
+
+    def train(*fields: str):
+        return pretrain(load_run_config(SMOKE, [*recipe, *fields]))
+
+    train("name=trunk")
+    return folder, train
+
+
+def test_a_run_starts_from_an_export_or_a_run(trunk, caplog):
+    folder, train = trunk
+    export_pretrained(folder / "trunk", 4, folder / "export")
+    logging.getLogger("gmlp_scale").propagate = True
+    for name, place in (("from_run", f"{folder / 'trunk'}@4"), ("from_export", folder / "export")):
+        train(f"name={name}", f"init_from={place}", "train.stop_after_step=2")
+    assert losses(folder / "from_run") == losses(folder / "from_export")
+    train("name=random", "train.stop_after_step=2")
+    assert losses(folder / "from_run")[1] != losses(folder / "random")[1]
+    checkpoint, _ = newest_checkpoint(folder / "from_run" / "checkpoints")
+    assert checkpoint.details["config"]["init_from"] == f"{folder / 'trunk'}@4"
+    assert read_run(folder / "from_run").step == 2
+
+
+def test_a_branch_goes_on_as_its_trunk_and_then_decays(trunk):
+    folder, train = trunk
+    branch = [f"branch_from={folder / 'trunk'}@2", "optimizer.decay_steps=3", "train.num_steps=7"]
+    train("name=whole", *branch)
+    whole = losses(folder / "whole")
+    assert sorted(whole) == [3, 4, 5, 6, 7]
+    assert [whole[step] for step in (3, 4, 5)] == [losses(folder / "trunk")[step] for step in (3, 4, 5)]
+    lines = read_metrics(folder / "whole" / "metrics.jsonl")
+    rates = {line["step"]: line["train/learning_rate"] for line in lines if "train/loss" in line}
+    assert rates[5] == 0.01 > rates[6] > rates[7] > 0
+    for stop in ("4", "null"):
+        train("name=parts", *branch, f"train.stop_after_step={stop}")
+    assert losses(folder / "parts") == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "found"),
+    [
+        (["branch_from={trunk}"], ConfigError, "needed: RUN@STEP"),
+        (["branch_from={trunk}@3"], TrainedModelError, "has no checkpoint of step 3; it has those of 2, 4, 6"),
+        (["branch_from={trunk}@6"], ConfigError, "needed: more than the step of"),
+        (["branch_from={trunk}@2", "seed=3"], ConfigError, "belongs to another run"),
+        (["init_from={trunk}/nothing"], TrainedModelError, "no run at"),
+    ],
+)
+def test_a_start_that_cannot_be_is_one_clear_error(fields, error, found, trunk):
+    folder, train = trunk
+    with pytest.raises(error, match=found):
+        train("name=refused", *[field.format(trunk=folder / "trunk") for field in fields])
