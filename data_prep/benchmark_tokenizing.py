@@ -17,15 +17,15 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from data_prep.input_files import Record
-from data_prep.job_folder import JobFolder
-from data_prep.job_options import JobOptions
-from data_prep.read_documents import ReadDocuments
-from data_prep.write_shards import WriteShards
 from gmlp_scale.data.loader import DataConfig, Loader
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.files import print_error
+from gmlp_scale.prepare.input_files import Record
+from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.read_documents import ReadDocuments
+from gmlp_scale.prepare.write_shards import WriteShards
 
 _TEXTS_AT_A_TIME = 100
 _SLOW_TEXTS = 300  # of each file for `tokenizers`, which is slow

@@ -13,15 +13,15 @@ import json
 import sys
 import time
 
-from data_prep.dedup import DEDUPLICATIONS
-from data_prep.estimate import estimate
-from data_prep.job_folder import JobError, JobFolder
-from data_prep.job_options import JobOptions
-from data_prep.report import check_input, make_report, print_table, write_manifest
-from data_prep.run_job import run_passes
-from data_prep.write_shards import PACKINGS
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.files import print_error, read_file, redacted, write_file
+from gmlp_scale.prepare.dedup import DEDUPLICATIONS
+from gmlp_scale.prepare.estimate import estimate
+from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.report import check_input, make_report, print_table, write_manifest
+from gmlp_scale.prepare.run_job import run_passes
+from gmlp_scale.prepare.write_shards import PACKINGS
 
 
 def parse_options() -> JobOptions:

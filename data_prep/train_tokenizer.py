@@ -16,10 +16,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_prep.input_files import FileReader, InputFile, Record, find_inputs, records_before_fault
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.files import print_error, redacted, write_file
+from gmlp_scale.prepare.input_files import FileReader, InputFile, Record, find_inputs, records_before_fault
 from gmlp_scale.repeating import repeating
 
 _READ_PER_SAMPLED_BYTE = 10

@@ -14,7 +14,7 @@ ORDER = [
     ("roll_call", "files", "repeating"),
     ("world", "claim"),
     ("data", "kernels"),
-    ("models",),
+    ("models", "prepare"),
     ("engine",),
     ("train",),
     ("config",),
@@ -43,7 +43,14 @@ ALLOWED = {
         "gmlp_scale.claim",
         "gmlp_scale.repeating",
     ),
-    "data_prep": ("data_prep", "gmlp_scale.data", "gmlp_scale.files", "gmlp_scale.claim", "gmlp_scale.repeating"),
+    "gmlp_scale.prepare": (
+        "gmlp_scale.prepare",
+        "gmlp_scale.data",
+        "gmlp_scale.files",
+        "gmlp_scale.claim",
+        "gmlp_scale.repeating",
+    ),
+    "data_prep": ("gmlp_scale.prepare", "gmlp_scale.data", "gmlp_scale.files", "gmlp_scale.repeating"),
 }
 EXCEPTIONS = {
     "data_prep.inspect_batch": ("gmlp_scale.config", "gmlp_scale.tasks.pretraining"),  # shows the rows of a recipe
@@ -52,6 +59,8 @@ EXCEPTIONS = {
 
 # modules that alone may import these
 CONFINED = {
+    "gmlp_scale.prepare": ("gmlp_scale.prepare", "data_prep"),
+    "datatrove": ("gmlp_scale.prepare",),
     "deepspeed": ("gmlp_scale.engine.zero",),
     "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine"),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
@@ -144,7 +153,8 @@ def test_environment_is_read_in_one_place(path):
     [
         p
         for p in source_files()
-        if is_below(name := module_name(p), "gmlp_scale") and not is_below(name, FOR_TRANSFORMERS)
+        if is_below(name := module_name(p), "gmlp_scale")
+        and not any(is_below(name, other) for other in (FOR_TRANSFORMERS, "gmlp_scale.prepare"))
     ],
     ids=module_name,
 )

@@ -7,7 +7,8 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from data_prep import executors, tokenize_corpus
+from data_prep import tokenize_corpus
+from gmlp_scale.prepare import executors
 from tests.forked import fork
 
 _BY_THE_CLOCK = ("/job/claims/", "/job/progress-")  # written every few seconds, so their number is not the job's own

@@ -9,10 +9,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from data_prep.input_files import BadRecord, FileReader, Record, find_inputs, records_before_fault
-from data_prep.job_folder import JobError
-from data_prep.open_input import BadFileError, InputFile
-from data_prep.read_documents import inputs_of_task
+from gmlp_scale.prepare.input_files import BadRecord, FileReader, Record, find_inputs, records_before_fault
+from gmlp_scale.prepare.job_folder import JobError
+from gmlp_scale.prepare.open_input import BadFileError, InputFile
+from gmlp_scale.prepare.read_documents import inputs_of_task
 
 TEXTS = [f"document {number}\twith «ünïcode»\r\nand lines" for number in range(50)]
 

@@ -6,10 +6,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from data_prep.job_folder import JobFolder
-from data_prep.job_options import JobOptions
-from data_prep.read_documents import ReadDocuments
-from data_prep.write_shards import WriteShards
+from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.read_documents import ReadDocuments
+from gmlp_scale.prepare.write_shards import WriteShards
 from tests.data_prep.corpora import make_texts
 
 

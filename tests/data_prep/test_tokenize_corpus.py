@@ -6,12 +6,12 @@ import subprocess
 import numpy as np
 import pytest
 
-from data_prep.estimate import estimate
-from data_prep.job_folder import JobError
-from data_prep.job_options import JobOptions
-from data_prep.write_shards import is_heldout
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.prepare.estimate import estimate
+from gmlp_scale.prepare.job_folder import JobError
+from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.write_shards import is_heldout
 from tests.data_prep.corpora import contents, make_texts, run, write_jsonl
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.write_shards import DocumentRows, PackedRows, is_heldout
+from gmlp_scale.prepare.write_shards import DocumentRows, PackedRows, is_heldout
 
 documents = st.lists(st.lists(st.integers(5, 60_000), max_size=40), max_size=20)
 

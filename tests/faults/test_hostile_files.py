@@ -9,11 +9,11 @@ import tarfile
 import pytest
 import zstandard
 
-from data_prep.input_files import BadRecord, FileReader, find_inputs
-from data_prep.open_input import InputFile
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.shards import Manifest, ShardError
 from gmlp_scale.files import open_filesystem, read_file
+from gmlp_scale.prepare.input_files import BadRecord, FileReader, find_inputs
+from gmlp_scale.prepare.open_input import InputFile
 from gmlp_scale.train.checkpoint import newest_checkpoint
 from tests.data_prep.corpora import make_texts, write_jsonl
 from tests.gloo_ranks import run_ranks

@@ -5,9 +5,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ValidationError, model_validator
 
-from data_prep.input_files import FileReader, InputFile, find_inputs
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.files import redacted
+from gmlp_scale.prepare.input_files import FileReader, InputFile, find_inputs
 
 
 class JobOptions(BaseModel, frozen=True, extra="forbid"):

@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 import orjson
 
-from data_prep.job_folder import JobError
-from data_prep.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
 from gmlp_scale.files import open_filesystem, with_retries
+from gmlp_scale.prepare.job_folder import JobError
+from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
 

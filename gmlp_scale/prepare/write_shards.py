@@ -9,11 +9,11 @@ import xxhash
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.job_folder import JobFolder
-from data_prep.job_options import JobOptions
 from gmlp_scale.data.batch import CLS_ID, NUM_SPECIAL_TOKENS, PAD_ID, SEP_ID, UNK_ID
 from gmlp_scale.data.shards import ROW_DTYPE, ShardWriter
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
+from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
 
 _BATCH_CHARACTERS = 1_000_000
 

@@ -27,10 +27,10 @@ from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from data_prep.input_files import Record, find_inputs
-from data_prep.job_folder import JobError, JobFolder
-from data_prep.job_options import JobOptions
 from gmlp_scale.data.hashing import hash64
+from gmlp_scale.prepare.input_files import Record, find_inputs
+from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
 
 NGRAM_WORDS = 13
 

@@ -9,8 +9,8 @@ import zstandard
 from fsspec.implementations.local import LocalFileSystem
 from isal import isal_zlib
 
-from data_prep.job_folder import JobError
 from gmlp_scale.files import open_filesystem, with_retries
+from gmlp_scale.prepare.job_folder import JobError
 
 SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".tsv": "text"}
 

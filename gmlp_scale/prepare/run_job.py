@@ -6,13 +6,13 @@ from functools import partial
 
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
-from data_prep.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, slurm_executor
-from data_prep.job_folder import JobError, JobFolder
-from data_prep.job_options import JobOptions
-from data_prep.progress import progress_bar
-from data_prep.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task
-from data_prep.write_shards import WriteShards
+from gmlp_scale.prepare.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
+from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, slurm_executor
+from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.progress import progress_bar
+from gmlp_scale.prepare.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task
+from gmlp_scale.prepare.write_shards import WriteShards
 
 
 def run_passes(options: JobOptions, job: JobFolder) -> bool:

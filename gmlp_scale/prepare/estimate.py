@@ -2,10 +2,10 @@
 
 import time
 
-from data_prep.input_files import Record, records_before_fault
-from data_prep.job_options import JobOptions
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.prepare.input_files import Record, records_before_fault
+from gmlp_scale.prepare.job_options import JobOptions
 
 _MAX_FILES = 8
 _SAMPLE_BYTES_PER_FILE = 500_000

@@ -13,9 +13,9 @@ from pathlib import Path
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from data_prep.dedup import Pass
-from data_prep.job_folder import JobError
-from data_prep.job_options import JobOptions
+from gmlp_scale.prepare.dedup import Pass
+from gmlp_scale.prepare.job_folder import JobError
+from gmlp_scale.prepare.job_options import JobOptions
 
 _MOST_RESTARTS_OF_A_TASK = 5
 
@@ -30,7 +30,7 @@ class LocalExecutor(LocalPipelineExecutor):
     def run(self) -> None:
         """Run the tasks that have no completion mark. Raises JobError where a worker was killed."""
         context = get_context("forkserver")
-        context.set_forkserver_preload(["data_prep.run_job"])  # imported once for all workers
+        context.set_forkserver_preload(["gmlp_scale.prepare.run_job"])  # imported once for all workers
         pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker)
         try:
             tasks = [pool.submit(self._run_for_rank, rank, local_rank=1) for rank in self.get_incomplete_ranks()]

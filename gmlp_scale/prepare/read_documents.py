@@ -11,10 +11,10 @@ from datatrove.pipeline.readers import HuggingFaceDatasetReader
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
-from data_prep.input_files import BadRecord, InputFile, Record, records_before_fault
-from data_prep.job_folder import JobError, JobFolder
-from data_prep.job_options import JobOptions
 from gmlp_scale.files import redacted, write_file
+from gmlp_scale.prepare.input_files import BadRecord, InputFile, Record, records_before_fault
+from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
 
 _MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
 _CHECK_AFTER_RECORDS = 10_000

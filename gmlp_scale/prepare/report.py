@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from data_prep.input_files import check_bad_files
-from data_prep.job_folder import JobError, JobFolder
-from data_prep.job_options import JobOptions
-from data_prep.read_documents import num_bad_records
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.files import is_local, write_file
+from gmlp_scale.prepare.input_files import check_bad_files
+from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.read_documents import num_bad_records
 
 
 def write_manifest(job: JobFolder, options: JobOptions, tokenizer: Tokenizer) -> None:
