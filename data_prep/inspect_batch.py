@@ -19,11 +19,11 @@ from gmlp_scale.tasks.pretraining import build_loader
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
     parser.add_argument(
         "--step", type=int, required=True, help="finished steps before it; the first batch is of step 0"
     )
-    parser.add_argument("--rows", type=int, help="print only so many")
+    parser.add_argument("--rows", type=int, help="print only so many (default: all)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     options = parser.parse_intermixed_args()
     try:

@@ -39,6 +39,9 @@ FREE_ON_RESUME = (
 
 FREE_IN_BRANCH = (*FREE_ON_RESUME, "optimizer.", "train.num_steps", "init_from", "branch_from")
 
+
+_RECIPES = Path(__file__).parent / "configs"  # in a checkout a link to the repository's folder
+
 _STORES = ("s3", "s3a", "gs", "gcs", "memory")
 """Those that create a file for only one of several processes, as the claim on a run folder needs."""
 
@@ -244,7 +247,7 @@ def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
 
 
 def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iterable[str] = ()) -> AnyConfig:
-    """Reads a recipe, applies `a.b=c` overrides (values are YAML) and checks everything.
+    """Reads a recipe as `read_recipe_file` does, applies `a.b=c` overrides (values are YAML) and checks everything.
 
     An override of `engine.kind` or `model.kind` drops the fields of the file's section that the new kind lacks. An
     override of a field that it lacks is a mistake.
@@ -268,11 +271,15 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
 
 
 def read_recipe_file(path: str | Path) -> dict[str, Any]:
-    """A recipe's content before it is checked. Raises ConfigError if it is not a YAML file with sections."""
+    """A recipe's content before it is checked. Raises ConfigError if it is not a YAML file with sections.
+
+    `path` may also be a URL, or the bare name of one of the package's recipes, such as gmlp_base.
+    """
+    path = _recipe_file(path)
     try:
         content = yaml.load(read_file(path).decode(), Loader=_StrictLoader)
     except OSError as error:
-        mistake = f"cannot be read ({error.strerror or error}); give a recipe, such as those in configs/"
+        mistake = f"cannot be read ({error.strerror or error}); give a recipe's file, or a name such as gmlp_base"
         raise ConfigError(str(path), [mistake]) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
@@ -302,6 +309,22 @@ def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -
         if old.get(field) != new.get(field)
         and not any(field == f or (f.endswith(".") and field.startswith(f)) for f in free)
     ]
+
+
+def package_recipes() -> dict[str, Path]:
+    """The files of the recipes that the package comes with, by their names."""
+    return {path.stem: path for path in sorted(_RECIPES.glob("*/*.yaml"))}
+
+
+def _recipe_file(place: str | Path) -> str | Path:
+    """The file of one of the package's recipes for a bare name; every other place is left as it is."""
+    name = str(place)
+    if "/" in name or Path(name).suffix:
+        return place
+    files = package_recipes()
+    if name not in files:
+        raise ConfigError(name, [f"is no recipe's name (a file's ends in .yaml){_nearest(name, files)}"])
+    return files[name]
 
 
 def _launcher(recipe: dict) -> str:

@@ -6,7 +6,7 @@ python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512 \\
     --finetune-probe sst2 data.train=train.tsv data.dev=dev.tsv
 
 --all-steps also writes the figures to RUN_DIR/tensorboard/evaluation, and deletes what was there. --finetune-probe
-exports the checkpoint, finetunes it for 200 steps with the recipe in configs/finetune, and adds the dev score to
+exports the checkpoint, finetunes it for 200 steps with the task's recipe, and adds the dev score to
 RUN_DIR/tensorboard/probe.
 """
 
@@ -22,8 +22,6 @@ from gmlp_scale.run import USER_ERRORS, exit_code
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.trained import read_all_steps, read_export, read_run
 from gmlp_scale.world import World, set_up_logging, start_world
-
-RECIPES = Path(__file__).parent.parent / "configs" / "finetune"
 
 
 def main() -> int:
@@ -61,7 +59,7 @@ def main() -> int:
 
 
 def _evaluate(options: argparse.Namespace, world: World) -> dict:
-    probe_config = load_probe(options.finetune_probe, RECIPES, options.overrides) if options.finetune_probe else None
+    probe_config = load_probe(options.finetune_probe, options.overrides) if options.finetune_probe else None
     if options.export:
         models = [read_export(options.export)]
     else:

@@ -23,7 +23,7 @@ from gmlp_scale.world import World, launched_world_size
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a recipe, such as configs/finetune/mnli.yaml")
+    parser.add_argument("--config", required=True, help="a recipe's file, or its name: mnli")
     parser.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="runs with the recipe's seed and those after it"
     )

@@ -16,7 +16,7 @@ from gmlp_scale.train.devices import GPUS
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
+    parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
     parser.add_argument("--gpus", type=int, required=True, help="how many, on all nodes together")
     parser.add_argument("--gpu", choices=GPUS, required=True)
     parser.add_argument("--nodes", type=int, default=1, help="(default: %(default)s)")

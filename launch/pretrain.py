@@ -19,7 +19,7 @@ from gmlp_scale.world import launched_world_size
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
+    parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
     parser.add_argument("--dry-run", action="store_true", help="print what the run would be and leave")
     parser.add_argument("--ranks", type=int, help="of --dry-run (default: as many as are started)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it

@@ -25,6 +25,13 @@ def test_written_config_reads_back_as_the_same_run(tmp_path):
     assert run.seed == 3 and run.optimizer.peak_learning_rate == 1e-3
 
 
+def test_a_recipe_of_the_package_is_found_by_its_name():
+    assert load_run_config("smoke") == load_run_config(SMOKE)
+    assert load_config(FinetuneConfig, "sst2").task == "sst2"
+    assert mistakes("gmlp_bse") == ["is no recipe's name (a file's ends in .yaml); did you mean gmlp_base?"]
+    assert "cannot be read" in mistakes("smoke.yaml")[0] and "cannot be read" in mistakes("./smoke")[0]
+
+
 def test_every_mistake_is_told_at_once():
     told = mistakes(
         SMOKE,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gmlp_scale.analysis.tensorboard import add_scalars
-from gmlp_scale.config import ConfigError, load_config
+from gmlp_scale.config import ConfigError, load_config, package_recipes
 from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
@@ -16,21 +16,17 @@ BUDGET = ("train.num_epochs=null", "train.num_steps=200", "train.evaluate_every_
 _OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.device", "train.stop_after_step")
 
 
-def load_probe(task: str, recipes: Path, overrides: list[str]) -> FinetuneConfig:
+def load_probe(task: str, overrides: list[str]) -> FinetuneConfig:
     """The task's finetuning recipe with BUDGET in place of its own length; `overrides` win over both.
 
-    In the folder `recipes` it is the one with the task's name, else GLUE's.
+    It is the package's recipe with the task's name, else GLUE's.
 
     Raises:
         ConfigError: the recipe or an override has a mistake, or an override sets what a probe decides itself.
     """
-    recipe = recipes / f"{task}.yaml"
-    if not recipe.exists():
-        recipe = recipes / "glue.yaml"
+    recipe = task if task in package_recipes() else "glue"
     if own := [override for override in overrides if override.partition("=")[0] in _OWN]:
-        raise ConfigError(
-            str(recipe), [f"{override}: a probe decides this by itself; leave it out" for override in own]
-        )
+        raise ConfigError(recipe, [f"{override}: a probe decides this by itself; leave it out" for override in own])
     return load_config(FinetuneConfig, recipe, [*BUDGET, *overrides, f"task={task}"])
 
 
