@@ -209,7 +209,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     checkpoint: CheckpointConfig
 
     def build_model(self) -> MaskedLanguageModel:
-        return build_model(self.model)
+        return build_model(self.model, seed=None)
 
     def flops_per_step(self) -> int:
         """Training FLOPs of one global batch: 3 x the forward pass, the head on the masked positions only."""

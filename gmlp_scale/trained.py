@@ -87,7 +87,7 @@ class TrainedModel:
 
     def build(self) -> Backbone:
         """The model with its head, float32, on the CPU, in evaluation mode."""
-        model = build_model(self.config, head=head_class(self.head, len(self.labels)))
+        model = build_model(self.config, head=head_class(self.head, len(self.labels)), seed=None)
         copy_weights(model, self.weights)
         return model.eval()
 

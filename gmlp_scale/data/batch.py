@@ -38,6 +38,26 @@ class MaskedBatch:
     padded: bool = True
     """Whether attention must ignore <pad>. A model that looked for <pad> itself would wait for its device."""
 
+    @classmethod
+    def from_labels(cls, token_ids_BN: Tensor, labels_BN: Tensor) -> MaskedBatch:
+        """The batch of token ids and of labels for each position, as Hugging Face's collators give them.
+
+        Args:
+            token_ids_BN: int64, masks applied; may hold <pad>.
+            labels_BN: int64, the original ids; IGNORED at positions without a prediction.
+
+        Raises:
+            ValueError: the shapes differ, or no position has a label.
+        """
+        is_ignored_BN = labels_BN == IGNORED
+        if labels_BN.shape != token_ids_BN.shape or is_ignored_BN.all():
+            found = f"labels of shape {tuple(labels_BN.shape)} beside token ids of shape {tuple(token_ids_BN.shape)}"
+            raise ValueError(f"found {found}; needed: the same shape, and a label other than {IGNORED}")
+        num_masked = int((~is_ignored_BN).sum(dim=1).max())
+        # A stable sort puts each row's labels first, and leaves their order. Rows with fewer take ignored positions.
+        positions_BM = is_ignored_BN.byte().argsort(dim=1, stable=True)[:, :num_masked].sort(dim=1).values
+        return cls(token_ids_BN, positions_BM, labels_BN.gather(1, positions_BM))
+
     def to(self, device: torch.device | str) -> MaskedBatch:
         """The same batch on `device`; copies from pinned memory do not block the host."""
         return replace(

@@ -86,7 +86,8 @@ class Finetuning:
         )
 
     def build_model(self) -> Backbone:
-        return build_model(self.inputs.pretrained.config, head=self.config.task_row.head, dropout=self.config.dropout)
+        head, dropout = self.config.task_row.head, self.config.dropout
+        return build_model(self.inputs.pretrained.config, head=head, dropout=dropout, seed=None)
 
     def initialise(self, model: Backbone) -> None:
         """Random weights from the seed; then, if `pretrained`, the export's trunk, whatever head that has."""

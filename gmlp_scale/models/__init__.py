@@ -27,15 +27,36 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal, TypeVar, assert_never
 
+import torch
 from pydantic import Field
 from torch.overrides import TorchFunctionMode
 
+from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig
-from gmlp_scale.models.heads import MaskedLanguageModel
+from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig, SpatialGatingUnit
+from gmlp_scale.models.heads import LabelledBatch, MaskedLanguageModel, SequenceClassifier, SpanBatch, SpanPredictor
 from gmlp_scale.models.mixer import MixerBlock, MixerConfig
 from gmlp_scale.models.mlp_attention import MlpAttentionBlock, MlpAttentionConfig
 from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
+
+__all__ = [
+    "AmlpConfig",
+    "CausalModelConfig",
+    "GmlpConfig",
+    "LabelledBatch",
+    "MaskedBatch",
+    "MaskedLanguageModel",
+    "MixerConfig",
+    "MlpAttentionConfig",
+    "ModelConfig",
+    "SequenceClassifier",
+    "SpanBatch",
+    "SpanPredictor",
+    "SpatialGatingUnit",
+    "TransformerConfig",
+    "build_model",
+    "with_kernels",
+]
 
 ModelConfig = Annotated[
     GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig | MlpAttentionConfig, Field(discriminator="kind")
@@ -56,14 +77,15 @@ def build_model(
     head: Callable[..., AnyModel] = MaskedLanguageModel,
     dropout: float = 0.0,
     causal: bool = False,
+    seed: int | None = 0,
 ) -> AnyModel:
-    """Builds the model on the current default device; under `torch.device("meta")` it takes no memory.
-
-    Its parameters are not initialised: `init_weights` or a checkpoint fills them.
+    """Builds the model on the current default device, float32, in training mode, with initial weights.
 
     Args:
         head: a class of heads.py or next_token.py, with its own arguments bound by functools.partial.
         causal: no position sees a later one. For a CausalModelConfig only.
+        seed: of the initial weights, which are the same on every device. None leaves the parameters without values, for
+            `init_weights` or a checkpoint to fill. Under `torch.device("meta")` they have none and take no memory.
     """
     assert not causal or isinstance(config, CausalModelConfig)
     match config:
@@ -78,7 +100,7 @@ def build_model(
         case _:
             assert_never(config)
     with _WithoutRandomNumbers():
-        return head(
+        model = head(
             vocab_size=config.vocab_size,
             d_model=config.d_model,
             sequence_length=config.sequence_length,
@@ -88,6 +110,9 @@ def build_model(
             dropout=dropout,
             multiply_adds_per_block=config.multiply_adds_per_block,
         )
+    if seed is not None and not model.embedding.weight.is_meta:
+        model.init_weights(torch.Generator().manual_seed(seed))
+    return model
 
 
 class _WithoutRandomNumbers(TorchFunctionMode):

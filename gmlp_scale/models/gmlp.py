@@ -39,19 +39,21 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
     has_absolute_positions: ClassVar[bool] = False
     masks_padding: ClassVar[bool] = False
     kind: Literal["gmlp"] = "gmlp"
+    """gMLP: the Spatial Gating Unit alone mixes the positions."""
     num_blocks: NumBlocks
-    """gMLP blocks; each is one layer (36 at the size of BERT base)."""
+    """gMLP blocks; each is one layer (36 at the size of BERT base). [blocks]"""
     d_model: PositiveInt
-    """Width of the residual stream."""
+    """Width of the residual stream. [channels]"""
     d_ffn: PositiveInt
-    """Width after the channel expansion, before any split."""
+    """Width after the channel expansion, before any split. [channels]"""
     spatial: Literal["toeplitz", "dense"] = "toeplitz"
     """W from one number per offset (the paper's choice for text), or a free n x n matrix (images)."""
     gating: Gating = "multiplicative_split"
     """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
     sequence_length: PositiveInt
-    """Positions n that the spatial projection is made for; shorter inputs take its central part."""
+    """Positions n that the spatial projection is made for; shorter inputs take its central part. [tokens]"""
     vocab_size: PositiveInt
+    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
     gating multiplicative_split and a CUDA device. auto: the kernels in bfloat16 on a CUDA device, else PyTorch."""
@@ -66,8 +68,7 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def splits(self) -> bool:
-        """Whether the gating halves z into u and v; else both are z."""
-        return self.gating.endswith("_split")
+        return halves(self.gating)
 
     @property
     def d_gate(self) -> int:
@@ -83,8 +84,9 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
 class AmlpConfig(GmlpConfig, frozen=True, extra="forbid"):
     display_name: ClassVar[str] = "aMLP"
     kind: Literal["amlp"] = "amlp"
+    """aMLP: gMLP with a tiny attention in each block."""
     d_attn: PositiveInt
-    """Width of the tiny attention's single head."""
+    """Width of the tiny attention's single head. [channels]"""
 
     @property
     def multiply_adds_per_block(self) -> int:
@@ -101,7 +103,9 @@ class GmlpBlock(nn.Module):
         self.kernels = config.kernels if config.gating == FUSED_GATING and not causal else "torch"
         self.norm = LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
-        self.gating = SpatialGatingUnit(config, causal)
+        self.gating = SpatialGatingUnit(
+            config.d_ffn, config.sequence_length, spatial=config.spatial, gating=config.gating, causal=causal
+        )
         self.attention = TinyAttention(config, dropout, causal) if isinstance(config, AmlpConfig) else None
         self.project = nn.Linear(config.d_gate, config.d_model)
         self.dropout = nn.Dropout(dropout)
@@ -119,21 +123,37 @@ class GmlpBlock(nn.Module):
 class SpatialGatingUnit(nn.Module):
     """s(Z) of equations 2 to 4 and Table 3, f(Z) = W LayerNorm(Z) + b: one W for all channels, one b per position.
 
-    `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b. If causal, W's part
-    above the diagonal is never read.
+    `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b. Both are initialised.
+    If causal, W's part above the diagonal is never read.
+
+    Args:
+        d_ffn: the width of z. The output has half of it with the split gating, else all of it.
+        sequence_length: the most positions n that z may have.
+        spatial, gating: as in GmlpConfig.
+        causal: no position sees a later one.
     """
 
-    def __init__(self, config: GmlpConfig, causal: bool = False):
+    def __init__(
+        self,
+        d_ffn: int,
+        sequence_length: int,
+        *,
+        spatial: Literal["toeplitz", "dense"] = "toeplitz",
+        gating: Gating = "multiplicative_split",
+        causal: bool = False,
+    ):
         super().__init__()
-        n = config.sequence_length
+        n = sequence_length
         self.causal = causal
-        self.splits = config.splits
-        self.spatial = config.spatial
+        self.splits = halves(gating)
+        self.spatial = spatial
         self.sequence_length = n
-        self.combine, self.initial_diagonal, self.initial_bias = combination(config.gating)
-        self.norm = LayerNorm(config.d_gate)
-        self.weight = nn.Parameter(torch.empty(2 * n - 1) if config.spatial == "toeplitz" else torch.empty(n, n))
+        self.combine, self.initial_diagonal, self.initial_bias = combination(gating)
+        self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
+        self.weight = nn.Parameter(torch.empty(2 * n - 1) if spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
+        nn.init.normal_(self.weight, std=SPATIAL_INIT_SCALE / math.sqrt(n))  # which build_model skips
+        self._set_diagonal_and_bias()
 
     def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None) -> Tensor:
         """s(Z) for z after GELU. The tiny attention's attended values are added to the gate.
@@ -169,12 +189,21 @@ class SpatialGatingUnit(nn.Module):
         The linear gating passes nothing but f(Z), so its W starts near the identity with b zero. The block is then a
         feed-forward layer whose hidden layer is normalised. (W near zero and b one would make it a constant.)
         """
-        n = self.sequence_length
         noise = torch.randn(self.weight.shape, generator=generator, device="cpu")
-        self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(n)))
-        diagonal = self.weight[n - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
+        self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(self.sequence_length)))
+        self._set_diagonal_and_bias()
+
+    @torch.no_grad()
+    def _set_diagonal_and_bias(self) -> None:
+        """Adds to W's diagonal, and fills b."""
+        diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
         diagonal.add_(self.initial_diagonal)
         self.bias.fill_(self.initial_bias)
+
+
+def halves(gating: Gating) -> bool:
+    """Whether the gating halves z into u and v; else both are z."""
+    return gating.endswith("_split")
 
 
 def combination(gating: Gating) -> tuple[Callable[[Tensor, Tensor], Tensor], float, float]:

@@ -19,7 +19,8 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
     and the copies of transposed operands that Mixer and the Transformer with relative positions make.
     """
     config = with_kernels(model.model_copy(update={"num_blocks": 1}), "torch")
-    one_block = round_matrices(build_model(config), precision)  # on the CPU, since the meta device imports a compiler
+    one_block = build_model(config, seed=None)  # on the CPU, since the meta device imports a compiler
+    one_block = round_matrices(one_block, precision)
     one_block.set_recompute(recompute)
 
     def kept_bytes(num_rows: int) -> int:

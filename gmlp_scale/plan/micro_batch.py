@@ -85,7 +85,7 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     """Trains and evaluates a plain model, with memory set aside for the rest of the engine's states and the margin."""
     device, num_rows, precision = world.device, run.train.micro_batch_size, run.train.precision
     with torch.device(device):
-        model = build_model(run.model)
+        model = build_model(run.model, seed=None)
     states = state_bytes_per_rank(model, precision, run.engine, world.size, accumulates=run.accumulates(world.size))
     round_matrices(model, precision).set_recompute(run.train.recompute)
     own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # parameters and gradients

@@ -64,7 +64,6 @@ def _faster_precision(run: PretrainingRecipe, device: torch.device) -> str:
 def _training_pass(run: PretrainingRecipe, precision: str) -> Callable[[], None]:
     """Forward and backward pass of one block."""
     model = build_model(run.model.model_copy(update={"num_blocks": 1, "vocab_size": 1}))
-    model.init_weights(torch.Generator().manual_seed(0))
     round_matrices(model, precision)
     num_rows = max(1, NUM_TOKENS // run.model.sequence_length)
     shape_BND, dtype = (num_rows, run.model.sequence_length, run.model.d_model), model.embedding.weight.dtype

@@ -52,7 +52,7 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     checkpoint: CheckpointConfig
 
     def build_model(self) -> NextTokenModel:
-        return build_model(self.model, head=NextTokenModel, dropout=self.dropout, causal=True)
+        return build_model(self.model, head=NextTokenModel, dropout=self.dropout, causal=True, seed=None)
 
     def flops_per_step(self) -> int:
         """Training FLOPs of one global batch: 3 x the forward pass."""

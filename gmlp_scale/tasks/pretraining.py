@@ -52,7 +52,7 @@ class Pretraining:
         return self.loader
 
     def build_model(self) -> MaskedLanguageModel:
-        return build_model(self.config.model)
+        return build_model(self.config.model, seed=None)
 
     def initialise(self, model: MaskedLanguageModel) -> None:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))

@@ -44,7 +44,7 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: GmlpScaleConfig, head, dropout: float):
         super().__init__(config)
-        self.model = build_model(model_config(config), head=head, dropout=dropout)
+        self.model = build_model(model_config(config), head=head, dropout=dropout, seed=None)
         self._no_split_modules = list({type(block).__name__ for block in self.model.blocks})
         self.post_init()
 
