@@ -88,7 +88,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     output_dir: Annotated[str, BeforeValidator(plain_path)] = "outputs"
     """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
     seed: int = Field(ge=0, lt=2**32)
-    """For the initial weights, the order of the rows, the masks and dropout."""
+    """For the initial weights, the order of the rows, the masks and dropout. [no unit]"""
 
     @property
     def run_folder(self) -> str:

@@ -44,8 +44,11 @@ def test_the_wheel_holds_one_package_with_its_recipes_and_commands(wheel):
     assert "gmlp_scale/py.typed" in files
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert {"gmlp-pretrain", "gmlp-finetune", "gmlp-evaluate", "gmlp-export", "gmlp-prepare"} <= commands.keys()
-    for target in commands.values():
+    table = (ROOT / "docs/commands.md").read_text()
+    for command, target in commands.items():
         module, _, function = target.partition(":")
+        script = f"{module.removeprefix('gmlp_scale.').replace('.', '/')}.py"
+        assert f"| `{command}` | `python {script}` |" in table
         assert f"{module.replace('.', '/')}.py" in files and function == "main"
 
 

@@ -31,17 +31,19 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     fetches each once, else most of them in every epoch."""
     cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
     """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
-    a node."""
+    a node. [bytes]"""
     packing: Literal["packed", "document"] = "packed"
     """How documents were put into rows; the shards must have been written so."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
+    """How much of each row is masked (BERT's 15 %, as in the paper). [fraction]"""
     shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
-    """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups in memory."""
+    """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups in memory. [bytes]"""
     prefetch_steps: int = Field(default=64, ge=1)
-    """How many steps' batches are made ahead; they take 10 bytes of host memory per token."""
+    """How many steps' batches are made ahead; they take 10 bytes of host memory per token. [steps]"""
     on_corrupt_shard: Literal["error", "skip"] = "error"
+    """A shard whose checksum does not hold: end the run, or go on without its rows."""
     max_corrupt_shards: int = Field(default=0, ge=0)
-    """How many distinct corrupt shards a run may skip."""
+    """How many distinct corrupt shards a run may skip. [shards]"""
 
     @property
     def padded(self) -> bool:

@@ -20,10 +20,11 @@ from gmlp_scale.world import World
 
 class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     kind: Literal["fsdp2"] = "fsdp2"
+    """PyTorch's fully_shard."""
     timeout_seconds: float = Field(600, gt=0)
-    """How long a collective waits for the other ranks before the run fails."""
+    """How long a collective waits for the other ranks before the run fails. [seconds]"""
     blocks_per_group: int = Field(8, gt=0)
-    """How many blocks to gather together. One block alone is so small that latency would decide."""
+    """How many blocks to gather together. One block alone is so small that latency would decide. [blocks]"""
     reshard_after_forward: bool = False
     """True frees a group's gathered parameters after its forward pass and gathers them again for the backward pass
     (ZeRO-3). False shards only gradients, masters and moments between steps (ZeRO-2)."""

@@ -17,19 +17,23 @@ class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
     """The defaults are the main recipe's (section 4 of the paper)."""
 
     peak_learning_rate: float = Field(1e-4, gt=0)
+    """The learning rate at the end of the warm-up. [no unit]"""
     schedule: Literal["linear", "cosine", "stable"] = "linear"
     """What the rate does after the warm-up. linear: it falls to 0 at the end of train.num_steps, as the paper's.
     cosine: the same along half a cosine. stable: it stays at its peak, and falls to 0 over the last decay_steps."""
     warmup_steps: int = Field(10_000, ge=0)
-    """Steps over which the rate climbs from 0 to its peak, linearly."""
+    """Steps over which the rate climbs from 0 to its peak, linearly. [steps]"""
     decay_steps: int = Field(0, ge=0)
-    """For `stable` only. 0: the rate never falls."""
+    """For `stable` only. The steps at the end over which the rate falls; 0: it never does. [steps]"""
     betas: tuple[float, float] = (0.9, 0.999)
+    """How much of AdamW's mean of gradients, and of their squares, each step keeps. [fraction]"""
     eps: float = Field(1e-6, gt=0)
+    """What AdamW adds to the root of the mean square, so that it never divides by 0. [no unit]"""
     weight_decay: float = Field(0.01, ge=0)
-    """On matrices only: not on LayerNorms, biases and the Toeplitz vector."""
+    """Each step takes this times the learning rate off the weights. On matrices only: not on LayerNorms, biases and the
+    Toeplitz vector. [no unit]"""
     gradient_clipping: float | None = Field(None, gt=0)
-    """Largest global gradient norm; null never clips."""
+    """Largest global gradient norm; null never clips. [no unit]"""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -18,8 +18,10 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
     """One process, CPU or one GPU."""
 
     kind: Literal["single"] = "single"
+    """The reference: one process, without sharding."""
     timeout_seconds: float = 600
-    """Has no effect in one process. Every engine has it, so that overriding engine.kind alone gives a valid recipe."""
+    """Has no effect in one process. Every engine has it, so that overriding engine.kind alone gives a valid recipe.
+    [seconds]"""
 
     needs_process_group: ClassVar[bool] = False
     supports_cuda_graphs: ClassVar[bool] = True

@@ -17,14 +17,14 @@ def _is_positive_or_auto(value: Any) -> Any:
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     num_steps: int = Field(gt=0)
-    """The length of the schedule in optimizer updates."""
+    """The length of the schedule in optimizer updates. [steps]"""
     stop_after_step: int | None = Field(None, gt=0)
-    """Stop after this step with a checkpoint, as on a signal; the same command without it goes on."""
+    """Stop after this step with a checkpoint, as on a signal; the same command without it goes on. [steps]"""
     global_batch_size: int = Field(gt=0)
-    """Rows per step over all ranks."""
+    """Rows per step over all ranks. [rows]"""
     micro_batch_size: Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]
     """Rows per forward pass on one rank; a step accumulates as many passes as the global batch needs. auto: the most
-    rows that fit into memory, found when the run starts. The number changes losses by rounding only."""
+    rows that fit into memory, found when the run starts. The number changes losses by rounding only. [rows]"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["auto", "float32", "bf16"] = "bf16"
@@ -45,13 +45,16 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     recheck_every_steps: int | None = Field(None, gt=0)
     """Each rank computes a micro-batch twice this often, and the ranks compare their weights; a difference stops the
     run with the rank's number. It finds chips and memory that give wrong numbers. On a GPU the whole run then uses
-    torch's deterministic algorithms."""
+    torch's deterministic algorithms. [steps]"""
     log_every_steps: int = Field(50, gt=0)
+    """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
     evaluate_every_steps: int = Field(10_000, gt=0)
+    """An evaluation on held-out rows comes after every so many, and at the end. [steps]"""
     num_evaluation_rows: int = Field(10_000, gt=0)
-    """Held-out rows per evaluation: the first ones, or as many as there are."""
+    """Held-out rows per evaluation: the first ones, or as many as there are. [rows]"""
     peak_tflops_per_device: float | None = Field(None, gt=0)
-    """Data-sheet peak that perf/mfu divides by. null looks the device up; without a known peak there is no perf/mfu."""
+    """Data-sheet peak that perf/mfu divides by. null looks the device up; without a known peak there is no perf/mfu.
+    [TFLOP/s]"""
     allow_changed_on_resume: list[str] = []
     """Fields that may differ from the checkpoint's although they change the run, as optimizer.peak_learning_rate."""
 

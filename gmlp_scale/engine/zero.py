@@ -35,9 +35,11 @@ log = logging.getLogger(__name__)
 
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     kind: Literal["zero"] = "zero"
+    """DeepSpeed's ZeRO."""
     stage: Literal[1, 2, 3] = 1
+    """What is sharded over the ranks: 1 master and moments, 2 gradients too, 3 parameters too."""
     timeout_seconds: float = Field(600, gt=0)
-    """How long a collective waits for the other ranks before the run fails."""
+    """How long a collective waits for the other ranks before the run fails. [seconds]"""
     deepspeed_config: FilePath | None = None
     """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). It must agree with
     what the recipe decides. One that offloads the optimizer (zero_optimization.offload_optimizer) also needs

@@ -18,16 +18,19 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
     """Each part is a file (.tsv, .jsonl, .parquet, SQuAD's .json) or a name that `datasets` loads (nyu-mll/glue)."""
 
     train: str
+    """The examples to learn from."""
     dev: str
+    """The development set, which decides which weights are the best."""
     dev_mismatched: str | None = None
     """MNLI's second development set."""
     test: str | None = None
     """Scored once, at the end, if it has labels. Its predictions are written in any case."""
     test_mismatched: str | None = None
+    """MNLI's second test set."""
     sequence_length: PositiveInt
-    """The length of every row, in training and in evaluation, at most the model's."""
+    """The length of every row, in training and in evaluation, at most the model's. [tokens]"""
     document_stride: PositiveInt | None = None
-    """SQuAD: tokens from the start of one window to the start of the next."""
+    """SQuAD: from the start of one window of a context to the start of the next. [tokens]"""
 
     def source(self, part: str) -> str | None:
         return getattr(self, part)
@@ -35,41 +38,58 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
 
 class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     num_epochs: float | None = Field(None, gt=0)
-    """The length of the schedule in passes over the rows. The last step may take some rows of another pass."""
+    """The length of the schedule in passes over the rows. The last step may take some rows of another pass. [epochs]"""
     num_steps: PositiveInt | None = None
-    """The same in optimizer updates. Give one of the two."""
+    """The same in optimizer updates. Give one of the two. [steps]"""
     stop_after_step: PositiveInt | None = None
-    """Leave after this step with a checkpoint, as if stopped by a signal."""
+    """Leave after this step with a checkpoint, as if stopped by a signal. [steps]"""
     global_batch_size: PositiveInt
+    """Rows per step over all ranks. [rows]"""
     micro_batch_size: PositiveInt
+    """Rows per forward pass on one rank. [rows]"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["float32", "bf16"] = "bf16"
+    """bf16: parameters and products in bfloat16 with a float32 master."""
     compile: bool = False
+    """torch.compile for each block."""
     recompute: Recompute = "none"
+    """What the backward pass computes again to save memory, as in pretraining."""
     log_every_steps: PositiveInt = 50
+    """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
     evaluate_every_steps: PositiveInt | None = None
-    """null: once per epoch. The end is always evaluated."""
+    """An evaluation on the development set comes after every so many. null: once per epoch. The end is always
+    evaluated. [steps]"""
     peak_tflops_per_device: float | None = Field(None, gt=0)
+    """Data-sheet peak that perf/mfu divides by. null looks the device up. [TFLOP/s]"""
     allow_changed_on_resume: list[str] = []
+    """Fields that may differ from the checkpoint's although they change the run."""
 
 
 class FinetuneOptimizerConfig(BaseModel, frozen=True, extra="forbid"):
     """As OptimizerConfig, except for the warm-up."""
 
     peak_learning_rate: float = Field(gt=0)
+    """The learning rate at the end of the warm-up. [no unit]"""
     warmup_fraction: float = Field(0.1, ge=0, lt=1)
-    """Of the schedule."""
+    """How much of the schedule the rate climbs from 0 to its peak; it falls to 0 over the rest. [fraction]"""
     betas: tuple[float, float] = (0.9, 0.999)
+    """How much of AdamW's mean of gradients, and of their squares, each step keeps. [fraction]"""
     eps: float = Field(1e-6, gt=0)
+    """What AdamW adds to the root of the mean square, so that it never divides by 0. [no unit]"""
     weight_decay: float = Field(0.01, ge=0)
+    """Each step takes this times the learning rate off the weights, on matrices only. [no unit]"""
     gradient_clipping: float | None = Field(None, gt=0)
+    """Largest global gradient norm; null never clips. [no unit]"""
 
 
 class GridConfig(BaseModel, frozen=True, extra="forbid"):
     """--grid tries every pair of these."""
 
     global_batch_size: list[PositiveInt] = Field(min_length=1)
+    """Values of train.global_batch_size. [rows]"""
     peak_learning_rate: list[float] = Field(min_length=1)
+    """Values of optimizer.peak_learning_rate. [no unit]"""
 
 
 class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
@@ -86,7 +106,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
     pretrained: bool = True
     """false: take the export's model and tokenizer, but random weights, as a baseline without pretraining."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """After the embedding, on residual branches, on attention probabilities and before the classifier."""
+    """After the embedding, on residual branches, on attention probabilities and before the classifier. [fraction]"""
     data: FinetuneDataConfig
     train: FinetuneTrainConfig
     optimizer: FinetuneOptimizerConfig

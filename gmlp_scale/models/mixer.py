@@ -21,17 +21,19 @@ class MixerConfig(BaseModel, frozen=True, extra="forbid"):
     has_absolute_positions: ClassVar[bool] = False
     masks_padding: ClassVar[bool] = False
     kind: Literal["mixer"] = "mixer"
+    """MLP-Mixer: a two-layer network over positions, then one over channels."""
     num_blocks: NumBlocks
-    """Mixer layers, each mixing positions and then channels."""
+    """Mixer layers, each mixing positions and then channels. [blocks]"""
     d_model: PositiveInt
-    """Width of the residual stream."""
+    """Width of the residual stream. [channels]"""
     d_spatial: PositiveInt
-    """Hidden width of the two-layer network over positions."""
+    """Hidden width of the two-layer network over positions. [channels]"""
     d_ffn: PositiveInt
-    """Hidden width of the two-layer network over channels."""
+    """Hidden width of the two-layer network over channels. [channels]"""
     sequence_length: PositiveInt
-    """Positions n that the network over positions is made for; shorter inputs take its leading part."""
+    """Positions n that the network over positions is made for; shorter inputs take its leading part. [tokens]"""
     vocab_size: PositiveInt
+    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @property
     def multiply_adds_per_block(self) -> int:

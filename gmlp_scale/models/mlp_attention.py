@@ -26,20 +26,23 @@ class MlpAttentionConfig(BaseModel, frozen=True, extra="forbid"):
     masks_padding: ClassVar[bool] = True
     has_absolute_positions: ClassVar[bool] = True
     kind: Literal["mlp_attention"] = "mlp_attention"
+    """MLP-Attention, whose attention takes its weights from a multi-layer perceptron."""
     num_blocks: NumBlocks
-    """Layers, attention and feed-forward together."""
+    """Layers, attention and feed-forward together. [blocks]"""
     d_model: PositiveInt
-    """Width of the residual stream."""
+    """Width of the residual stream. [channels]"""
     d_ffn: PositiveInt
-    """Width of the feed-forward part's hidden layer."""
+    """Width of the feed-forward part's hidden layer. [channels]"""
     num_heads: PositiveInt
+    """Heads of each layer's attention; d_model is a multiple of it. [heads]"""
     scores: Literal["mlp", "dot_product"] = "mlp"
     """Where the attention's weights come from. dot_product is the Transformer that the paper compares with."""
     d_scores: PositiveInt | None = None
-    """Width of the hidden layer that computes a head's scores; for `mlp` only."""
+    """Width of the hidden layer that computes a head's scores; for `mlp` only. [channels]"""
     sequence_length: PositiveInt
-    """Longest input; `mlp` has a score for each of its positions."""
+    """Longest input; `mlp` has a score for each of its positions. [tokens]"""
     vocab_size: PositiveInt
+    """Rows of the embedding, as many as the tokenizer has pieces or the text has characters. [pieces]"""
 
     @model_validator(mode="after")
     def _fits_the_scores(self):

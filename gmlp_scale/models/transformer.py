@@ -31,19 +31,22 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
     display_name: ClassVar[str] = "Transformer"
     masks_padding: ClassVar[bool] = True
     kind: Literal["transformer"] = "transformer"
+    """BERT's layers, with LayerNorm before each part."""
     num_blocks: NumBlocks
-    """Transformer layers, attention and feed-forward together: 12 for what the paper writes as 12+12."""
+    """Transformer layers, attention and feed-forward together: 12 for what the paper writes as 12+12. [blocks]"""
     d_model: PositiveInt
-    """Width of the residual stream."""
+    """Width of the residual stream. [channels]"""
     d_ffn: PositiveInt
-    """Width of the feed-forward part's hidden layer."""
+    """Width of the feed-forward part's hidden layer. [channels]"""
     num_heads: PositiveInt
+    """Heads of each layer's attention; d_model is a multiple of it. [heads]"""
     positions: Literal["absolute", "relative", "relative_only"]
     """absolute: learned embeddings, added to the tokens'. relative: T5's biases in the softmax, per layer and head.
     relative_only: those biases alone, without queries and keys (third line of Table 3)."""
     sequence_length: PositiveInt
-    """Longest input."""
+    """Longest input. [tokens]"""
     vocab_size: PositiveInt
+    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @model_validator(mode="after")
     def _whole_heads(self):

@@ -31,7 +31,7 @@ class CharacterDataConfig(BaseModel, frozen=True, extra="forbid"):
     text: str
     """A UTF-8 text file, or one at a URL."""
     heldout_fraction: float = Field(0.1, gt=0, lt=1)
-    """The end of the text that is evaluated on."""
+    """The end of the text that is evaluated on. [fraction]"""
 
 
 class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
@@ -41,10 +41,11 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     free_on_resume: ClassVar[tuple[str, ...]] = (*PretrainingRecipe.free_on_resume, "data.text")  # it has a checksum
 
     task: Literal["characters"]
+    """What tells these recipes from those of masked language modelling."""
     model: ModelConfig
     """Of a family whose blocks can be causal. Its vocabulary is the text's alphabet."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """On residual branches and attention weights."""
+    """On residual branches and attention weights. [fraction]"""
     data: CharacterDataConfig
     train: TrainConfig
     optimizer: OptimizerConfig

@@ -43,9 +43,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     save_every_steps: PositiveInt
-    """Save after every so many steps, and also where the run stops."""
+    """Save after every so many steps, and also where the run stops. [steps]"""
     keep_last: PositiveInt = 3
-    """How many checkpoints stay on disk: the newest."""
+    """How many checkpoints stay on disk: the newest. [checkpoints]"""
     on_full_disk: Literal["keep", "drop_oldest"] = "keep"
     """drop_oldest: where a save lacks room, the oldest checkpoints are deleted first, but never the newest one."""
     asynchronous: bool = True
