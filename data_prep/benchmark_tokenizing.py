@@ -34,8 +34,8 @@ _C4_SHARDS, _C4_ROWS_PER_SHARD, _C4_STEP = 40_000, 7_625, 1_000_000  # 305 M row
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--tokenizer", required=True, metavar="TOKENIZER_DIR")
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="of documents; each a process")
+    parser.add_argument("--tokenizer", required=True, metavar="TOKENIZER_DIR", help="that train_tokenizer.py wrote")
     parser.add_argument("--rounds", type=int, default=2, help="the best of so many counts (default: %(default)s)")
     arguments = parser.parse_args()
     report = {}

@@ -46,9 +46,10 @@ _LICENCE_TEXT = re.compile(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, metavar="FILE")
-    parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["purelib"]))
-    parser.add_argument("--bytes", type=int, default=5_000_000, help="stop when there is so much text")
+    packages, default = Path(sysconfig.get_paths()["purelib"]), "(default: %(default)s)"
+    parser.add_argument("--output", required=True, metavar="FILE", help="of JSON lines")
+    parser.add_argument("--folder", type=Path, default=packages, help=f"of packages {default}")
+    parser.add_argument("--bytes", type=int, default=5_000_000, help=f"stop when there is so much text {default}")
     options = parser.parse_args()
     files = find_files(options.folder)
     if not files:

@@ -24,7 +24,7 @@ def main() -> int:
         "--step", type=int, required=True, help="finished steps before it; the first batch is of step 0"
     )
     parser.add_argument("--rows", type=int, help="print only so many (default: all)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     try:
         run = load_run_config(options.config, options.overrides)

@@ -25,32 +25,33 @@ from gmlp_scale.prepare.write_shards import PACKINGS
 
 
 def parse_options() -> JobOptions:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # the defaults are those of JobOptions
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="SOURCE", help="globs, URLs or one hf:NAME:CONFIG:SPLIT")
+    add("--tokenizer", required=True, metavar="TOKENIZER_DIR", help="that train_tokenizer.py wrote")
+    add("--sequence-length", type=int, required=True, help="tokens in a row")
+    add("--output", required=True, metavar="SHARDS_DIR", help="a new folder, or that of the same job to go on with")
+    add("--heldout-fraction", type=float, help="of the documents, chosen by their text (default: %(default)s)")
+    add("--packing", choices=PACKINGS, help="rows of many documents, or of one each (default: %(default)s)")
+    add("--dedup", nargs="+", choices=DEDUPLICATIONS, help="drop documents that come again (default: keep them)")
+    add("--decontaminate", nargs="+", metavar="FILE", help="texts that none may share 13 words with (default: none)")
+    add("--text-field", help="of each record (default: %(default)s)")
+    add("--tasks", type=int, help="(default: one for each input file)")
+    add("--workers", type=int, help="tasks that run at the same time (default: %(default)s)")
+    add("--executor", choices=("local", "slurm", "ray"), help="where tasks run (default: %(default)s)")
+    add("--slurm-partition", help="needed with --executor slurm (default: none)")
+    add("--slurm-time", help="limit of one task (default: %(default)s)")
+    add("--shard-bytes", type=int, help="size of a shard (default: %(default)s)")
+    add("--max-record-bytes", type=int, help="longer records are refused (default: %(default)s)")
+    add("--max-bad-fraction", type=float, help="more bad records than this end the job (default: %(default)s)")
+    add(
+        "--max-bad-files",
+        type=int,
+        help="more broken files end the job; allowed ones are read so far (default: %(default)s)",
     )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="SOURCE", help="globs, URLs or hf:NAME:CONFIG:SPLIT"
-    )
-    parser.add_argument("--tokenizer", required=True, metavar="TOKENIZER_DIR")
-    parser.add_argument("--sequence-length", type=int, required=True, help="tokens in a row")
-    parser.add_argument("--output", required=True, metavar="SHARDS_DIR")
-    parser.add_argument("--heldout-fraction", type=float, help="of the documents, chosen by their text")
-    parser.add_argument("--packing", choices=PACKINGS)
-    parser.add_argument("--dedup", nargs="+", choices=DEDUPLICATIONS, help="drop documents that come again")
-    parser.add_argument("--decontaminate", nargs="+", metavar="FILE", help="texts that none may share 13 words with")
-    parser.add_argument("--text-field")
-    parser.add_argument("--tasks", type=int, help="default: one for each input file")
-    parser.add_argument("--workers", type=int, help="tasks that run at the same time")
-    parser.add_argument("--executor", choices=("local", "slurm", "ray"))
-    parser.add_argument("--slurm-partition", help="needed with --executor slurm")
-    parser.add_argument("--slurm-time", help="limit of one task")
-    parser.add_argument("--shard-bytes", type=int)
-    parser.add_argument("--max-record-bytes", type=int, help="longer records are refused")
-    parser.add_argument("--max-bad-fraction", type=float, help="more bad records than this end the job")
-    parser.add_argument("--max-bad-files", type=int, help="more broken files end the job; allowed ones are read so far")
-    parser.add_argument("--dry-run", action="store_true", help="read a sample and print what the job would give")
+    add("--dry-run", action="store_true", help="read a sample and print what the job would give")
+    fields = JobOptions.model_fields.items()
+    parser.set_defaults(**{name: field.default for name, field in fields if not field.is_required()})
     return JobOptions.checked(vars(parser.parse_args()))
 
 

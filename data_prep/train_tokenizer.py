@@ -28,13 +28,14 @@ _MAX_RECORD_BYTES = 4_000_000
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="GLOB_OR_URL")
-    parser.add_argument("--vocab-size", type=int, default=32_000)
-    parser.add_argument("--output", required=True, metavar="TOKENIZER_DIR")
-    parser.add_argument("--text-field", default="text")
-    parser.add_argument("--sample-bytes", type=int, default=100_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-bad-files", type=int, default=0, help="more broken files are an error")
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--input", nargs="+", required=True, metavar="GLOB_OR_URL", help="files of documents")
+    add("--vocab-size", type=int, default=32_000, help=f"pieces {default}")
+    add("--output", required=True, metavar="TOKENIZER_DIR", help="a new folder")
+    add("--text-field", default="text", help=f"of each record {default}")
+    add("--sample-bytes", type=int, default=100_000_000, help=f"of text to train on {default}")
+    add("--seed", type=int, default=0, help=f"of the sample {default}")
+    add("--max-bad-files", type=int, default=0, help=f"more broken files are an error {default}")
     return parser.parse_args()
 
 

@@ -11,7 +11,7 @@ from gmlp_scale.prepare.input_files import FileReader, InputFile, find_inputs
 
 
 class JobOptions(BaseModel, frozen=True, extra="forbid"):
-    """The command line of tokenize_corpus.py, whose --help explains each option."""
+    """The command line of data_prep/tokenize_corpus.py, whose --help explains each option."""
 
     input: tuple[str, ...]
     tokenizer: str
@@ -86,10 +86,14 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
         """Unless given, one for each file; for a data set of the hub as many as it has files."""
         if self.tasks or not self.hub_data_set:
             return self.tasks or len(self.files)
+        return self.hub_stream().num_shards
+
+    def hub_stream(self):
+        """The data set of the hub as a datasets.IterableDataset."""
         from datasets import load_dataset
 
         name, config, split = self.hub_data_set
-        return load_dataset(name, config, split=split, streaming=True).num_shards
+        return load_dataset(name, config, split=split, streaming=True)
 
     @property
     def filters(self) -> list[str]:

@@ -1,5 +1,8 @@
+import importlib
 import json
+import re
 import shutil
+import sys
 
 import pytest
 
@@ -8,6 +11,22 @@ from gmlp_scale.data.shards import Manifest, Splits
 from gmlp_scale.data.tokenizer import Tokenizer
 from tests.data_prep.corpora import REPOSITORY, run
 from tests.written_shards import change_manifest
+
+SCRIPTS = sorted(path.stem for path in (REPOSITORY / "data_prep").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_file_is_a_script_whose_help_tells_each_option_and_default(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"data_prep.{name}").main()
+    assert end.value.code == 0
+    usage, _, options = capsys.readouterr().out.partition("\noptions:\n")
+    optional = set(re.findall(r"\[(--[a-z-]+) ", usage.replace("\n", " ")))  # those that take a value
+    entries = [re.split(r"\s{2,}", entry, maxsplit=1) for entry in re.split(r"\n  (?=-)", "\n" + options)[1:]]
+    help_of = {words.split()[0]: " ".join(told.split()) for words, told in entries}  # fails for one without help
+    assert optional <= help_of.keys() and f"python data_prep/{name}.py" in usage
+    assert not [option for option in optional if "(default: " not in help_of[option]]
 
 
 @pytest.fixture
