@@ -12,7 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import gmlp_scale
 from tests.written_shards import write_tiny_shards
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +38,9 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_the_wheel_holds_one_package_with_its_recipes_and_commands(wheel):
     files = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.partition("/")[0] for name in files} == {"gmlp_scale", "gmlp_scale-0.1.0.dist-info"}
+    version = gmlp_scale.__version__
+    assert {name.partition("/")[0] for name in files} == {"gmlp_scale", f"gmlp_scale-{version}.dist-info"}
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     for folder in ("gmlp_scale", "launch", "data_prep"):
         sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py")}
         assert {str(path if folder == "gmlp_scale" else "gmlp_scale" / path) for path in sources} <= files
