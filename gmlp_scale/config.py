@@ -39,7 +39,6 @@ FREE_ON_RESUME = (
 
 FREE_IN_BRANCH = (*FREE_ON_RESUME, "optimizer.", "train.num_steps", "init_from", "branch_from")
 
-
 _RECIPES = Path(__file__).parent / "configs"  # in a checkout a link to the repository's folder
 
 _STORES = ("s3", "s3a", "gs", "gcs", "memory")
@@ -329,13 +328,10 @@ def _recipe_file(place: str | Path) -> str | Path:
 
 def _launcher(recipe: dict) -> str:
     """Which script the recipe is for. The tasks of finetuning have other names."""
-    match recipe.get("task"):
-        case None:
-            return "launch/pretrain.py"
-        case "characters" as task:
-            return f"launch/pretrain.py with task: {task}"
-        case _:
-            return "launch/finetune.py"
+    if "task" not in recipe:
+        return "launch/pretrain.py"
+    is_of_characters = recipe["task"] == "characters"
+    return "launch/pretrain.py with task: characters" if is_of_characters else "launch/finetune.py"
 
 
 class _StrictLoader(yaml.SafeLoader):
