@@ -19,8 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
+from gmlp_scale.bars import progress_bar
 from gmlp_scale.files import write_file
 
 _SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
@@ -76,7 +75,7 @@ def gather(folder: Path, files: list[str], max_bytes: int) -> list[dict[str, str
     """One document for each file that holds enough prose, sorted by source, of about `max_bytes` in all."""
     seen: set[bytes] = set()
     documents = []
-    with tqdm(desc="gathering", total=max_bytes, unit="B", unit_scale=True, mininterval=0.5) as bar:
+    with progress_bar(desc="gathering", total=max_bytes, unit="B", unit_scale=True, mininterval=0.5) as bar:
         for source in sorted(files, key=_digest):
             text = "\n".join(new_paragraphs(folder / source, seen))
             if len(text.split()) >= _MIN_DOCUMENT_WORDS:

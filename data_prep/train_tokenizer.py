@@ -14,8 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
+from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.files import print_error, redacted, write_file
@@ -57,7 +56,8 @@ def main() -> int:
         )
         num_bytes = sum(len(text.encode()) for text in texts)
         description = f"training on {len(texts):,} documents, {num_bytes:,} bytes"
-        with tqdm(desc=description, bar_format="{desc}: {elapsed}") as bar, repeating(bar.refresh, every_seconds=1.0):
+        bar = progress_bar(desc=description, bar_format="{desc}: {elapsed}")
+        with bar, repeating(bar.refresh, every_seconds=1.0):
             train_tokenizer(texts, options.vocab_size, options.output)
     except (ValueError, OSError) as error:
         print_error(error)
@@ -87,7 +87,7 @@ def sample(
     read_per_file = _READ_PER_SAMPLED_BYTE * sample_bytes / len(files)
     kept: list[tuple[int, str]] = []  # a heap with the largest hash, negated, on top
     kept_bytes = 0
-    for file in tqdm(files, desc="sampling", unit="file"):
+    for file in progress_bar(files, desc="sampling", unit="file"):
         read_bytes = 0
         reader = FileReader(file, text_field=text_field, max_record_bytes=_MAX_RECORD_BYTES)
         for record in records_before_fault(reader, bad_files, max_bad_files):

@@ -11,8 +11,8 @@ import sys
 import tempfile
 
 import numpy as np
-from tqdm import tqdm
 
+from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import CLS_ID
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardRows
@@ -33,7 +33,7 @@ def main() -> int:
         return 2
     shards = [*manifest.splits.train, *manifest.splits.heldout]
     problems = check_tokenizer(folder, manifest) + check_all_listed(folder, shards)
-    for shard in tqdm(shards, desc="verifying", unit="shard"):
+    for shard in progress_bar(shards, desc="verifying", unit="shard"):
         with tempfile.TemporaryDirectory() as cache_dir:
             files = ShardFiles(folder, None if is_local(folder) else cache_dir)
             problems += check_shard(files, shard, manifest)

@@ -240,10 +240,9 @@ def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp)
     return Metrics(
         task.config.run_dir,
         world,
+        config,
         start_step=start_step,
-        num_steps=config.num_steps,
         tokens_per_step=task.tokens_per_step,
-        rows_per_step=config.global_batch_size,
         rows_per_epoch=task.num_rows,
         flops_per_step=task.flops_per_step,
         peak_tflops_per_device=config.peak_tflops_per_device or peak_tflops(world.device, config.precision),

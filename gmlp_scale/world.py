@@ -338,7 +338,7 @@ def set_up_logging(world: World) -> None:
     """Sends the package's log to standard error: all lines of rank 0, warnings of the others, each with its rank."""
     rank = f" rank {world.rank}" if world.size > 1 else ""
     line = logging.StreamHandler(sys.stderr)
-    line.setFormatter(_RedactedLines(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    line.setFormatter(_RedactedLines(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     log = logging.getLogger("gmlp_scale")
     log.handlers = [line]
     log.propagate = False

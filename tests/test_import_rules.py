@@ -11,7 +11,7 @@ PACKAGES = ("gmlp_scale", "data_prep", "launch")
 
 # Each imports from itself and from those above it.
 ORDER = [
-    ("roll_call", "files", "repeating"),
+    ("roll_call", "files", "repeating", "bars"),
     ("world", "claim"),
     ("data", "kernels"),
     ("models", "prepare"),
@@ -49,8 +49,15 @@ ALLOWED = {
         "gmlp_scale.files",
         "gmlp_scale.claim",
         "gmlp_scale.repeating",
+        "gmlp_scale.bars",
     ),
-    "data_prep": ("gmlp_scale.prepare", "gmlp_scale.data", "gmlp_scale.files", "gmlp_scale.repeating"),
+    "data_prep": (
+        "gmlp_scale.prepare",
+        "gmlp_scale.data",
+        "gmlp_scale.files",
+        "gmlp_scale.repeating",
+        "gmlp_scale.bars",
+    ),
 }
 EXCEPTIONS = {
     "data_prep.inspect_batch": ("gmlp_scale.config", "gmlp_scale.tasks.pretraining"),  # shows the rows of a recipe

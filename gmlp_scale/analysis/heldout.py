@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from gmlp_scale.analysis.tensorboard import replace_scalars
+from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.files import redacted
@@ -37,7 +37,7 @@ def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int |
             content, batches, counts_V = _read_heldout(trained, shards, num_rows)
             unigram = evaluate(unigram_predictor(counts_V), batches, world)
             content |= {"num_masked_tokens": unigram.num_tokens, "unigram": _figures(unigram), "models": []}
-        progress = tqdm(batches, desc=Path(trained.place).name, unit=" batches", disable=None, leave=False)
+        progress = progress_bar(batches, desc=Path(trained.place).name, unit=" batches", leave=False)
         with torch.inference_mode():
             result = evaluate(trained.build().to(world.device).predict, progress, world)
         content["models"].append({"place": trained.place, "step": trained.step, **_figures(result)})

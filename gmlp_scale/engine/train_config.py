@@ -58,6 +58,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     allow_changed_on_resume: list[str] = []
     """Fields that may differ from the checkpoint's although they change the run, as optimizer.peak_learning_rate."""
 
+    @property
+    def last_step(self) -> int:
+        """Where this start of the run leaves."""
+        return self.stop_after_step or self.num_steps
+
     def num_micro_batches(self, world_size: int) -> int:
         """Micro-batches per rank and step. Recipe.rows_per_rank has checked that the division is exact."""
         return self.global_batch_size // (world_size * self.micro_batch_size)

@@ -10,7 +10,7 @@ from gmlp_scale.prepare.dedup import DEDUPLICATIONS, CountDocuments, DropContami
 from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, slurm_executor
 from gmlp_scale.prepare.job_folder import JobError, JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
-from gmlp_scale.prepare.progress import progress_bar
+from gmlp_scale.prepare.progress import job_progress
 from gmlp_scale.prepare.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task
 from gmlp_scale.prepare.write_shards import WriteShards
 
@@ -25,7 +25,7 @@ def run_passes(options: JobOptions, job: JobFolder) -> bool:
         executor = executor_class(
             one.steps, one.num_tasks, options.workers, logging_dir=f"{job.url}/executor-{one.name}"
         )
-        with progress_bar(one.name, _bytes_to_read(one, options), partial(job.read_all, f"progress-{one.name}")):
+        with job_progress(one.name, _bytes_to_read(one, options), partial(job.read_all, f"progress-{one.name}")):
             executor.run()
     return True
 

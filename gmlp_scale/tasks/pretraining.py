@@ -4,6 +4,7 @@ from functools import cached_property
 
 import torch
 
+from gmlp_scale.bars import progress_bar
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import ShardError
@@ -61,7 +62,16 @@ class Pretraining:
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Held-out loss, perplexity and accuracy."""
-        batches = self.loader.heldout_batches(self.train.num_evaluation_rows)
+        rows_per_batch = self.train.micro_batch_size * world.size
+        num_rows = min(self.train.num_evaluation_rows, self.loader.manifest.num_rows("heldout"))
+        batches = progress_bar(
+            self.loader.heldout_batches(num_rows),
+            desc="evaluation",
+            total=-(-num_rows // rows_per_batch),
+            unit=" batches",
+            leave=False,
+            disable=not world.is_main,
+        )
         return evaluate(engine.predict, batches, world).by_tag()
 
     def finish(self, engine: Engine, world: World, step: int) -> None:

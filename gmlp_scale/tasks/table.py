@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gmlp_scale.bars import progress_bar
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
@@ -156,7 +157,8 @@ def summarize_all(
     predict; the rows that fill up the last batches are left out.
     """
     summaries = np.zeros((rows.num_rows, rows.summary_size))
-    for start in range(0, rows.num_rows, batch_size * world.size):
+    starts = range(0, rows.num_rows, batch_size * world.size)
+    for start in progress_bar(starts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main):
         row_indices = np.arange(batch_size) + start + world.rank * batch_size
         batch = rows.batch(np.minimum(row_indices, rows.num_rows - 1))
         with torch.no_grad():

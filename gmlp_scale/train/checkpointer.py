@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, PositiveInt
 from torch import Tensor
+from tqdm import tqdm
 
 from gmlp_scale.engine import Engine, Piece
 from gmlp_scale.files import sealed
@@ -142,7 +143,8 @@ class Checkpointer:
         self._no_more_attempts.set()
         self._settle()
         pieces = self._stage(engine)
-        self._newest_step, self._recent_losses = step, list(recent_losses)
+        self._newest_step, self._recent_losses, self._began = step, list(recent_losses), started
+        logger.info("saving %s", folder_name(step))
         self._no_more_attempts.clear()
         self._thread = threading.Thread(target=self._save, args=(step, pieces), name="checkpoint", daemon=True)
         self._thread.start()
@@ -250,6 +252,9 @@ class Checkpointer:
                 failures = [_failure(0, error)]
         if not failures:
             self.last_error = None
+            num_bytes = sum(record["bytes"] for receipt in receipts for record in receipt["files"].values())
+            size, seconds = tqdm.format_sizeof(num_bytes, "B"), time.monotonic() - self._began
+            logger.info("saved %s: %s in %.1f s", folder_name(step), size, seconds)
             return False
         errors = [failure["error"] for failure in failures]
         if len(errors) > MOST_ERRORS_SHOWN:

@@ -71,7 +71,7 @@ def train(
             Nothing that is not finite was saved.
         RecheckError: on every rank, with the ranks that compute wrongly.
     """
-    step, last_step = start_step, config.stop_after_step or config.num_steps
+    step, last_step = start_step, config.last_step
     reports = StepReports(world)
     metrics.start_clock(loader.wait_seconds)
     # `step` counts from 1. A step's rate, rows and seed follow from the number of steps finished before it.
@@ -112,8 +112,7 @@ def train(
                 metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, guard.recent_losses)
         if is_evaluation_due:
             world.note(f"the evaluation after step {step}")
-            with metrics.clock_stopped():
-                metrics.log_evaluation(step, evaluate(step))
+            metrics.log_evaluation(step, evaluate)
         if leaving:
             break
     world.note("the end of the last save")

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from gmlp_scale.engine import TrainConfig
 from gmlp_scale.train.devices import GPUS
 from gmlp_scale.train.evaluate import perplexity
 from gmlp_scale.train.log_files import EventsFile, MetricsFile
@@ -57,6 +58,7 @@ class Metrics:
     """Writes what the loop measures. Every rank has one; only rank 0's writes files and to the console.
 
     Args:
+        config: the schedule, which the time left follows from.
         flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
         peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
         start_up: the parts so far; the first step is the last one.
@@ -66,21 +68,21 @@ class Metrics:
         self,
         run_dir: Path,
         world: World,
+        config: TrainConfig,
         *,
         start_step: int,
-        num_steps: int,
         tokens_per_step: int,
-        rows_per_step: int,
         rows_per_epoch: int,
         flops_per_step: int,
         peak_tflops_per_device: float | None,
         start_up: StartUp,
     ):
-        self.world, self.num_steps = world, num_steps
-        self.tokens_per_step, self.flops_per_step = tokens_per_step, flops_per_step
-        self.rows_per_step, self.rows_per_epoch = rows_per_step, rows_per_epoch
+        self.world, self.config = world, config
+        self.tokens_per_step, self.flops_per_step, self.rows_per_epoch = tokens_per_step, flops_per_step, rows_per_epoch
         self.peak_tflops_per_device = peak_tflops_per_device
         self.checkpoint_stall_seconds = 0.0
+        self.evaluation_seconds = 0.0
+        """Of the last evaluation; 0 before the first."""
         self.start_up = start_up
         self._files: list[MetricsFile | EventsFile] = []
         if world.is_main:
@@ -126,21 +128,34 @@ class Metrics:
             "perf/data_wait_fraction": (data_wait_seconds - self._clock_wait) / seconds,
             "perf/checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "memory/peak_gib": peak_memory_bytes(self.world.device) / 2**30,
-            "data/samples_seen": step * self.rows_per_step,
-            "data/epoch": step * self.rows_per_step / self.rows_per_epoch,
+            "data/samples_seen": step * self.config.global_batch_size,
+            "data/epoch": step * self.config.global_batch_size / self.rows_per_epoch,
         }
         if self.peak_tflops_per_device:
             values["perf/mfu"] = tflops / self.peak_tflops_per_device
         self._write(step, values)
         if self.world.is_main:
-            log.info(_console_line(step, self.num_steps, values))
+            log.info(_console_line(step, self.config.last_step, values, self._seconds_left(step, seconds / num_steps)))
         self.checkpoint_stall_seconds = 0.0
         self.start_clock(data_wait_seconds)
 
-    def log_evaluation(self, step: int, values: dict[str, float]) -> None:
+    def log_evaluation(self, step: int, evaluate: Callable[[int], dict[str, float]]) -> None:
+        """Evaluates, outside the clock, and writes the values."""
+        began = time.perf_counter()
+        with self.clock_stopped():
+            values = evaluate(step)
+        self.evaluation_seconds = time.perf_counter() - began
         self._write(step, values)
         if self.world.is_main:
-            log.info("step %d  %s", step, "  ".join(f"{tag} {value:.4f}" for tag, value in values.items()))
+            shown = "  ".join(f"{tag} {value:.4f}" for tag, value in values.items())
+            log.info("step %d  %s  (%s)", step, shown, _duration(self.evaluation_seconds))
+
+    def _seconds_left(self, step: int, step_seconds: float) -> float:
+        """Until this start ends: its steps, and the evaluations from this step on, each as long as the last one."""
+        every, last_step = self.config.evaluate_every_steps, self.config.last_step
+        num_evaluations = last_step // every - (step - 1) // every
+        num_evaluations += last_step == self.config.num_steps and last_step % every != 0
+        return (last_step - step) * step_seconds + num_evaluations * self.evaluation_seconds
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         for file in self._files:
@@ -160,14 +175,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
-    mfu = f"{values['perf/mfu']:.1%}" if "perf/mfu" in values else "-"
-    left = (num_steps - step) * values["perf/step_seconds"]
+def _console_line(step: int, last_step: int, values: dict[str, float], seconds_left: float) -> str:
+    mfu = f"mfu {values['perf/mfu']:.1%}  " if "perf/mfu" in values else ""
     return (
-        f"step {step}/{num_steps}  loss {values['train/loss']:.4f}  grad norm {values['train/grad_norm']:.3f}  "
+        f"step {step}/{last_step}  loss {values['train/loss']:.4f}  grad norm {values['train/grad_norm']:.3f}  "
         f"lr {values['train/learning_rate']:.2e}  {values['perf/tokens_per_second']:,.0f} tokens/s  "
-        f"{values['perf/model_tflops_per_device']:.3g} TFLOP/s  mfu {mfu}  "
-        f"{values['memory/peak_gib']:.2f} GiB  {_duration(left)} left"
+        f"{values['perf/model_tflops_per_device']:.3g} TFLOP/s  {mfu}"
+        f"{values['memory/peak_gib']:.2f} GiB  {_duration(seconds_left)} left"
     )
 
 

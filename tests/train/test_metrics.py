@@ -1,10 +1,12 @@
 """metrics.jsonl, its cut on resume, and the console line."""
 
 import json
+import logging
 
 import pytest
 import torch
 
+from gmlp_scale.engine import TrainConfig
 from gmlp_scale.train.evaluate import perplexity
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
@@ -19,11 +21,13 @@ def world():
 
 
 def make_metrics(run_dir, world, start_step, **changes) -> Metrics:
-    sizes = {
-        "num_steps": 100, "tokens_per_step": 512, "rows_per_step": 8, "rows_per_epoch": 16,
-        "flops_per_step": 10**9, "peak_tflops_per_device": None,
-    }  # fmt: skip
-    return Metrics(run_dir, world, start_step=start_step, start_up=StartUp(0.0), **{**sizes, **changes})
+    sizes = {"tokens_per_step": 512, "rows_per_epoch": 16, "flops_per_step": 10**9, "peak_tflops_per_device": None}
+    others = {"start_step": start_step, "start_up": StartUp(0.0), "config": train_config()}
+    return Metrics(run_dir, world, **{**sizes, **others, **changes})
+
+
+def train_config(**changes) -> TrainConfig:
+    return TrainConfig(**{"num_steps": 100, "global_batch_size": 8, "micro_batch_size": 8, **changes})
 
 
 def log_step(metrics: Metrics, step: int, loss: float = 2.0) -> None:
@@ -41,7 +45,7 @@ def test_resume_cuts_the_file_after_the_checkpoint_and_drops_a_half_written_line
         file.write('{"step": 40, "train/lo')
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [10, 20, 30]
     metrics = make_metrics(tmp_path, world, 20)
-    metrics.log_evaluation(30, {"eval/loss": 1.5})
+    metrics.log_evaluation(30, lambda step: {"eval/loss": 1.5})
     metrics.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [10, 20, 30]
@@ -77,6 +81,32 @@ def test_mfu_is_left_out_where_the_peak_is_not_known(tmp_path, world):
 @pytest.mark.parametrize("seconds, text", [(0, "0s"), (59.6, "1m 0s"), (3700, "1h 1m"), (90_061, "1d 1h")])
 def test_time_left_in_two_units(seconds, text):
     assert _duration(seconds) == text
+
+
+def test_the_time_left_counts_the_evaluations_to_come_and_ends_where_this_start_stops(tmp_path, world):
+    def seconds_left(step: int, **changes) -> float:
+        metrics = make_metrics(tmp_path, world, 0, config=train_config(evaluate_every_steps=30, **changes))
+        metrics.evaluation_seconds = 1000.0
+        metrics.close()
+        return metrics._seconds_left(step, step_seconds=1.0)
+
+    assert seconds_left(29) == 71 + 4000  # after 30, 60, 90 and the last step
+    assert seconds_left(30) == 70 + 4000  # the line of step 30 comes before its evaluation
+    assert seconds_left(31) == 69 + 3000
+    assert seconds_left(31, stop_after_step=60) == 29 + 1000
+    assert seconds_left(31, num_steps=90) == 59 + 2000
+
+
+def test_the_console_line_has_no_unknown_mfu_and_counts_to_the_stop(tmp_path, world, caplog):
+    caplog.set_level(logging.INFO, "gmlp_scale")
+    metrics = make_metrics(tmp_path, world, 0, config=train_config(stop_after_step=20))
+    log_step(metrics, 1)
+    metrics.close()
+    assert "step 1/20  loss 2.0000" in caplog.text and "mfu" not in caplog.text
+    metrics = make_metrics(tmp_path, world, 1, peak_tflops_per_device=2.0)
+    log_step(metrics, 2)
+    metrics.close()
+    assert "step 2/100" in caplog.text and "  mfu " in caplog.text
 
 
 def test_perplexity_does_not_overflow():
