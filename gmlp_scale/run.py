@@ -9,7 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from gmlp_scale import IMPORTED_AT_SECONDS
+from gmlp_scale.banner import banner
 from gmlp_scale.config import (
     FREE_IN_BRANCH,
     ConfigError,
@@ -70,6 +73,8 @@ class Task(Protocol):
     tokens_per_step: int
     flops_per_step: int
     """Training FLOPs of one global batch: 3 x the forward pass."""
+    data: str
+    """Where the data is and how much of it there is, in a line."""
     fingerprint: dict[str, Any]
     """Identifies the data: a resumed run must have the same. JSON-able."""
 
@@ -143,6 +148,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             checkpoint = _branch_point(config, checkpointer.details)
         start_up.finish("checkpoint")
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
+        log.info(_banner(task, world, checkpoint))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)
@@ -151,7 +157,6 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         if checkpoint:
             checkpoint.load_into(engine)
             start_step = checkpoint.step
-            log.info("resuming from %s", checkpoint.path)
         start_up.finish("checkpoint")
         metrics = _build_metrics(task, world, start_step, start_up)
         stack.callback(metrics.close)
@@ -194,14 +199,10 @@ def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> RemoteFo
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
     """The engine of a task's model. Initialises the weights of a new run; a checkpoint fills the others'."""
-    model, config = task.build_model(), task.config
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    log.info(
-        "%s: %s parameters, engine %s, ranks: %d", config.name, f"{num_parameters:,}", config.engine.kind, world.size
-    )
+    model = task.build_model()
     if is_new:
         task.initialise(model)
-    return build_engine(model, world, engine=config.engine, train=task.train, optimizer=task.optimizer)
+    return build_engine(model, world, engine=task.config.engine, train=task.train, optimizer=task.optimizer)
 
 
 def _branch_point(config: Recipe, details: dict[str, Any]) -> Checkpoint:
@@ -233,6 +234,24 @@ def check_continues(config: Recipe, place: str, before: dict, now: dict, free: t
         raise ConfigError(f"{place} belongs to another run", differences, needed)
     for field in allowed:
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
+
+
+def _banner(task: Task, world: World, checkpoint: Checkpoint | None) -> str:
+    config = task.config
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
+    return banner(
+        config,
+        world,
+        train=task.train,
+        optimizer=task.optimizer,
+        num_parameters=num_parameters,
+        num_rows=task.num_rows,
+        tokens_per_step=task.tokens_per_step,
+        data=task.data,
+        checkpoint=str(checkpoint.path) if checkpoint else None,
+        init_from=config.init_from if isinstance(config, RunConfig) else None,
+    )
 
 
 def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp) -> Metrics:

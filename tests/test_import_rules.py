@@ -19,7 +19,7 @@ ORDER = [
     ("train",),
     ("config",),
     ("plan", "trained"),
-    ("tasks",),
+    ("tasks", "banner"),
     ("run",),
     ("export",),
     ("finetune",),

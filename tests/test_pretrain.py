@@ -252,6 +252,15 @@ def test_the_log_says_where_the_time_to_the_first_step_went(shards, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     output = done.stderr
+    lines = {line.split("  ")[2]: line.split("  ", 3)[-1].strip() for line in output.splitlines()[1:10]}
+    assert lines["ranks"].startswith("1 on ") and lines["parameters"] == "17,982"
+    assert lines["batch"] == "8 rows, 256 tokens; each rank 4 x 2 rows"
+    stop = "this start stops after step 2"
+    assert lines["steps"] == f"9, 2 of them warm-up; 1.8 epochs of 40 rows; {stop}"
+    assert lines["data"] == f"{shards}, 40 rows and 12 held out" and lines["output"] == f"{tmp_path}/smoke"
+    assert lines["resuming"] == "nothing: a new run"
+    assert re.search(r"INFO saving step_000000002\n", output)
+    assert re.search(r"INFO saved step_000000002: [\d.]+kB in \d+\.\d s\n", output)
     assert output.count("start-up ") == 1
     total, parts = re.search(r"start-up ([\d.]+) s: (.*)", output).groups()
     seconds = {part: float(number) for part, number in re.findall(r"([a-z ]+) ([\d.]+)", parts)}

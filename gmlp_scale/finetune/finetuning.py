@@ -63,6 +63,11 @@ class Finetuning:
         self._summaries: dict[str, np.ndarray] = {}
 
     @property
+    def data(self) -> str:
+        sizes = (f"{part} {rows.num_examples:,} examples" for part, rows in self.inputs.rows.items())
+        return f"{self.config.task}, {', '.join(sizes)}"
+
+    @property
     def fingerprint(self) -> dict[str, str | int]:
         return self.inputs.fingerprint
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from gmlp_scale.bars import progress_bar
 from gmlp_scale.config import PretrainingRecipe
 from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
@@ -134,6 +135,11 @@ class Characters:
         return self.config.flops_per_step()
 
     @property
+    def data(self) -> str:
+        sizes = f"{self.num_rows:,} crops and {self.text.heldout.num_rows:,} held out"
+        return f"{self.config.data.text}, {sizes}, {len(self.text.alphabet)} different characters"
+
+    @property
     def fingerprint(self) -> dict[str, str]:
         return {"sha256": self.text.sha256, "alphabet": self.text.alphabet}
 
@@ -158,7 +164,8 @@ class Characters:
         crops, num_rows = self.text.heldout, self.train.micro_batch_size
         starts = np.arange(0, crops.num_rows, crops.length)[: self.train.num_evaluation_rows]
         totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, characters
-        for first in range(0, len(starts), num_rows * world.size):
+        firsts = range(0, len(starts), num_rows * world.size)
+        for first in progress_bar(firsts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main):
             own = starts[first + world.rank * num_rows :][:num_rows]
             # Every rank predicts equally often; one that has no crop left counts none of its own.
             batch = crops.batch(own if len(own) else starts[:1]).to(world.device)

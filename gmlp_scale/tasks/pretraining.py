@@ -38,6 +38,11 @@ class Pretraining:
         return self.config.flops_per_step()
 
     @property
+    def data(self) -> str:
+        num_rows = self.loader.manifest.num_rows
+        return f"{self.config.data.shards}, {num_rows('train'):,} rows and {num_rows('heldout'):,} held out"
+
+    @property
     def fingerprint(self) -> dict[str, str | int]:
         return self.loader.fingerprint()
 
