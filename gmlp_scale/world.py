@@ -11,9 +11,11 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 from uuid import UUID
@@ -21,13 +23,16 @@ from uuid import UUID
 import torch
 import torch.distributed as dist
 
-from gmlp_scale.files import redacted
+from gmlp_scale.files import print_error, redacted
 from gmlp_scale.roll_call import RollCall
 
 log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Slurm sends SIGUSR1 some time before it ends a job (--signal=USR1@120); a terminal that closes sends SIGHUP."""
+
+OTHERS_TELL_AFTER_SECONDS = 10.0
+"""DeepSpeed's launcher looks for ended ranks every second."""
 
 _SOCKETS_PER_RANK = 4
 """What gloo, NCCL and the store open for each other rank, at most; the least that was measured is 2."""
@@ -343,3 +348,18 @@ def set_up_logging(world: World) -> None:
     log.handlers = [line]
     log.propagate = False
     log.setLevel(logging.INFO if world.is_main else logging.WARNING)
+
+
+def tell(error: BaseException) -> None:
+    """Prints the error that ends this process: once for all ranks, and as late as the launcher allows.
+
+    Most errors are of every rank. So rank 0 tells at once and leaves, upon which the launcher ends the others; a rank
+    that lives on has something of its own to tell. torchrun prints its own report last, so the message goes into that.
+    """
+    if int(os.environ.get("RANK", 0)):
+        time.sleep(OTHERS_TELL_AFTER_SECONDS)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": content}), encoding="utf-8")
+    else:
+        print_error(error)

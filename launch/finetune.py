@@ -11,14 +11,13 @@ import sys
 from pathlib import Path
 
 from gmlp_scale.config import load_config
-from gmlp_scale.files import print_error
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
-from gmlp_scale.world import World, launched_world_size
+from gmlp_scale.world import World, launched_world_size, tell
 
 
 def main() -> int:
@@ -57,13 +56,13 @@ def main() -> int:
                 print(describe(_first_runs(run, options), options.seeds, read_inputs(run), world_size))
             return 0
     except USER_ERRORS as error:
-        print_error(error)
+        tell(error)
         return 2
     try:
         with start_world_of(runs[0]) as world:
             _finetune(runs, world, options)
     except USER_ERRORS as error:
-        print_error(error)
+        tell(error)
         return exit_code(error)
     return 0
 

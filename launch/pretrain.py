@@ -10,11 +10,10 @@ import sys
 
 from gmlp_scale.config import ConfigError
 from gmlp_scale.data.shards import ShardError
-from gmlp_scale.files import print_error
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.run import USER_ERRORS, exit_code, load_recipe, pretrain
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.world import launched_world_size
+from gmlp_scale.world import launched_world_size, tell
 
 
 def main() -> int:
@@ -35,12 +34,12 @@ def main() -> int:
             print(describe(run, world_size))
             return 0
     except (ConfigError, DataError, ShardError, OSError) as error:
-        print_error(error)
+        tell(error)
         return 2
     try:
         pretrain(run)
     except USER_ERRORS as error:
-        print_error(error)
+        tell(error)
         return exit_code(error)
     return 0
 

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gmlp_scale.world import DeviceError, launched_world_size, set_up_logging, start_world
+from gmlp_scale import world
+from gmlp_scale.config import ConfigError
+from gmlp_scale.world import DeviceError, launched_world_size, set_up_logging, start_world, tell
 from tests.gloo_ranks import run_ranks
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -204,6 +207,26 @@ def test_a_cpu_process_keeps_the_memory_that_its_tensors_free(monkeypatch):
 def test_a_cpu_process_has_huge_pages(monkeypatch):
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     assert run_ranks(_huge_pages_kib, 1) > [2**14]
+
+
+def test_rank_0_tells_an_error_at_once_and_the_others_only_if_they_live_on(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(world.time, "sleep", slept.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        tell(ValueError("no shards at s3://me:secret@bucket/c4"))
+    assert slept == [world.OTHERS_TELL_AFTER_SECONDS]
+    assert capsys.readouterr().err == "no shards at s3://***@bucket/c4\n" * 2
+
+
+def test_torchrun_ends_its_report_with_our_error(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell(ConfigError("smoke.yaml", ["seed: found 'x'; needed: a valid integer"]))
+    assert capsys.readouterr().err == "", "it would be told twice"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    report = str(ChildFailedError("launch/pretrain.py", {0: failure})).splitlines()
+    assert report[-3] == "  traceback : smoke.yaml: 1 mistake"
+    assert report[-2] == "    seed: found 'x'; needed: a valid integer"
 
 
 def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
