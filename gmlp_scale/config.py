@@ -23,6 +23,7 @@ from gmlp_scale.data.shards import Manifest
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.files import is_url, open_filesystem, read_file, redacted
 from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.train.checkpointer import CheckpointConfig
 
@@ -32,6 +33,7 @@ FREE_ON_RESUME = (
     "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
     "data.max_corrupt_shards", "train.stop_after_step", "train.micro_batch_size", "train.device", "train.compile",
     "train.recompute", "train.log_every_steps", "train.evaluate_every_steps", "train.num_evaluation_rows",
+    "train.profile_steps", "train.tracker", "train.log_filters",
     "train.peak_tflops_per_device", "train.on_not_finite", "train.on_spike", "train.recheck_every_steps",
     "train.allow_changed_on_resume",
 )  # fmt: skip
@@ -129,6 +131,10 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         """The fields as they are written and compared: without the passwords and signatures of URLs."""
         return redacted(self.model_dump(mode="json"))
 
+    def fields(self) -> dict[str, Any]:
+        """`to_json` by the fields' whole names, as train.num_steps."""
+        return dict(_flatten(self.to_json()))
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_json(), sort_keys=False)
 
@@ -141,6 +147,10 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             yield f"train.micro_batch_size: found {train.micro_batch_size}; {needed}"
         if train.num_steps is not None:
             yield from stop_mistakes(train.stop_after_step, train.num_steps)
+        first, last = train.profile_steps or (1, 1)
+        if not first <= last <= (train.num_steps or last):
+            needed = "[FIRST, LAST] in their order, at most train.num_steps"
+            yield f"train.profile_steps: found {list(train.profile_steps)}; needed: {needed}"
         yield from self.engine.mistakes(train)
 
 
@@ -184,6 +194,9 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
         if self.branch_from and (is_url(self.branch_from) or not re.fullmatch(r".+@\d+", self.branch_from)):
             yield f"branch_from: found {self.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"
         yield from _schedule_mistakes(self.optimizer, train.num_steps)
+        if train.log_filters and not isinstance(self.model, GmlpConfig):
+            needed = "false, or a model with spatial filters: model.kind gmlp or amlp"
+            yield f"train.log_filters: found true with model.kind = {self.model.kind}; needed: {needed}"
         if train.compile == "reduce-overhead" and (
             train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs
         ):

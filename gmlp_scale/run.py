@@ -6,6 +6,7 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, Met
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from gmlp_scale.config import (
 from gmlp_scale.data.shards import CorruptShardError, ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
+from gmlp_scale.filters import draw_filters, spatial_filters
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.plan.precision import with_decided_precision
@@ -43,6 +45,7 @@ from gmlp_scale.train.recheck import RecheckError
 from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
+from gmlp_scale.train.tracker import TrackerError
 from gmlp_scale.trained import ExportError, TrainedModelError, open_checkpoint
 from gmlp_scale.world import DeviceError, LostRankError, OtherRankError, World, set_up_logging, start_world
 
@@ -51,6 +54,7 @@ log = logging.getLogger(__name__)
 USER_ERRORS = (
     ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
     RecheckError, SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError, TrainedModelError, ExportError,
+    TrackerError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 
@@ -128,6 +132,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     """
     config = task.config
     config.rows_per_rank(world.size)
+    _check_packages(config.name, task.train)
     with ExitStack() as stack, world.naming_lost_ranks():
         remote = _hold_run_folder(config, world, stack)
         loader = task.open_loader(world)
@@ -172,7 +177,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             checkpointer=checkpointer,
             guard=guard,
             metrics=metrics,
-            evaluate=lambda step: task.evaluate(engine, world, step),
+            evaluate=lambda step: _evaluate(task, engine, world, metrics, step),
             start_step=start_step,
             seed=config.seed,
         )
@@ -236,6 +241,26 @@ def check_continues(config: Recipe, place: str, before: dict, now: dict, free: t
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
 
 
+def _evaluate(task: Task, engine: Engine, world: World, metrics: Metrics, step: int) -> dict[str, float]:
+    values = task.evaluate(engine, world, step)
+    if task.train.log_filters:
+        filters = spatial_filters(engine.full_weights())  # all ranks take part; only rank 0 gets them
+        if world.is_main:
+            metrics.add_picture(step, "filters", draw_filters(filters))
+    return values
+
+
+def _check_packages(name: str, train: TrainConfig) -> None:
+    """Raises ConfigError where a package is missing that only an option needs."""
+    mistakes = []
+    if train.tracker and not find_spec("wandb"):
+        mistakes.append("train.tracker: found wandb, which is not installed; needed: null, or the extra `wandb`")
+    if train.log_filters and not find_spec("matplotlib"):
+        mistakes.append("train.log_filters: found true without matplotlib; needed: false, or the extra `plot`")
+    if mistakes:
+        raise ConfigError(name, mistakes)
+
+
 def _banner(task: Task, world: World, checkpoint: Checkpoint | None) -> str:
     config = task.config
     with torch.device("meta"):
@@ -260,6 +285,7 @@ def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp)
         task.config.run_dir,
         world,
         config,
+        task.config.fields(),
         start_step=start_step,
         tokens_per_step=task.tokens_per_step,
         rows_per_epoch=task.num_rows,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
 from gmlp_scale.files import print_error
+from gmlp_scale.filters import draw_filters
 from gmlp_scale.run import USER_ERRORS, exit_code
 from gmlp_scale.trained import TrainedModel, read_export, read_run
 
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 def _draw(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
     match options.picture:
         case "filters":
-            return pictures.draw_filters(arrays.spatial_filters(arrays.spatial_matrices(trained)))
+            return draw_filters(arrays.filters_of(trained))
         case "matrices":
             return pictures.draw_matrices(arrays.chosen_blocks(arrays.spatial_matrices(trained), options.blocks))
         case "attention":

@@ -19,7 +19,7 @@ ORDER = [
     ("train",),
     ("config",),
     ("plan", "trained"),
-    ("tasks", "banner"),
+    ("tasks", "banner", "filters"),
     ("run",),
     ("export",),
     ("finetune",),
@@ -71,14 +71,18 @@ CONFINED = {
     "deepspeed": ("gmlp_scale.engine.zero",),
     "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine"),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
-    "tensorboard": ("gmlp_scale.train.log_files", "gmlp_scale.analysis.tensorboard"),
+    "tensorboard": ("gmlp_scale.train.log_files", "gmlp_scale.train.events", "gmlp_scale.analysis.tensorboard"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.tensorboard",),
+    "wandb": ("gmlp_scale.train.tracker",),
     "triton": ("gmlp_scale.kernels",),
     "filelock": ("gmlp_scale.train.run_folder", "gmlp_scale.data.cache"),
     "pickle": (),
     "dill": (),
 }
-HEAVY = ("deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "torch.utils.tensorboard")
+HEAVY = (
+    "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb",
+    "torch.utils.tensorboard",
+)  # fmt: skip
 FOR_TRANSFORMERS = "gmlp_scale.export.hugging_face"  # copied into exports; nothing of the package imports it
 
 

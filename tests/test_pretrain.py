@@ -231,7 +231,8 @@ def test_a_run_that_is_another_is_not_resumed(shards, tmp_path, trials):
 
 
 def test_what_a_run_leaves_behind(shards, tmp_path):
-    recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    options = ["train.log_filters=true", "train.profile_steps=[4,6]"]
+    recipe = [*RECIPE, *SINGLE, *options, f"data.shards={shards}", f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, "train.stop_after_step=5"], recipe)
     run_dir = tmp_path / "smoke"
     assert load_run_config(run_dir / "config.yaml") == load_run_config(SMOKE, recipe)
@@ -246,6 +247,9 @@ def test_what_a_run_leaves_behind(shards, tmp_path):
     shown = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert shown.keys() == {key for row in rows for key in row} - {"step"}
     assert shown["train/loss"] == list(range(1, NUM_STEPS + 1)), "no step twice after a resume"
+    assert [picture.step for picture in events.Images("filters")] == [4, 8, 9]
+    profiles = sorted(path.name for path in (run_dir / "profile").iterdir())
+    assert profiles == ["steps_4_to_5.trace.json.gz", "steps_6_to_6.trace.json.gz"]
 
 
 def test_the_log_says_where_the_time_to_the_first_step_went(shards, tmp_path):

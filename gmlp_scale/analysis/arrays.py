@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
+from gmlp_scale.filters import spatial_filters
 from gmlp_scale.models.gmlp import GmlpBlock
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.log_files import read_metrics
@@ -23,13 +24,20 @@ def spatial_matrices(trained: TrainedModel) -> list[np.ndarray]:
     """W_NN of every block's spatial projection, float32. TrainedModelError if the model has none."""
     model = trained.build()
     if not all(isinstance(block, GmlpBlock) for block in model.blocks):
-        raise TrainedModelError(f"{trained.place} has no spatial projections: give a gMLP or an aMLP")
+        raise _no_spatial_projections(trained)
     return [block.gating.spatial_weights(model.sequence_length)[0].numpy() for block in model.blocks]
 
 
-def spatial_filters(matrices: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """filter_N of every block: what W gives the middle position of a row, as in the paper's Figure 4."""
-    return [matrix_NN[len(matrix_NN) // 2] for matrix_NN in matrices]
+def filters_of(trained: TrainedModel) -> list[np.ndarray]:
+    """The spatial filter_N of every block. TrainedModelError if the model has none."""
+    filters = spatial_filters(trained.weights.items())
+    if not filters:
+        raise _no_spatial_projections(trained)
+    return filters
+
+
+def _no_spatial_projections(trained: TrainedModel) -> TrainedModelError:
+    return TrainedModelError(f"{trained.place} has no spatial projections: give a gMLP or an aMLP")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ PACKAGES = (
 )  # fmt: skip
 """What the parts import; only those of zero, the peers and the tests are not run without the last four."""
 NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
-GPU_TESTS = ("tests/kernels", "tests/train/test_loop.py")
+GPU_TESTS = ("tests/kernels", "tests/train/test_loop.py", "tests/train/test_profiling.py")
 
 
 def environment(*, needs_gpu: bool) -> dict:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 
 
 class EngineConfigError(ValueError):
@@ -52,6 +52,13 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """An evaluation on held-out rows comes after every so many, and at the end. [steps]"""
     num_evaluation_rows: int = Field(10_000, gt=0)
     """Held-out rows per evaluation: the first ones, or as many as there are. [rows]"""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """The first and the last step to profile, counted from 1: what rank 0 does in them goes into the run's folder
+    profile, as a Chrome trace and, on a GPU, a memory snapshot. [steps]"""
+    tracker: Literal["wandb"] | None = None
+    """Weights & Biases beside TensorBoard. WANDB_MODE=offline keeps it on the disk."""
+    log_filters: bool = False
+    """Draw the spatial filters of a gMLP into TensorBoard at every evaluation. Gathers all weights on rank 0."""
     peak_tflops_per_device: float | None = Field(None, gt=0)
     """Data-sheet peak that perf/mfu divides by. null looks the device up; without a known peak there is no perf/mfu.
     [TFLOP/s]"""

@@ -60,6 +60,10 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     evaluate_every_steps: PositiveInt | None = None
     """An evaluation on the development set comes after every so many. null: once per epoch. The end is always
     evaluated. [steps]"""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """The first and the last step to profile, as in pretraining. [steps]"""
+    tracker: Literal["wandb"] | None = None
+    """Weights & Biases beside TensorBoard."""
     peak_tflops_per_device: float | None = Field(None, gt=0)
     """Data-sheet peak that perf/mfu divides by. null looks the device up. [TFLOP/s]"""
     allow_changed_on_resume: list[str] = []

@@ -7,9 +7,12 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gmlp_scale.files import read_file, write_text
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +83,16 @@ class EventsFile(GrowingFile):
         self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._add(Event(step=step, summary=Summary(value=scalars)))
+        self.add_summary(step, Summary(value=scalars))
+
+    def add_summary(self, step: int, summary: "Summary") -> None:
+        """What is not a scalar; gmlp_scale/train/events.py makes it."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._add(Event(step=step, summary=summary))
 
     def _add(self, event) -> None:
         event.wall_time = time.time()

@@ -14,6 +14,7 @@ from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.engine.optimizer import learning_rate
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.metrics import Metrics
+from gmlp_scale.train.profiling import profiled
 from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
@@ -74,21 +75,18 @@ def train(
     step, last_step = start_step, config.last_step
     reports = StepReports(world)
     metrics.start_clock(loader.wait_seconds)
+    batches = staged(loader.steps(start_step, last_step), world.device)
+    batches = profiled(batches, start_step, config.profile_steps, metrics.run_dir / "profile", world)
     # `step` counts from 1. A step's rate, rows and seed follow from the number of steps finished before it.
-    for step, micro_batches in enumerate(staged(loader.steps(start_step, last_step), world.device), start_step + 1):
+    for step, micro_batches in enumerate(batches, start_step + 1):
         rate = learning_rate(optimizer, step - 1, config.num_steps)
         step_seed = ((seed * config.num_steps + step - 1) * world.size + world.rank) % 2**63
         if config.recheck_every_steps and due(step, config.recheck_every_steps):
             world.note(f"the recheck before step {step}")
             recheck(engine, world, micro_batches[0], step_seed, step)
         torch.manual_seed(step_seed)
-        step_loss = torch.zeros((), device=world.device)
         world.note(f"the loss and gradients of step {step}")
-        for index, micro_batch in enumerate(micro_batches, start=1):
-            loss = engine.module(micro_batch)
-            step_loss += loss.detach() / len(micro_batches)
-            is_last = index == len(micro_batches)
-            engine.backward(guard.marked(loss, step_loss, step) if is_last else loss, is_last)
+        step_loss = accumulate(engine, micro_batches, guard, step, world.device)
         world.note(f"the norm and update of step {step}")
         norm = engine.step(rate)
         reports.send(step, step_loss, norm, rate)
@@ -118,6 +116,19 @@ def train(
     world.note("the end of the last save")
     checkpointer.wait()
     return Progress(step, finished=step == config.num_steps)
+
+
+def accumulate(
+    engine: Engine, micro_batches: list[Any], guard: StepGuard, step: int, device: torch.device
+) -> torch.Tensor:
+    """Forward and backward of each micro-batch. Returns the mean loss over this rank's rows, 0-d."""
+    step_loss = torch.zeros((), device=device)
+    for index, micro_batch in enumerate(micro_batches, start=1):
+        loss = engine.module(micro_batch)
+        step_loss += loss.detach() / len(micro_batches)
+        is_last = index == len(micro_batches)
+        engine.backward(guard.marked(loss, step_loss, step) if is_last else loss, is_last)
+    return step_loss
 
 
 def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[Any]]:

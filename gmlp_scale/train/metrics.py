@@ -1,4 +1,4 @@
-"""Writes a run's metrics to metrics.jsonl, TensorBoard and the console, all from one dictionary per step.
+"""Writes a run's metrics to metrics.jsonl, TensorBoard, a tracker and the console, all from one dictionary per step.
 
 Users rely on the tags (README, "What a run leaves behind"). A resumed run cuts both files after the checkpoint's step,
 so that neither shows a step twice.
@@ -10,15 +10,21 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.train.devices import GPUS
 from gmlp_scale.train.evaluate import perplexity
+from gmlp_scale.train.events import picture_summary, recipe_summaries
 from gmlp_scale.train.log_files import EventsFile, MetricsFile
 from gmlp_scale.train.step_reports import StepReport
+from gmlp_scale.train.tracker import WandbRun
 from gmlp_scale.world import World
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +64,8 @@ class Metrics:
     """Writes what the loop measures. Every rank has one; only rank 0's writes files and to the console.
 
     Args:
-        config: the schedule, which the time left follows from.
+        config: the schedule, which the time left follows from, and the tracker.
+        fields: the recipe's, by their whole names, for TensorBoard and the tracker.
         flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
         peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
         start_up: the parts so far; the first step is the last one.
@@ -69,6 +76,7 @@ class Metrics:
         run_dir: Path,
         world: World,
         config: TrainConfig,
+        fields: dict[str, Any],
         *,
         start_step: int,
         tokens_per_step: int,
@@ -84,11 +92,19 @@ class Metrics:
         self.evaluation_seconds = 0.0
         """Of the last evaluation; 0 before the first."""
         self.start_up = start_up
-        self._files: list[MetricsFile | EventsFile] = []
-        if world.is_main:
-            self._files = [MetricsFile(run_dir / "metrics.jsonl", start_step)]
-            self._files += [EventsFile(run_dir / "tensorboard", start_step)]
+        self.run_dir = run_dir
+        self._files: list[MetricsFile | EventsFile | WandbRun] = []
+        world.on_main(lambda: self._open_files(fields, start_step))
         self.start_clock(0.0)
+
+    def _open_files(self, fields: dict[str, Any], start_step: int) -> None:
+        self._files.append(MetricsFile(self.run_dir / "metrics.jsonl", start_step))
+        self._events = EventsFile(self.run_dir / "tensorboard", start_step)
+        self._files.append(self._events)
+        for summary in recipe_summaries(fields):
+            self._events.add_summary(start_step, summary)
+        if self.config.tracker:
+            self._files.append(WandbRun(self.run_dir, fields))
 
     def start_clock(self, data_wait_seconds: float) -> None:
         """Begins the interval that the next line of the log averages over."""
@@ -149,6 +165,10 @@ class Metrics:
         if self.world.is_main:
             shown = "  ".join(f"{tag} {value:.4f}" for tag, value in values.items())
             log.info("step %d  %s  (%s)", step, shown, _duration(self.evaluation_seconds))
+
+    def add_picture(self, step: int, tag: str, figure: "Figure") -> None:
+        """Adds a picture to TensorBoard, on rank 0."""
+        self._events.add_summary(step, picture_summary(tag, figure))
 
     def _seconds_left(self, step: int, step_seconds: float) -> float:
         """Until this start ends: its steps, and the evaluations from this step on, each as long as the last one."""

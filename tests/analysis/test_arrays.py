@@ -9,11 +9,11 @@ import torch
 
 from gmlp_scale.analysis.arrays import (
     attention_maps,
+    filters_of,
     first_half_maximum,
     fit_power_law,
     run_sizes,
     sentence_pair,
-    spatial_filters,
     spatial_matrices,
 )
 from gmlp_scale.data.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ NUM_BLOCKS = 2
 def test_filters_are_the_middle_rows_of_toeplitz_matrices(runs):
     trained = read_run(runs / "gmlp")
     matrices = spatial_matrices(trained)
-    filters = spatial_filters(matrices)
+    filters = filters_of(trained)
     n = SEQUENCE_LENGTH
     assert len(matrices) == len(filters) == NUM_BLOCKS
     for block, matrix_NN, filter_N in zip(trained.build().blocks, matrices, filters, strict=True):

@@ -23,7 +23,7 @@ def world():
 def make_metrics(run_dir, world, start_step, **changes) -> Metrics:
     sizes = {"tokens_per_step": 512, "rows_per_epoch": 16, "flops_per_step": 10**9, "peak_tflops_per_device": None}
     others = {"start_step": start_step, "start_up": StartUp(0.0), "config": train_config()}
-    return Metrics(run_dir, world, **{**sizes, **others, **changes})
+    return Metrics(run_dir, world, fields={"name": "smoke"}, **{**sizes, **others, **changes})
 
 
 def train_config(**changes) -> TrainConfig:

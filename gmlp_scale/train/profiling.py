@@ -1,0 +1,71 @@
+"""Records a few steps of rank 0 as a Chrome trace and, on a GPU, a memory snapshot, in the run's folder `profile`."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_ALLOCATIONS = 200_000
+"""That a snapshot holds: the newest ones."""
+
+
+def profiled(
+    steps: Iterable[T], start_step: int, profile_steps: tuple[int, int] | None, folder: Path, world: World
+) -> Iterator[T]:
+    """What the loop takes for each step, from `start_step` finished ones on. Records what it does in profile_steps.
+
+    profile_steps: the first and the last one, which count from 1. Where the run resumes between them or stops there, it
+        records those that it does.
+    """
+    if profile_steps is None or not world.is_main:
+        yield from steps
+        return
+    first, last = profile_steps
+    recorded = None
+    step = start_step
+    try:
+        for step, of_step in enumerate(steps, start_step + 1):
+            if step == max(first, start_step + 1) <= last:
+                recorded = _begin(world.device)
+            yield of_step
+            if recorded and step == last:
+                _write(recorded, folder, max(first, start_step + 1), step, world)
+                recorded = None
+    finally:  # the loop left at a step before the last one of these
+        if recorded:
+            _write(recorded, folder, max(first, start_step + 1), step, world)
+
+
+def _begin(device: torch.device) -> profile:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+    recorded = profile(activities=activities, record_shapes=True, profile_memory=True)
+    recorded.start()
+    return recorded
+
+
+def _write(recorded: profile, folder: Path, first: int, last: int, world: World) -> None:
+    """A disk that refuses the files is told, and ends no training."""
+    world.wait_for_device()
+    recorded.stop()
+    place = folder / f"steps_{first}_to_{last}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(f"{place}.trace.json.gz")
+        if world.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(f"{place}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        log.info("steps %d to %d are profiled: %s.* (ui.perfetto.dev, pytorch.org/memory_viz)", first, last, place)
+    except OSError as error:
+        log.warning("the profile of steps %d to %d cannot be written: %s", first, last, error)
