@@ -1,5 +1,6 @@
 """launch/finetune.py: dry run, a whole run, mistakes and their exit codes."""
 
+import re
 import sys
 
 import pytest
@@ -33,7 +34,9 @@ def test_dry_run_starts_nothing(launch, tmp_path):
 
 
 def test_a_run_and_its_resume(launch, tmp_path):
-    assert launch()[0] == 0
+    code, _, log = launch()
+    assert code == 0
+    assert re.search(r"^    data +sst2, train \d+ examples, dev \d+ examples", log, re.MULTILINE)
     assert (tmp_path / "outputs" / "sst2" / "scores.json").exists()
     assert "step_000000002" in launch("--dry-run")[1]
 
