@@ -24,7 +24,7 @@ def profiled(
     """What the loop takes for each step, from `start_step` finished ones on. Records what it does in profile_steps.
 
     profile_steps: the first and the last one, which count from 1. Where the run resumes between them or stops there, it
-        records those that it does.
+        records those that it does. A save or an evaluation after one of them is recorded too.
     """
     if profile_steps is None or not world.is_main:
         yield from steps
@@ -59,13 +59,15 @@ def _write(recorded: profile, folder: Path, first: int, last: int, world: World)
     """A disk that refuses the files is told, and ends no training."""
     world.wait_for_device()
     recorded.stop()
-    place = folder / f"steps_{first}_to_{last}"
+    place, is_gpu = folder / f"steps_{first}_to_{last}", world.device.type == "cuda"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(f"{place}.trace.json.gz")
-        if world.device.type == "cuda":
+        if is_gpu:
             torch.cuda.memory._dump_snapshot(f"{place}.memory.pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
         log.info("steps %d to %d are profiled: %s.* (ui.perfetto.dev, pytorch.org/memory_viz)", first, last, place)
     except OSError as error:
         log.warning("the profile of steps %d to %d cannot be written: %s", first, last, error)
+    finally:
+        if is_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gmlp_scale import run, world
+from gmlp_scale import bars, run, world
 from launch import finetune as launcher
 from tests.finetune.small_recipes import RECIPES, sentiment_run
 
@@ -33,10 +33,12 @@ def test_dry_run_starts_nothing(launch, tmp_path):
     assert "would resume from       nothing: a new run" in out
 
 
-def test_a_run_and_its_resume(launch, tmp_path):
+def test_a_run_and_its_resume(launch, tmp_path, monkeypatch):
+    monkeypatch.setattr(bars, "LINE_EVERY_SECONDS", 0.0)
     code, _, log = launch()
     assert code == 0
     assert re.search(r"^    data +sst2, train \d+ examples, dev \d+ examples", log, re.MULTILINE)
+    assert "evaluation:   0%" in log
     assert (tmp_path / "outputs" / "sst2" / "scores.json").exists()
     assert "step_000000002" in launch("--dry-run")[1]
 

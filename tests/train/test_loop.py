@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gmlp_scale import bars
 from gmlp_scale.config import load_run_config
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.run import run_task
@@ -124,7 +125,8 @@ class ReadAStepLate(StepReports):
         self.lag = LAG_ON_GPU
 
 
-def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeypatch, tmp_path):
+def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bars, "LINE_EVERY_SECONDS", 0.0)
     places = []
     for name in ("at_once", "late"):
         every = ["train.log_every_steps=2", "train.evaluate_every_steps=3", "checkpoint.save_every_steps=3"]
@@ -135,6 +137,7 @@ def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeyp
     assert [line["step"] for line in late] == [2, 3, 4, 5, 5]
     assert [_unhurried(line) for line in late] == [_unhurried(line) for line in at_once]
     assert [step_folders(place / "checkpoints")[0].name for place in places] == ["step_000000003"] * 2
+    assert capsys.readouterr().err.count("evaluation:   0%") == 2 * 2, "every evaluation shows how far it is"
 
 
 def _unhurried(line: dict) -> dict:
