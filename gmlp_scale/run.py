@@ -132,7 +132,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     """
     config = task.config
     config.rows_per_rank(world.size)
-    _check_packages(config.name, task.train)
+    check_packages(config.name, task.train)
     with ExitStack() as stack, world.naming_lost_ranks():
         remote = _hold_run_folder(config, world, stack)
         loader = task.open_loader(world)
@@ -250,7 +250,7 @@ def _evaluate(task: Task, engine: Engine, world: World, metrics: Metrics, step: 
     return values
 
 
-def _check_packages(name: str, train: TrainConfig) -> None:
+def check_packages(name: str, train: TrainConfig) -> None:
     """Raises ConfigError where a package is missing that only an option needs."""
     mistakes = []
     if train.tracker and not find_spec("wandb"):

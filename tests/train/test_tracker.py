@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-from gmlp_scale.train.tracker import WandbRun
+from gmlp_scale import run
+from gmlp_scale.config import ConfigError
+from gmlp_scale.engine import TrainConfig
+from gmlp_scale.train.tracker import TrackerError, WandbRun
 
 FIELDS = {"name": "smoke", "train.num_steps": 9, "data.cache_dir": None}
 PASSWORD = "a-secret-password"
@@ -39,19 +42,20 @@ def records(folder) -> list:
 
 
 def test_a_resumed_run_goes_on_and_tells_no_step_twice(wandb, tmp_path, caplog):
-    run = WandbRun(tmp_path, FIELDS)
+    tracker = WandbRun(tmp_path, FIELDS)
     for step in (1, 2, 3):
-        run.add(step, {"train/loss": 0.5 * step})
-    run.add(3, {"eval/loss": 2.0})
-    run.add(2, {"train/loss": 7.0})  # as after a resume from step 1
-    run.close()
+        tracker.add(step, {"train/loss": 0.5 * step})
+    tracker.add(3, {"eval/loss": 2.0})
+    tracker.add(2, {"train/loss": 7.0})  # as after a resume from step 1
+    tracker.close()
     id = (tmp_path / "wandb_id").read_text()
+    (folder,) = (tmp_path / "wandb").glob(f"offline-run-*-{id}")
+    first = folder.rename(tmp_path / "first")  # W&B names both by the second
     resumed = WandbRun(tmp_path, FIELDS)
     assert resumed._run.id == id
     resumed.close()
     assert not told(caplog)
 
-    first, _ = sorted((tmp_path / "wandb").glob(f"offline-run-*-{id}"))
     found = records(first)
     (of_run,) = [record.run for record in found if record.HasField("run")]
     assert (of_run.run_id, of_run.project, of_run.display_name) == (id, "gmlp_scale", "smoke")
@@ -68,16 +72,35 @@ def test_a_resumed_run_goes_on_and_tells_no_step_twice(wandb, tmp_path, caplog):
         {"_step": 2, "train/loss": 1.0},
         {"_step": 3, "train/loss": 1.5, "eval/loss": 2.0},
     ]
-    files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files and not any(PASSWORD.encode() in path.read_bytes() for path in files)
 
 
 def test_a_tracker_that_fails_is_told_once_and_ends_no_training(tmp_path, monkeypatch, wandb, caplog):
-    run = WandbRun(tmp_path, FIELDS)
+    tracker = WandbRun(tmp_path, FIELDS)
     with monkeypatch.context() as broken:
-        broken.setattr(run._run, "log", lambda values, step: 1 / 0)
-        run.add(1, {"train/loss": 1.0})
-        run.add(2, {"train/loss": 1.0})
-    run.close()
+        broken.setattr(tracker._run, "log", lambda values, step: 1 / 0)
+        tracker.add(1, {"train/loss": 1.0})
+        tracker.add(2, {"train/loss": 1.0})
+    tracker.close()
     (line,) = told(caplog)
     assert line.startswith("W&B refuses the values of step 1 (ZeroDivisionError(")
+
+
+def test_a_tracker_that_cannot_be_reached_is_told_with_what_to_do(tmp_path, monkeypatch, wandb):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(sys, "stdin", None)  # nobody can be asked for a key
+    with pytest.raises(TrackerError, match=r"refuses the run \(No API key.*set WANDB_MODE=offline"):
+        WandbRun(tmp_path, FIELDS)
+
+
+def test_a_package_that_an_option_needs_is_asked_for_before_anything_starts(monkeypatch):
+    train = TrainConfig(num_steps=1, global_batch_size=1, micro_batch_size=1, tracker="wandb", log_filters=True)
+    run.check_packages("smoke", train)
+    monkeypatch.setattr(run, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError) as error:
+        run.check_packages("smoke", train)
+    assert [mistake.partition(":")[0] for mistake in error.value.mistakes] == ["train.tracker", "train.log_filters"]
