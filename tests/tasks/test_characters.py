@@ -69,7 +69,8 @@ def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
             sums.append(values)
             return values
 
-        world = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), sum=sum_of_rank)
+        cpu = torch.device("cpu")
+        world = SimpleNamespace(rank=rank, size=size, is_main=rank == 0, device=cpu, sum=sum_of_rank)
         try:
             task.evaluate(engine, world, 0)
         except ZeroDivisionError:  # of the rank without crops
