@@ -77,6 +77,12 @@ def logged(run_folder: str | Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(f"{run_folder}/metrics.jsonl")]
 
 
+def events_of(run_folder: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run_folder / "tensorboard")).Reload()
+
+
 def assert_close(found: list[dict], wanted: list[dict]) -> None:
     assert [row["step"] for row in found] == [row["step"] for row in wanted]
     for row, other in zip(found, wanted, strict=True):
@@ -126,11 +132,12 @@ def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(
 
 
 def test_one_run_moves_between_engines_and_world_sizes(shards, undisturbed, tmp_path, trials):
-    recipe = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    recipe = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}", "train.log_filters=true"]
     run_in_turn(2, [*recipe, *ZERO2, "train.stop_after_step=3"])
     run_in_turn(1, [*recipe, *FSDP2, "train.stop_after_step=6", "train.micro_batch_size=4"])
     run_in_turn(2, [*recipe, *ZERO3])
     assert_close(logged(tmp_path / "smoke"), undisturbed(SINGLE, 1))
+    assert [picture.step for picture in events_of(tmp_path / "smoke").Images("filters")] == [4, 8, 9]
     trials("world size 2 to 1 to 4, other micro-batch", 2)
 
 
@@ -231,8 +238,7 @@ def test_a_run_that_is_another_is_not_resumed(shards, tmp_path, trials):
 
 
 def test_what_a_run_leaves_behind(shards, tmp_path):
-    options = ["train.log_filters=true", "train.profile_steps=[4,6]"]
-    recipe = [*RECIPE, *SINGLE, *options, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    recipe = [*RECIPE, *SINGLE, "train.profile_steps=[4,6]", f"data.shards={shards}", f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, "train.stop_after_step=5"], recipe)
     run_dir = tmp_path / "smoke"
     assert load_run_config(run_dir / "config.yaml") == load_run_config(SMOKE, recipe)
@@ -241,13 +247,10 @@ def test_what_a_run_leaves_behind(shards, tmp_path):
     assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8, 9]
     assert [p.name for p in sorted((run_dir / "checkpoints").iterdir())] == [f"step_{s:09d}" for s in (6, 8, 9)]
 
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    events = events_of(run_dir)
     shown = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert shown.keys() == {key for row in rows for key in row} - {"step"}
     assert shown["train/loss"] == list(range(1, NUM_STEPS + 1)), "no step twice after a resume"
-    assert [picture.step for picture in events.Images("filters")] == [4, 8, 9]
     profiles = sorted(path.name for path in (run_dir / "profile").iterdir())
     assert profiles == ["steps_4_to_5.trace.json.gz", "steps_6_to_6.trace.json.gz"]
 
