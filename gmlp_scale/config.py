@@ -152,6 +152,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             needed = "[FIRST, LAST] in their order, at most train.num_steps"
             yield f"train.profile_steps: found {list(train.profile_steps)}; needed: {needed}"
         yield from self.engine.mistakes(train)
+        yield from self.checkpoint.mistakes()
 
 
 def _schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[str]:

@@ -137,7 +137,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
         f"{run.name}: {num_parameters:,} parameters, {short(run.flops_per_step())} FLOPs per step of "
         f"{run.tokens_per_step:,} tokens, {train.num_steps:,} steps",
         f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
-        f"{short(STATE_BYTES_SAVED * num_parameters)}B each, {run.checkpoint.keep_last} kept and one being written",
+        f"{short(STATE_BYTES_SAVED * num_parameters)}B each, {_kept(run)} kept and one being written",
         f"assumed: {assumed.num_gpus} GPUs on {assumed.num_nodes} nodes, each {assumed.fraction_of_peak:.2f} of "
         f"{gpu.float32_tflops if train.precision == 'float32' else gpu.bf16_tflops:g} TFLOP/s ({train.precision}) and "
         f"{1 - MEMORY_MARGIN:.2f} of {gpu.memory_gb:g} GB; a ring of {assumed.ring_bytes_per_second / 1e9:.3g} GB/s "
@@ -159,6 +159,11 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     for layout in found:
         lines += [f"{layout.name} needs: {mistake}" for mistake in layout.engine.mistakes(train)]
     return "\n".join(lines)
+
+
+def _kept(run: RunConfig) -> str:
+    newest, every = run.checkpoint.keep_last, run.checkpoint.keep_every_steps
+    return f"{newest}" if every is None else f"{newest} and at the end {run.train.num_steps // every} more"
 
 
 def _data_bytes(run: RunConfig) -> int:

@@ -15,7 +15,8 @@ nothing is ever unpickled. A save has these steps; those in the background need 
     them. That needs neither room on the disk nor a listing of the folder, which NFS may give 30 s late.
  4. Rank 0's thread waits for all of them, checks that the pieces cover each tensor once, writes and fsyncs DONE,
  5. renames the folder to step_000012000 and fsyncs the parent,
- 6. deletes all but the newest `keep_last` checkpoints, renaming each to a temporary name first,
+ 6. deletes all but the newest `keep_last` checkpoints and those of `keep_every_steps`, renaming each to a temporary
+    name first,
  7. and tells the other ranks whether to begin again at 2, since the disk refused what one of them wrote.
 
 A kill before 5 or during 6 leaves a temporary folder, which the next run on this folder removes. The rename is the only
@@ -204,6 +205,11 @@ def _verify_files(path: Path, done: _Done) -> None:
 
 def folder_name(step: int) -> str:
     return f"step_{step:09d}"
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint's folder."""
+    return int(name.removeprefix("step_"))
 
 
 def step_folders(directory: Path) -> list[Path]:

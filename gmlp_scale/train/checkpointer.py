@@ -11,10 +11,9 @@ import uuid
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,6 +25,7 @@ from gmlp_scale.train.checkpoint import (
     CheckpointError,
     folder_name,
 )
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
 from gmlp_scale.train.checkpoint_files import write_pieces
 from gmlp_scale.train.checkpoint_index import merged
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints, remove
@@ -40,17 +40,6 @@ CLOSE_GRACE_SECONDS = 10.0
 RETRY_SECONDS = 30.0
 MOST_ERRORS_SHOWN = 3
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-
-
-class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
-    save_every_steps: PositiveInt
-    """Save after every so many steps, and also where the run stops. [steps]"""
-    keep_last: PositiveInt = 3
-    """How many checkpoints stay on disk: the newest. [checkpoints]"""
-    on_full_disk: Literal["keep", "drop_oldest"] = "keep"
-    """drop_oldest: where a save lacks room, the oldest checkpoints are deleted first, but never the newest one."""
-    asynchronous: bool = True
-    """Write in the background. False: a save returns once the checkpoint is complete, and raises if it failed."""
 
 
 class Checkpointer:
@@ -269,7 +258,7 @@ class Checkpointer:
         if (
             self.config.on_full_disk == "drop_oldest"
             and numbers <= _NO_ROOM
-            and (old := self.checkpoints.drop_oldest())
+            and (old := self.checkpoints.drop_oldest(self.config.stays))
         ):
             logger.warning("%s. Deleted %s to make room (checkpoint.on_full_disk)", self.last_error, old)
             return True
@@ -286,12 +275,17 @@ class Checkpointer:
         return not self._no_more_attempts.wait(RETRY_SECONDS)
 
     def _publish(self, folder: Path, step: int, receipts: list[dict[str, Any]]) -> None:
-        """Turns all ranks' receipts into DONE and the folder into a checkpoint, then deletes the oldest ones."""
+        """Turns all ranks' receipts into DONE and the folder into a checkpoint, then deletes those that it outdates."""
         files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
         tensors = merged([receipt["layout"] for receipt in receipts])
         done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, "files": files}
         text = sealed(json.dumps({**done, "tensors": tensors, "recent_losses": self._recent_losses}))
-        self.checkpoints.publish(folder, folder_name(step), text, self.config.keep_last)
+        self.checkpoints.publish(folder, folder_name(step), text)
+        try:
+            for old in self.config.outdated(self.checkpoints.names()):
+                self.checkpoints.delete(old)
+        except OSError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)
 
     def _hear_receipts(self, attempt: str) -> list[dict[str, Any]]:
         """The other ranks' receipts. Those that did not come in time are a failure like those that ranks report."""

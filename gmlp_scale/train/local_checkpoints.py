@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from gmlp_scale.files import write_text
@@ -34,24 +35,22 @@ class LocalCheckpoints:
     def upload(self, folder: Path, files: list[str], name: str) -> None:
         """Nothing: the ranks write where the checkpoint is made."""
 
-    def publish(self, folder: Path, name: str, done: str, keep_last: int) -> None:
-        """Turns a folder with all ranks' files into the checkpoint `name`; then deletes all but the newest ones."""
+    def publish(self, folder: Path, name: str, done: str) -> None:
+        """Turns a folder with all ranks' files into the checkpoint `name`."""
         write_text(folder / "DONE", done)
         final = self.directory / name
         if final.exists():
             raise CheckpointError(f"{final} is there already")
         folder.rename(final)
         fsync(self.directory)
-        for old in self.names()[:-keep_last]:
-            self.delete(old)
 
     def set_aside(self, name: str, suffix: str) -> None:
         """Renames a damaged checkpoint, which stays."""
         (self.directory / name).rename(self.directory / f"{name}.{suffix}")
 
-    def drop_oldest(self) -> str | None:
-        """Deletes the oldest checkpoint to make room and returns its name, but never the newest one."""
-        older = self.names()[:-1]
+    def drop_oldest(self, stays: Callable[[str], bool]) -> str | None:
+        """Deletes the oldest checkpoint to make room and returns its name, but never the newest, nor one that stays."""
+        older = [name for name in self.names()[:-1] if not stays(name)]
         if older:
             self.delete(older[0])
         return older[0] if older else None

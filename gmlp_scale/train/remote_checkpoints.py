@@ -6,7 +6,6 @@ a checkpoint if it has DONE. So DONE is the last to come, and the first to go wh
 leaves has no DONE, and the next run deletes it.
 """
 
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gmlp_scale.files import delete_file, download_file, is_url, list_files, read_file, upload_file, write_file
-from gmlp_scale.train.checkpoint import STEP_FOLDER, Checkpoint, CheckpointError, newest_of, read_done, step_folders
+from gmlp_scale.train.checkpoint import (
+    STEP_FOLDER,
+    Checkpoint,
+    CheckpointError,
+    newest_of,
+    read_done,
+    step_folders,
+    step_of,
+)
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
-
-log = logging.getLogger(__name__)
 
 NUM_TRANSFERS = 4
 """At a time. Each large file also goes in several parts at a time."""
@@ -67,15 +72,10 @@ class RemoteCheckpoints:
         """Copies one rank's files of a checkpoint to the store. OSError if it refuses."""
         self._transfer(lambda file: upload_file(folder / file, f"{self.url}/{name}/{file}"), files)
 
-    def publish(self, folder: Path, name: str, done: str, keep_last: int) -> None:
-        """Makes a checkpoint of the uploaded files by its DONE; then deletes all but the newest `keep_last`."""
+    def publish(self, folder: Path, name: str, done: str) -> None:
+        """Makes a checkpoint of the uploaded files by its DONE."""
         self.before_publish()
         write_file(f"{self.url}/{name}/DONE", done.encode())
-        try:
-            for old in self.names()[:-keep_last]:
-                self.delete(old)
-        except OSError as error:
-            log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
 
     def set_aside(self, name: str, suffix: str) -> None:
         """Renames the DONE of a damaged checkpoint, which then is none, and stays until that step is deleted."""
@@ -93,7 +93,7 @@ class RemoteCheckpoints:
             if not any(file.startswith("DONE") for file in files):
                 self.delete(name)
 
-    def drop_oldest(self) -> None:
+    def drop_oldest(self, stays: Callable[[str], bool]) -> None:
         """Nothing: the disk has only copies."""
 
     def end_attempt(self, folder: Path) -> None:
@@ -127,4 +127,4 @@ def checkpoints_of(run_folder: str | Path) -> Iterator[LocalCheckpoints | Remote
 def saved_steps(run_folder: str | Path) -> list[int]:
     """The steps of a run's checkpoints, good or damaged, in order."""
     with checkpoints_of(run_folder) as checkpoints:
-        return [int(name.removeprefix("step_")) for name in checkpoints.names()]
+        return [step_of(name) for name in checkpoints.names()]

@@ -49,6 +49,10 @@ def test_the_table_says_what_it_rests_on(capsys, monkeypatch):
         assert stated in text
     assert "checkpoints 11.29 GB each, 3 kept" in text and "data 262.1 GB" in text
 
+    every = XLARGE.checkpoint.model_copy(update={"keep_every_steps": 100_000})
+    kept = XLARGE.model_copy(update={"checkpoint": every})
+    assert "3 and at the end 10 more kept" in table(kept, Assumptions(GPUS["h200"], num_gpus=64, num_nodes=8))
+
     command = [
         "plan.py",
         "--config",

@@ -180,6 +180,20 @@ def test_the_oldest_goes_first_on_a_full_disk_if_it_may(tmp_path, monkeypatch, o
     assert_holds(newest_checkpoint(tmp_path)[0], seed=left[-1])
 
 
+def test_those_of_every_so_many_steps_stay_for_good(tmp_path):
+    save_steps(tmp_path, [1, 2, 3, 4, 6, 7, 8], keep_last=2, keep_every_steps=3)
+    assert names_in(tmp_path) == [f"step_00000000{step}" for step in (3, 6, 7, 8)]
+    assert_holds(Checkpoint.open(tmp_path / "step_000000003"), seed=3)
+
+
+def test_a_full_disk_takes_none_that_stays_for_good(tmp_path):
+    save_steps(tmp_path, [2, 3, 4], keep_every_steps=2)
+    checkpointer = alone(tmp_path, keep_every_steps=2)
+    dropped = [checkpointer.checkpoints.drop_oldest(checkpointer.config.stays) for _ in range(2)]
+    assert dropped == ["step_000000003", None]
+    assert names_in(tmp_path) == ["step_000000002", "step_000000004"]
+
+
 def test_a_listing_that_is_late_holds_no_save_up(tmp_path, monkeypatch):
     """NFS may list a folder as it was half a minute ago. Before, rank 0 found the receipts by a listing."""
     monkeypatch.setattr(os, "listdir", lambda path: [])
