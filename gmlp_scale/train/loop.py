@@ -18,6 +18,7 @@ from gmlp_scale.train.profiling import profiled
 from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
+from gmlp_scale.train.stragglers import Stragglers
 from gmlp_scale.world import World
 
 
@@ -74,6 +75,7 @@ def train(
     """
     step, last_step = start_step, config.last_step
     reports = StepReports(world)
+    stragglers = Stragglers(world, engine.module, loader)
     metrics.start_clock(loader.wait_seconds)
     batches = staged(loader.steps(start_step, last_step), world.device)
     batches = profiled(batches, start_step, config.profile_steps, metrics.run_dir / "profile", world)
@@ -89,7 +91,7 @@ def train(
         step_loss = accumulate(engine, micro_batches, guard, step, world.device)
         world.note(f"the norm and update of step {step}")
         norm = engine.step(rate)
-        reports.send(step, step_loss, norm, rate)
+        reports.send(step, step_loss, norm, rate, stragglers.own_seconds())
         if step == start_step + 1:
             world.wait_for_device()
             metrics.log_start_up()
@@ -100,6 +102,7 @@ def train(
         for report in reports.read(until_step=step if must_know_now else step - reports.lag):
             guard.see(report)
             metrics.see(report)
+            stragglers.see(report)
             is_final = report.step == step and (reports.is_stop or step == last_step)
             if due(report.step, config.log_every_steps) or is_final:
                 metrics.log_training(report, loader.wait_seconds)

@@ -1,4 +1,4 @@
-"""What all ranks learn of a step together: its mean loss, its gradient norm, and whether to stop.
+"""What all ranks learn of a step together: its mean loss and gradient norm, whether to stop, and who was how fast.
 
 With NCCL the hosts do not meet at a step: one may be steps ahead of another. So what all ranks must decide alike is
 summed over the devices, within each step, and every host reads it at the same later point of its own program.
@@ -30,6 +30,10 @@ class StepReport:
     learning_rate: float
     own_loss: float
     """Mean over this rank's rows."""
+    compute_seconds: tuple[float, ...] = ()
+    """By rank: what each computed for without any other (train/stragglers.py)."""
+    wait_seconds: tuple[float, ...] = ()
+    """By rank: how long each waited for the step's batches."""
 
     @property
     def is_finite(self) -> bool:
@@ -46,11 +50,20 @@ class StepReports:
         """Whether a report that was read says that a rank has received a stop signal."""
         self._sent: deque[tuple[int, float, Tensor, torch.cuda.Event | None]] = deque()
 
-    def send(self, step: int, loss: Tensor, norm: Tensor, learning_rate: float) -> None:
-        """loss: the mean over this rank's rows; norm: the global one. Both 0-d, on the device."""
-        # torch.tensor would copy the flag to the device and wait for that.
+    def send(
+        self, step: int, loss: Tensor, norm: Tensor, learning_rate: float, own_seconds: tuple[float, float]
+    ) -> None:
+        """loss: the mean over this rank's rows; norm: the global one. Both 0-d, on the device.
+
+        own_seconds: this rank's compute_seconds and wait_seconds.
+        """
+        # torch.tensor would copy the flag and the seconds to the device and wait for that.
         is_stop = torch.full_like(loss, self.world.is_stop_signalled, dtype=torch.float64)
-        summed = self.world.sum_on_device(torch.stack([loss.double() / self.world.size, is_stop]))
+        seconds_by_rank = loss.new_zeros(2, self.world.size, dtype=torch.float64)
+        for kind, seconds in enumerate(own_seconds):
+            seconds_by_rank[kind, self.world.rank].fill_(seconds)
+        summed = torch.cat([torch.stack([loss.double() / self.world.size, is_stop]), seconds_by_rank.flatten()])
+        summed = self.world.sum_on_device(summed)
         on_device = torch.cat([summed, torch.stack([norm.double(), loss.double()])])
         if on_device.device.type == "cpu":
             self._sent.append((step, learning_rate, on_device, None))
@@ -67,6 +80,7 @@ class StepReports:
             step, learning_rate, values, copied = self._sent.popleft()
             if copied:
                 copied.synchronize()
-            loss, num_signalled, norm, own_loss = values.numpy().tolist()
+            loss, num_signalled, *by_rank, norm, own_loss = values.numpy().tolist()
             self.is_stop |= num_signalled > 0
-            yield StepReport(step, loss, norm, learning_rate, own_loss)
+            compute_seconds, wait_seconds = by_rank[: self.world.size], by_rank[self.world.size :]
+            yield StepReport(step, loss, norm, learning_rate, own_loss, tuple(compute_seconds), tuple(wait_seconds))
