@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -253,6 +253,10 @@ class World:
             raise error
         if failed:
             raise OtherRankError("rank 0 could not go on; its own message says why")
+
+    def alone(self) -> "World":
+        """This process as the only one, for what it does without the others. Is not to be stopped."""
+        return replace(self, rank=0, size=1, _host_group=None, _roll_call=None)
 
     def wait_for_device(self) -> None:
         """Waits until the device is idle. For clocks; an ordinary step must not wait."""

@@ -24,6 +24,7 @@ ORDER = [
     ("export",),
     ("finetune",),
     ("analysis", "benchmark"),
+    ("doctor",),
 ]
 # Narrower than the order: package or module -> all that it may import of the project.
 ALLOWED = {

@@ -26,19 +26,19 @@ def environment(*, needs_gpu: bool) -> dict:
     """A finding, with None for a package that is not installed. It fails where a GPU is needed and torch finds none."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _said_by("git", "rev-parse", "HEAD"),
+        "commit": said_by("git", "rev-parse", "HEAD"),
         "python": platform.python_version(),
         "cpu_cores": len(os.sched_getaffinity(0)),
-        "disk": _said_by("stat", "--file-system", "--format=%T", tempfile.gettempdir()),
+        "disk": said_by("stat", "--file-system", "--format=%T", tempfile.gettempdir()),
         "disk_free_gib": shutil.disk_usage(tempfile.gettempdir()).free // 2**30,
-        **{package: _version(package) for package in PACKAGES},
+        **{package: version_of(package) for package in PACKAGES},
     }
     if not torch.cuda.is_available():
         reason = "torch finds no CUDA device; --tiny tries the script on a CPU" if needs_gpu else None
         status = "failed" if needs_gpu else "passed"
         return {"check": "environment", "status": status, "reason": reason, "device_type": "cpu", **facts}
     device = torch.cuda.get_device_properties(0)
-    smi = _said_by("nvidia-smi", f"--query-gpu={','.join(NVIDIA_SMI)}", "--format=csv,noheader", "--id=0")
+    smi = said_by("nvidia-smi", f"--query-gpu={','.join(NVIDIA_SMI)}", "--format=csv,noheader", "--id=0")
     return {
         "check": "environment",
         "status": "passed",
@@ -54,13 +54,13 @@ def environment(*, needs_gpu: bool) -> dict:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return None
 
 
-def _said_by(*command: str) -> str | None:
+def said_by(*command: str) -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
     return None

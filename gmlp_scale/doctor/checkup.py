@@ -1,0 +1,207 @@
+"""The checks of launch/doctor.py, in their order, and its report.
+
+All ranks do every check. It returns what it found, or raises what a run would fail from, in words that say what to
+change; rank 0 prints what all ranks found.
+"""
+
+import json
+import shutil
+import statistics
+import tempfile
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from gmlp_scale.config import RunConfig
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.doctor import machines, places, training
+from gmlp_scale.engine.known_sums import WIRE_SHARES, try_collective
+from gmlp_scale.files import is_url, redacted
+from gmlp_scale.plan.micro_batch import largest_micro_batch_size
+from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.run import USER_ERRORS, check_continues
+from gmlp_scale.tasks.pretraining import build_loader
+from gmlp_scale.train.remote_checkpoints import checkpoints_of
+from gmlp_scale.train.run_folder import claimed
+from gmlp_scale.train.stragglers import SLOW_FACTOR
+from gmlp_scale.world import LostRankError, World
+
+SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
+OUTCOMES = ("ok", "slow", "FAILS")
+MOST_RANKS_NAMED = 8
+
+
+class Slow(str):
+    """What a check found that does not end a run, but makes it slower than it could be."""
+
+
+class UnfitError(RuntimeError):
+    """The machines or the links between them are not fit for a run; the message says what to change."""
+
+
+class Checkup:
+    """All checks of one recipe. Every rank has one; rank 0 prints each line as soon as it is known."""
+
+    def __init__(self, run: RunConfig, world: World):
+        self.run, self.world = run, world
+        self.num_failed = 0
+        """Checks that a run would fail from; the same on every rank."""
+        self._loader: Loader
+        self._step_seconds = 0.0
+
+    def examine(self) -> None:
+        with ExitStack() as self._stack:
+            self._check("machines", self._compare_machines)
+            self._check("collectives", self._try_collectives)
+            self._check("room", lambda: places.check_room(self.run, places.place_of_checkpoints(self.run)))
+            self._check("writing", self._try_url if is_url(self.run.output_dir) else self._try_folder)
+            fits = self._check("ranks", self._fit_to_ranks)
+            loads = self._check("shards", self._check_shards, given=fits)
+            self._check("run folder", self._check_run_folder, given=loads)
+            is_right = self._check("gradients", self._compare_gradients, given=fits)
+            trains = self._check("steps", self._try_recipe, given=is_right)
+            self._check("loader", self._compare_loader, given=loads and trains)
+
+    def _check(self, name: str, check: Callable[[], str], *, given: bool = True) -> bool:
+        """Whether no rank would fail. `given`: what the check needs is there, as all ranks know."""
+        if not given:
+            self._print(f"not run  {name:12} needs what failed above")
+            return False
+        try:
+            with self.world.naming_lost_ranks():
+                found = check()
+            outcome = 1 if isinstance(found, Slow) else 0
+        except LostRankError:
+            raise
+        except Exception as error:
+            is_worded = isinstance(error, (*USER_ERRORS, UnfitError, training.GradientError))
+            found, outcome = str(error) if is_worded else f"{type(error).__name__}: {error}", 2
+            found = " ".join(found.split())  # a line of the report
+        worst = max(self.world.gather(outcome))
+        told = self._of_all_ranks([outcome, found])
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, (of_rank, text) in enumerate(told):
+            if of_rank == worst:
+                ranks_by_text.setdefault(text, []).append(rank)
+        texts = ranks_by_text if worst else list(ranks_by_text)[:1]  # all is well: rank 0 speaks for all
+        for text in texts:
+            who = f"{_named(ranks_by_text[text])}: " if worst and self.world.size > 1 else ""
+            self._print(f"{OUTCOMES[worst]:8} {name:12} {who}{text}")
+        self.num_failed += worst == 2
+        return worst < 2
+
+    def _of_all_ranks(self, value: object) -> list:
+        """Every rank's value, which must be JSON-able, on rank 0; nothing on the others."""
+        key = self.world.broadcast(f"doctor/{uuid.uuid4().hex}")
+        self.world.store.set(f"{key}/{self.world.rank}", json.dumps(value))
+        self.world.barrier()
+        if not self.world.is_main:
+            return []
+        return [json.loads(self.world.store.get(f"{key}/{rank}")) for rank in range(self.world.size)]
+
+    def _print(self, text: str) -> None:
+        if self.world.is_main:
+            print(redacted(text), flush=True)
+
+    def _compare_machines(self) -> str:
+        rows = self._of_all_ranks(machines.facts(self.world))
+        if self.world.is_main:
+            self._print(machines.table(rows))
+            if problems := machines.problems(rows):
+                raise UnfitError("; ".join(problems))
+        return f"{self.world.size} ranks with one set of versions"
+
+    def _fit_to_ranks(self) -> str:
+        self.run.rows_per_rank(self.world.size)
+        self.run = with_decided_precision(self.run, self.world)
+        if self.run.train.micro_batch_size == "auto":
+            self.run = self.run.with_micro_batch_size(largest_micro_batch_size(self.run, self.world))
+        train = self.run.train
+        return (
+            f"{self.world.size}; micro-batches of each in a step: {train.num_micro_batches(self.world.size)} of "
+            f"{train.micro_batch_size} rows, in {train.precision}"
+        )
+
+    def _try_collectives(self) -> str:
+        if self.world.size == 1:
+            return "none with one rank"
+        parts, wrong = [], []
+        for kind in WIRE_SHARES:
+            rates = []
+            for num_bytes in SIZES_BYTES[self.world.device.type]:
+                tried = try_collective(kind, num_bytes, self.world)
+                rates.append(f"{num_bytes // 2**10} KiB {tried.bytes_per_second / 1e9:.3g}")
+                if tried.num_wrong:
+                    wrong.append(f"{kind} of {num_bytes // 2**10} KiB has {tried.num_wrong} wrong numbers")
+            parts.append(f"{kind} {', '.join(rates)}")
+        if wrong:
+            raise UnfitError(f"{'; '.join(wrong)}. Try other hosts, or another driver, NCCL or network interface")
+        return f"right, GB/s sent by each rank: {'; '.join(parts)}"
+
+    def _try_folder(self) -> str:
+        place, error, seconds = places.place_of_checkpoints(self.run), None, 0.0
+        folder = place / self.world.broadcast(f".doctor-{uuid.uuid4().hex}")
+        self.world.on_main(lambda: places.make(folder))
+        try:
+            seconds = places.write_into(folder, self.world)
+        except OSError as raised:  # told below: the other ranks come there
+            error = raised
+        slowest = max(self.world.gather(round(1e6 * seconds))) / 1e6
+        self.world.on_main(lambda: shutil.rmtree(folder))
+        if error:
+            raise error
+        return f"{places.WRITTEN_BYTES / slowest / 1e6:.0f} MB/s by all ranks together into {place}"
+
+    def _try_url(self) -> str:
+        return places.try_bucket(self.run) if self.world.is_main else ""
+
+    def _check_shards(self) -> str:
+        # Corrupt shards that a run may skip are recorded in its folder, which is not to be touched.
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        elsewhere = self.run.model_copy(update={"output_dir": folder})
+        self._loader = build_loader(elsewhere, rank=self.world.rank, world_size=self.world.size)
+        self._stack.callback(self._loader.close)
+        return places.check_shards(self.run, self._loader, self.world)
+
+    def _check_run_folder(self) -> str:
+        if not self.world.is_main:
+            return ""
+        folder = self.run.run_folder
+        if not is_url(folder) and Path(folder).exists():
+            with claimed(folder):  # fails if a job is at work there
+                pass
+        with checkpoints_of(folder) as checkpoints:
+            newest, damaged = checkpoints.newest()
+        if newest is None:
+            return f"{folder}: a new run"
+        now = {"config": self.run.to_json(), "data": self._loader.fingerprint()}
+        check_continues(self.run, str(newest.path), newest.details, now)
+        return f"{folder}: would resume from step {newest.step}; {len(damaged)} newer checkpoints are damaged"
+
+    def _compare_gradients(self) -> str:
+        seconds, text = training.self_test(self.run, self.world)
+        median = statistics.median_low(self.world.gather(round(1e6 * seconds))) / 1e6
+        if seconds > SLOW_FACTOR * median:
+            return Slow(
+                f"{seconds:.3g} s for the step that the median rank computes alone in {median:.3g} s: look at the "
+                "clocks, the temperature and the other processes of its host"
+            )
+        return text
+
+    def _try_recipe(self) -> str:
+        self._step_seconds, text = training.try_recipe(self.run, self.world)
+        return text
+
+    def _compare_loader(self) -> str:
+        loaded = places.loaded_rows_per_second(self._loader, self.run.train.num_steps)
+        trained = self.run.rows_per_rank(self.world.size) / self._step_seconds
+        text = f"{loaded:.3g} rows a second and rank, of which training takes {trained:.3g}"
+        if loaded < trained:
+            return Slow(f"{text}: give each rank more CPU cores, or set data.cache_dir to a faster disk")
+        return text
+
+
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - MOST_RANKS_NAMED} more" if len(ranks) > MOST_RANKS_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST_RANKS_NAMED]))}{more}"

@@ -1,0 +1,53 @@
+"""Checks, before a long run, what it would fail from or be slowed by; started like the run, on its nodes.
+
+python launch/doctor.py --config configs/pretrain/gmlp_base.yaml engine.kind=single
+torchrun --nproc_per_node 8 launch/doctor.py --config configs/pretrain/gmlp_base.yaml data.shards=data/c4_512
+deepspeed --hostfile hosts launch/doctor.py --config configs/pretrain/gmlp_base.yaml engine.kind=zero engine.stage=1
+
+Prints versions, devices, drivers and clocks of every rank, and then a line for each check: the collectives (GB/s and
+whether their results are right), room and speed of the disk or store for checkpoints, the shards, what the run would
+go on from, the engine's gradients beside those of one process, the first steps of the whole recipe, and the loader
+beside them. A line begins with ok, or with slow or FAILS and then says what to change. It leaves nothing behind.
+
+The exit code is 0 if the run would go, 1 if it would fail, 2 if the recipe has mistakes.
+"""
+
+import argparse
+import sys
+
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.doctor.checkup import Checkup
+from gmlp_scale.files import print_error
+from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.world import set_up_logging, start_world
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the recipe of the run, with its overrides")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    options = parser.parse_intermixed_args()
+    try:
+        run = load_run_config(options.config, options.overrides)
+    except ConfigError as error:
+        print_error(error)
+        return 2
+    try:
+        needs_group = run.engine.needs_process_group
+        with start_world(
+            run.engine.timeout_seconds, run.train.device, init_group=needs_group, hear_stop_signals=False
+        ) as world:
+            set_up_logging(world)
+            checkup = Checkup(run, world)
+            checkup.examine()
+            if world.is_main:
+                print(f"{checkup.num_failed} checks FAIL" if checkup.num_failed else "the run can start")
+    except USER_ERRORS as error:
+        print_error(error)
+        return exit_code(error)
+    return 1 if checkup.num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
