@@ -118,7 +118,8 @@ def pretrain(config: PretrainingRecipe) -> Progress:
 def start_world_of(config: Recipe) -> World:
     """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs."""
     engine = config.engine
-    world = start_world(engine.timeout_seconds, config.train.device, init_group=engine.needs_process_group)
+    needs_group, folder = engine.needs_process_group, config.run_dir.absolute()
+    world = start_world(engine.timeout_seconds, config.train.device, init_group=needs_group, traces_in=folder)
     set_up_logging(world)
     return world
 

@@ -41,6 +41,9 @@ _OTHER_OPEN_FILES = 256
 
 _ONE_GPU_EACH = "start as many processes on a node as it has GPUs, or set train.device to cpu"
 
+_NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
+
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's malloc.h, in bytes: how much free memory to keep, and the size from which a freed block goes back
@@ -69,6 +72,7 @@ def start_world(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     init_group: bool = False,
     hear_stop_signals: bool = True,
+    traces_in: Path | None = None,
 ) -> "World":
     """Joins the processes that the launcher started.
 
@@ -77,6 +81,7 @@ def start_world(
         device: "auto" takes the GPU of this process's local rank where there is one, or the only GPU that it sees.
         init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
         hear_stop_signals: catch them for `is_stop_signalled`; False where nobody asks it.
+        traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
 
     Raises:
         ValueError: the launcher's variables are incomplete.
@@ -99,6 +104,8 @@ def start_world(
     # its GPU; it needs it even without a launcher.
     os.environ["DS_ACCELERATOR"] = device
     os.environ["LOCAL_RANK"] = str(torch_device.index if device == "cuda" else local_rank)
+    if traces_in:
+        os.environ.setdefault(_NCCL_TRACE, f"{traces_in}/nccl_trace_rank_")
     if device == "cpu":
         _keep_freed_memory()
 

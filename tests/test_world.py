@@ -41,6 +41,15 @@ def test_all_ranks_get_the_same_values():
         assert result["size"] == (rank, 3, rank == 0, torch.device("cpu"))
 
 
+def _traces(folder: Path) -> str:
+    with start_world(30, "cpu", traces_in=folder):
+        return os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+
+
+def test_the_flight_recorder_dumps_into_the_runs_folder(tmp_path):
+    assert run_ranks(_traces, 2, tmp_path) == [f"{tmp_path}/nccl_trace_rank_"] * 2
+
+
 def _main_fails() -> str:
     with start_world(30, "cpu") as world:
         done = []
