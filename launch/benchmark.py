@@ -1,8 +1,10 @@
-"""Times a recipe's training step, loader, checkpoints and start beside the machine's ceilings and their peers.
+"""Times a recipe's training step, loader, checkpoints and start beside the machine's ceilings and their peers,
+and counts what more ranks cost.
 
 python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml --output docs/benchmarks/FILE.json   # on a GPU
 python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml model.num_blocks=6 train.micro_batch_size=2
 python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml --compare docs/benchmarks/FILE.json
+python launch/benchmark.py --config configs/pretrain/smoke.yaml --parts scaling  # 1, 2, 4 and 8 gloo ranks
 python launch/benchmark.py --table docs/benchmarks/FILE.json
 
 Prints JSON. gmlp_scale/benchmark/__init__.py says how it is measured; only ratios within one run are worth quoting.
@@ -15,7 +17,7 @@ import sys
 from pathlib import Path
 
 from gmlp_scale.benchmark.comparison import read_report, table, worsened
-from gmlp_scale.benchmark.parts import PARTS, measure
+from gmlp_scale.benchmark.parts import PARTS, USUAL_PARTS, measure
 from gmlp_scale.files import print_error, write_text
 from gmlp_scale.run import USER_ERRORS
 
@@ -25,7 +27,8 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", action="append", help="a recipe; its micro-batch is the batch timed here; repeatable")
     what.add_argument("--table", type=Path, metavar="FILE.json", help="print a report as a Markdown table and leave")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts to measure (default: %(default)s)")
+    usual, known = ",".join(USUAL_PARTS), ",".join(PARTS)
+    parser.add_argument("--parts", default=usual, help=f"which of {known} to measure (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each contender (default: %(default)s)")
     parser.add_argument("--no-peers", action="store_true", help="leave out other people's models")
     parser.add_argument("--output", type=Path, metavar="FILE.json")

@@ -46,7 +46,13 @@ def figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
 
 
 def table(report: dict) -> str:
-    """A Markdown table: each recipe's measured step, its two floors, and the shares of its time."""
+    """Markdown tables of what was measured of `step` and of `scaling`."""
+    measured = {part for parts in report["recipes"].values() for part in parts}
+    return "\n\n".join(write(report) for part, write in TABLES.items() if part in measured)
+
+
+def _step_table(report: dict) -> str:
+    """Each recipe's measured step, its two floors, and the shares of its time."""
     lines = [
         "| recipe | rows | step ms | of the ceiling | MFU | operations floor ms | bytes floor ms | "
         "products alone | what the time goes to |",
@@ -70,6 +76,39 @@ def table(report: dict) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _scaling_table(report: dict) -> str:
+    """What more ranks cost each engine. Bytes are per parameter and rank."""
+    lines = [
+        "| recipe | ranks | engine | start-up s | step ms | of it communication | sent B | over the formula | peak B | "
+        "planned states B | 16-bytes model B |",
+        "| --- " * 11 + "|",
+    ]
+    for recipe, parts in report["recipes"].items():
+        for ranks, measured in parts.get("scaling", {}).items():
+            for engine, figures in measured.get("engines", {}).items():
+                if "not run" in figures:
+                    continue
+                cells = [
+                    recipe,
+                    ranks.removesuffix(" ranks"),
+                    engine,
+                    f"{measured['start_up_seconds']:.1f}",
+                    _milliseconds(figures["step_seconds"]),
+                    f"{figures['communication_share']:.0%}",
+                    *(f"{figures[key]:.2f}" if key in figures else "-" for key in SCALING_BYTES),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+SCALING_BYTES = (
+    "sent_bytes_per_parameter", "sent_over_formula", "peak_bytes_per_parameter", "planned_states_per_parameter",
+    "sixteen_bytes_model",
+)  # fmt: skip
+TABLES = {"step": _step_table, "scaling": _scaling_table}
+"""By part."""
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -9,13 +9,15 @@ import torch
 
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.loading import measure_loading
+from gmlp_scale.benchmark.scaling import measure_scaling
 from gmlp_scale.benchmark.step import measure_step
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.config import ConfigError, RunConfig, load_run_config
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.world import World, start_world
 
-PARTS = ("step", "loader", "checkpoint", "start_up")
+USUAL_PARTS = ("step", "loader", "checkpoint", "start_up")
+PARTS = (*USUAL_PARTS, "scaling")
 
 
 def measure(
@@ -49,6 +51,8 @@ def measure(
                         of_run[part] = measure_checkpoint(run, world, num_rounds)
                     case "start_up":
                         of_run[part] = measure_start_up(path, overrides, num_rounds)
+                    case "scaling":
+                        of_run[part] = measure_scaling(path, overrides, num_rounds)
         return describe_machine(world), figures
 
 
