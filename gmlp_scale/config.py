@@ -315,7 +315,7 @@ def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -
 
     "engine." in `free` stands for the whole section.
     """
-    old, new = dict(_flatten(before)), dict(_flatten(now))
+    old, new = dict(flatten(before)), dict(flatten(now))
     return [
         f"{field}: the checkpoint was trained with {old.get(field)!r}; the run says {new.get(field)!r}"
         for field in sorted(old.keys() | new.keys())
@@ -391,7 +391,7 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
 
 
 def _unknown_exceptions(run: AnyConfig) -> Iterable[str]:
-    known = {field for field, _ in _flatten(run.model_dump(mode="json"))}
+    known = {field for field, _ in flatten(run.model_dump(mode="json"))}
     for field in run.train.allow_changed_on_resume:
         if field not in known:
             yield f"train.allow_changed_on_resume: found {field!r}{_nearest(field, known)}"
@@ -427,10 +427,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
 
 
-def _flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """(field, value) of each value in a tree of sections; the field is written section.field."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

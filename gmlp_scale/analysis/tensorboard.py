@@ -1,7 +1,7 @@
-"""Writes scalars and pictures beside a run's own TensorBoard files.
+"""Writes scalars and pictures beside a run's own TensorBoard files, and reads the run's starts from those.
 
-They go into subfolders, which TensorBoard shows as separate runs. In the run's own folder, TensorBoard would stop
-reading the run's file once a second one appears, and a resume would delete the added points.
+What is added goes into subfolders, which TensorBoard shows as separate runs. In the run's own folder, TensorBoard would
+stop reading the run's file once a second one appears, and a resume would delete the added points.
 
 A folder is a path or a URL.
 """
@@ -10,10 +10,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gmlp_scale.files import delete_file, is_url, list_files, upload_file
+from gmlp_scale.files import delete_file, download_file, is_url, list_files, upload_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +44,27 @@ def add_picture(folder: str, tag: str, figure: "Figure", step: int) -> None:
 
     with _local(folder) as local, SummaryWriter(local) as writer:
         writer.add_figure(tag, figure, step)
+
+
+def start_steps(folder: str) -> list[int]:
+    """How many steps were finished at each start of the run whose events lie in `folder`, in the order of the starts.
+
+    train/log_files.py begins a new file of events, and says so in it, whenever a run starts or is resumed.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    starts = []
+    with tempfile.TemporaryDirectory() as copies:
+        for name in list_files(folder):
+            if "/" in name or ".tfevents." not in name:  # subfolders hold what was added later
+                continue
+            path = Path(copies, name) if is_url(folder) else Path(folder, name)
+            if is_url(folder):
+                download_file(f"{folder}/{name}", path)
+            first_events = islice(EventFileLoader(str(path)).Load(), 3)
+            starts += [event for event in first_events if event.session_log.status == SessionLog.START]
+    return [start.step - 1 for start in sorted(starts, key=lambda start: start.wall_time)]
 
 
 @contextmanager
