@@ -73,6 +73,15 @@ def test_training_stops_resumes_and_ends(story):
     assert "finished at step 40" in outputs["again"] and "loss" not in outputs["again"]
 
 
+def test_a_report_tells_where_the_run_was_resumed(story):
+    folder, _ = story
+    from gmlp_scale.analysis.run_records import read_run_records
+
+    (record,) = read_run_records([str(folder / "outputs/smoke")])
+    assert record.restarts == [20], "the third start found nothing left to do"
+    assert (record.last_step, record.newest.step, record.skipped) == (40, 40, [])
+
+
 def test_evaluation_prints_both_perplexities(story):
     _, outputs = story
     _, columns, unigram, model = [line.split() for line in outputs["evaluate"].splitlines()]

@@ -1,0 +1,142 @@
+"""Reads what runs left in their folders, for launch/report.py. A folder is a path or a URL; nothing in it changes.
+
+config.yaml is read as plain YAML and not as a recipe: runs of other versions, and finetuning runs, can be compared too.
+"""
+
+import json
+import logging
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gmlp_scale.analysis.tensorboard import start_steps
+from gmlp_scale.config import flatten
+from gmlp_scale.files import read_file, redacted
+from gmlp_scale.train.checkpoint import CheckpointError, folder_name, read_done
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.remote_checkpoints import saved_steps
+from gmlp_scale.trained import PREFIX
+
+log = logging.getLogger(__name__)
+
+
+class RunRecordError(ValueError):
+    """A folder holds no run, or none that has logged a step."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What DONE of a checkpoint says. The weights are neither read nor checked."""
+
+    step: int
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    folder: str
+    name: str
+    """The recipe's; the folder where two runs have one name."""
+    config: dict[str, Any]
+    """The resolved config's values by field, such as train.num_steps."""
+    lines: list[dict[str, Any]]
+    """Of metrics.jsonl, in the order of steps. At least one."""
+    restarts: list[int] | None
+    """For each time that the run was resumed and trained on: the step it went on from. None if no events tell it."""
+    skipped: list[dict[str, Any]]
+    """The updates that were left out."""
+    newest: SavedModel | None
+
+    @property
+    def last_step(self) -> int:
+        return self.lines[-1]["step"]
+
+    def curve(self, tag: str) -> list[tuple[int, float]]:
+        """(step, value) of each line that has the tag. Values may be NaN or infinite."""
+        return [(line["step"], line[tag]) for line in self.lines if isinstance(line.get(tag), int | float)]
+
+    def finite(self, tag: str) -> list[float]:
+        return [value for _, value in self.curve(tag) if math.isfinite(value)]
+
+
+def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
+    """Reads the runs. RunRecordError names every folder that holds none, or one without metrics."""
+    records, problems = [], []
+    for folder in run_folders:
+        try:
+            records.append(_read(folder.rstrip("/")))
+        except RunRecordError as error:
+            problems.append(str(error))
+    if problems:
+        raise RunRecordError("\n".join(problems))
+    num_of_name = Counter(record.name for record in records)
+    return [record if num_of_name[record.name] == 1 else replace(record, name=record.folder) for record in records]
+
+
+def _read(folder: str) -> RunRecord:
+    config = _config(folder)
+    lines = _lines(f"{folder}/metrics.jsonl")
+    if not lines:
+        raise RunRecordError(redacted(f"{folder} has no metrics yet: give a run whose metrics.jsonl has a line"))
+    starts, last_step = start_steps(f"{folder}/tensorboard"), lines[-1]["step"]
+    return RunRecord(
+        folder=redacted(folder),
+        name=str(config.get("name", folder)),
+        config=redacted(config),
+        lines=lines,
+        restarts=[step for step in starts[1:] if step < last_step] if starts else None,
+        skipped=_lines(f"{folder}/skipped_steps.jsonl"),
+        newest=_newest(folder),
+    )
+
+
+def _config(folder: str) -> dict[str, Any]:
+    path = f"{folder}/config.yaml"
+    try:
+        content = yaml.safe_load(read_file(path))
+    except (FileNotFoundError, NotADirectoryError):
+        needed = "give OUTPUT_DIR/NAME of a run of launch/pretrain.py or launch/finetune.py"
+        raise RunRecordError(redacted(f"no run at {folder}: {path} does not exist; {needed}")) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        found = " ".join(str(error).split())
+        raise RunRecordError(redacted(f"{path} is not plain YAML ({found}); give a run's own folder")) from None
+    if not isinstance(content, dict):
+        raise RunRecordError(redacted(f"{path} is no run's config: it has no fields; give a run's own folder"))
+    return dict(flatten(content))
+
+
+def _lines(path: str) -> list[dict[str, Any]]:
+    """Of a file with one JSON object for each step of some kind; none if there is no file."""
+    try:
+        lines = read_metrics(path)
+    except FileNotFoundError:
+        return []
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RunRecordError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise RunRecordError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
+    return lines
+
+
+def _newest(folder: str) -> SavedModel | None:
+    """The newest checkpoint whose DONE can be read. A warning names each that was passed over."""
+    for step in reversed(saved_steps(folder)):
+        with tempfile.TemporaryDirectory() as directory:
+            copy = Path(directory, folder_name(step))
+            copy.mkdir()
+            try:
+                (copy / "DONE").write_bytes(read_file(f"{folder}/checkpoints/{copy.name}/DONE"))
+                tensors = read_done(copy).tensors
+            except (CheckpointError, FileNotFoundError) as error:  # a run that trains may just have deleted it
+                log.warning("checkpoint passed over: %s", error)
+                continue
+        sizes = [math.prod(record.shape) for key, record in tensors.items() if key.startswith(PREFIX)]
+        return SavedModel(step, sum(sizes))
+    return None

@@ -1,0 +1,58 @@
+"""Writes one HTML page that compares runs: curves, final numbers, cost, restarts, configs, spatial filters.
+
+python launch/report.py outputs/compare_gmlp outputs/compare_amlp outputs/compare_bert --output report.html
+
+It reads what the runs left in their folders, also while they train, and changes nothing there. The page is one file
+that needs no network.
+"""
+
+import argparse
+import sys
+from datetime import UTC, datetime
+
+from gmlp_scale.analysis.arrays import spatial_filters, spatial_matrices
+from gmlp_scale.analysis.run_records import RunRecord, read_run_records
+from gmlp_scale.analysis.run_report import Filters, filter_paths, page
+from gmlp_scale.files import print_error, redacted, write_text
+from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.trained import TrainedModelError, read_run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR_OR_URL")
+    parser.add_argument("--output", required=True, metavar="FILE.html")
+    parser.add_argument(
+        "--no-filters",
+        action="store_true",
+        help="leave the spatial filters out: no checkpoint is read, which takes long for a large one in a bucket",
+    )
+    options = parser.parse_args()
+    try:
+        records = read_run_records(options.runs)
+        filters = [] if options.no_filters else _filters(options.runs, records)
+        write_text(options.output, page(records, filters, datetime.now(UTC)))
+    except (*USER_ERRORS, ValueError) as error:
+        print_error(error)
+        return exit_code(error)
+    print(redacted(options.output))
+    return 0
+
+
+def _filters(folders: list[str], records: list[RunRecord]) -> list[Filters]:
+    """Of each run; where there are none, the page says why. Runs without spatial projections are left out."""
+    filters = []
+    for number, (folder, record) in enumerate(zip(folders, records, strict=True)):
+        if record.config.get("model.kind") not in ("gmlp", "amlp"):
+            continue
+        try:
+            trained = read_run(folder)
+            paths = filter_paths(spatial_filters(spatial_matrices(trained)))
+            filters.append(Filters(number, trained.step, paths))
+        except (*USER_ERRORS, TrainedModelError) as error:
+            filters.append(Filters(number, reason=redacted(str(error))))
+    return filters
+
+
+if __name__ == "__main__":
+    sys.exit(main())
