@@ -11,7 +11,12 @@ started=$SECONDS
 
 say() { printf '\n== %s  (%d s)\n' "$*" $((SECONDS - started)); }
 run() {
-    printf '$ %s\n' "$*"
+    local word line='$'
+    for word; do # quoted where a shell needs it, so that the line can be pasted
+        [[ $word =~ ^[A-Za-z0-9_./:=,+-]+$ ]] || word=${word@Q}
+        line+=" $word"
+    done
+    printf '%s\n' "$line"
     "$@"
 }
 
@@ -46,6 +51,7 @@ run python launch/fill_mask.py --run "$RUN" \
     "If the file does not <mask>, an error is raised." \
     "The default value <mask> None."
 
-say "8/8  Curves"
-echo "TensorBoard's files lie in $RUN/tensorboard; look at them with"
+say "8/8  Write a page with the run's curves, numbers and spatial filters"
+run python launch/report.py "$RUN" --output "$RUN/report.html"
+echo "Open $RUN/report.html in a browser. TensorBoard's files lie in $RUN/tensorboard; look at them with"
 echo "\$ tensorboard --logdir outputs"
