@@ -60,8 +60,7 @@ def attention_maps(trained: TrainedModel, ids: Sequence[int]) -> list[np.ndarray
     x_1ND = model.embedding(torch.tensor([[*ids, *[PAD_ID] * (num_positions - len(ids))]]))
     maps = []
     for block in model.blocks:
-        q_NK, k_NK, _ = block.attention.qkv(block.norm(x_1ND))[0].chunk(3, dim=-1)
-        maps.append((q_NK @ k_NK.T / math.sqrt(k_NK.shape[-1])).softmax(-1).numpy())
+        maps.append(block.attention_weights(x_1ND)[0, 0].numpy())
         x_1ND = block(x_1ND)
     return maps
 

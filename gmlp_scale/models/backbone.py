@@ -80,20 +80,27 @@ class Backbone(nn.Module):
         Raises:
             ValueError: the rows are longer than the model's sequence_length.
         """
-        num_positions = token_ids_BN.shape[1]
+        x_BND = self.first_states(self.embedding(token_ids_BN))
+        padding_mask = (token_ids_BN != PAD_ID,) if padded and self.masks_padding else ()
+        for block in self.blocks:
+            x_BND = block(x_BND, *padding_mask)
+        return x_BND
+
+    def first_states(self, embedded_BND: Tensor) -> Tensor:
+        """What the first block reads: the tokens' embeddings, with position embeddings where the model has them.
+
+        Raises:
+            ValueError: the rows are longer than the model's sequence_length.
+        """
+        num_positions = embedded_BND.shape[1]
         if num_positions > self.sequence_length:
             raise ValueError(
                 f"the rows hold {num_positions} tokens but the model was made for at most {self.sequence_length}: "
                 f"cut the rows, or train a model with model.sequence_length={num_positions}"
             )
-        x_BND = self.embedding(token_ids_BN)
         if self.positions is not None:
-            x_BND = x_BND + self.positions(torch.arange(num_positions, device=x_BND.device))
-        x_BND = self.dropout(x_BND)
-        padding_mask = (token_ids_BN != PAD_ID,) if padded and self.masks_padding else ()
-        for block in self.blocks:
-            x_BND = block(x_BND, *padding_mask)
-        return x_BND
+            embedded_BND = embedded_BND + self.positions(torch.arange(num_positions, device=embedded_BND.device))
+        return self.dropout(embedded_BND)
 
     def set_recompute(self, recompute: Recompute) -> None:
         """Sets what each block computes again in the backward pass. Call it once, before the blocks are compiled.

@@ -119,6 +119,10 @@ class GmlpBlock(nn.Module):
             gated_BNG = self.gating(F.gelu(expanded_BNF), attended_BNG)
         return x_BND + self.dropout(self.project(gated_BNG))
 
+    def attention_weights(self, x_BND: Tensor) -> Tensor:
+        """weights_B1NN of the tiny attention, where the block's input is x_BND. Only an aMLP's block has them."""
+        return self.attention.weights(self.norm(x_BND))
+
 
 class SpatialGatingUnit(nn.Module):
     """s(Z) of equations 2 to 4 and Table 3, f(Z) = W LayerNorm(Z) + b: one W for all channels, one b per position.
@@ -239,8 +243,19 @@ class TinyAttention(nn.Module):
 
     def context(self, y_BND: Tensor) -> Tensor:
         """context_BNK, before the projection to the gate's channels; the fused kernels project it themselves."""
-        q_B1NK, k_B1NK, v_B1NK = self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)
+        q_B1NK, k_B1NK, v_B1NK = self._queries_keys_values(y_BND)
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout, is_causal=self.causal).squeeze(
             1
         )
+
+    def weights(self, y_BND: Tensor) -> Tensor:
+        """The softmax as float32 weights_B1NN: what each position (third axis) takes from each (fourth axis)."""
+        q_B1NK, k_B1NK, _ = self._queries_keys_values(y_BND)
+        scores_B1NN = q_B1NK @ k_B1NK.mT / math.sqrt(q_B1NK.shape[-1])
+        if self.causal:
+            scores_B1NN = scores_B1NN.masked_fill(torch.ones_like(scores_B1NN, dtype=torch.bool).triu(1), -torch.inf)
+        return scores_B1NN.softmax(-1, dtype=torch.float32)
+
+    def _queries_keys_values(self, y_BND: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)

@@ -135,7 +135,10 @@ class SequenceClassifier(Backbone):
 
     def predict(self, batch: LabelledBatch) -> Tensor:
         """Float32 logits_BC."""
-        x_BD = self.norm(self.encode(batch.token_ids_BN)[:, 0])
+        return self.logits(self.norm(self.encode(batch.token_ids_BN)[:, 0]))
+
+    def logits(self, x_BD: Tensor) -> Tensor:
+        """Float32 logits_BC from <cls> after the final LayerNorm."""
         return self.classifier(self.dropout(x_BD)).float()
 
     def flops_per_sample(self) -> int:
@@ -177,7 +180,10 @@ class SpanPredictor(Backbone):
 
     def predict(self, batch: SpanBatch) -> Tensor:
         """Float32 logits_BN2."""
-        x_BND = self.norm(self.encode(batch.token_ids_BN))
+        return self.logits(self.norm(self.encode(batch.token_ids_BN)))
+
+    def logits(self, x_BND: Tensor) -> Tensor:
+        """Float32 logits_BN2 from the positions after the final LayerNorm."""
         return self.spans(x_BND).float()
 
     def flops_per_sample(self) -> int:

@@ -10,6 +10,7 @@ key is read (the Dense Synthesizer of Tay et al. 2020). Shorter rows use the fir
 Shape suffixes: B batch, N positions, D width, H heads, K head width, S hidden width of the perceptron.
 """
 
+import math
 from typing import ClassVar, Literal
 
 import torch
@@ -18,6 +19,7 @@ from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.models.backbone import INIT_STD, NumBlocks
+from gmlp_scale.models.exporting import flatten_heads, is_exporting
 from gmlp_scale.models.norm import LayerNorm
 
 
@@ -81,6 +83,10 @@ class MlpAttentionBlock(nn.Module):
         x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND), is_token_BN))
         return x_BND + self.dropout(self.project(F.relu(self.expand(self.norm(x_BND)))))
 
+    def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """weights_BHNN of the attention, where the block's input is x_BND."""
+        return self.attention.weights(self.attention_norm(x_BND), is_token_BN)
+
 
 class MlpAttention(nn.Module):
     """softmax(relu(x W1 + b1) W2) v for each head. W2 has a column for each absolute position, and no bias."""
@@ -95,16 +101,22 @@ class MlpAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        v_BHNK = self.value(x_BND).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        weights_BHNN = self.weights(x_BND, is_token_BN).to(x_BND.dtype)
+        return self.out(flatten_heads(self.dropout(weights_BHNN) @ v_BHNK))
+
+    def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """The softmax as weights_BHNN, float32 or wider: what each position (third axis) takes from each (fourth)."""
         num_positions = x_BND.shape[1]
         hidden_BHNS = F.relu(self.hidden(x_BND)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        v_BHNK = self.value(x_BND).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        scores_BHNN = hidden_BHNS @ self.scores_HSN[..., :num_positions]
+        scores_HSN = self.scores_HSN[..., :num_positions]
+        if is_exporting():  # the slice is contiguous at the full length only, and the program would be for one case
+            scores_HSN = self.scores_HSN.index_select(-1, torch.arange(num_positions, device=x_BND.device))
+        scores_BHNN = hidden_BHNS @ scores_HSN
         mask = attention_mask(num_positions, is_token_BN, self.causal, x_BND.device)
         if mask is not None:
             scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf)
-        softmax_in = torch.promote_types(x_BND.dtype, torch.float32)
-        weights_BHNN = scores_BHNN.softmax(-1, dtype=softmax_in).to(x_BND.dtype)
-        return self.out((self.dropout(weights_BHNN) @ v_BHNK).transpose(1, 2).flatten(2))
+        return scores_BHNN.softmax(-1, dtype=torch.promote_types(x_BND.dtype, torch.float32))
 
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:
@@ -122,8 +134,7 @@ class DotProductAttention(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
-        q_BHNK, k_BHNK, v_BHNK = (part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
+        q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
         is_plainly_causal = self.causal and is_token_BN is None
         mask = None
         if not is_plainly_causal:
@@ -132,7 +143,20 @@ class DotProductAttention(nn.Module):
         attended_BHNK = F.scaled_dot_product_attention(
             q_BHNK, k_BHNK, v_BHNK, attn_mask=mask, dropout_p=dropout, is_causal=is_plainly_causal
         )
-        return self.out(attended_BHNK.transpose(1, 2).flatten(2))
+        return self.out(flatten_heads(attended_BHNK))
+
+    def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """The softmax as float32 weights_BHNN: what each position (third axis) takes from each (fourth axis)."""
+        q_BHNK, k_BHNK, _ = self._queries_keys_values(x_BND)
+        scores_BHNN = q_BHNK @ k_BHNK.mT / math.sqrt(q_BHNK.shape[-1])
+        mask = attention_mask(x_BND.shape[1], is_token_BN, self.causal, x_BND.device)
+        if mask is not None:
+            scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf)
+        return scores_BHNN.softmax(-1, dtype=torch.float32)
+
+    def _queries_keys_values(self, x_BND: Tensor) -> tuple[Tensor, ...]:
+        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
+        return tuple(part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
 
 
 def attention_mask(num_positions: int, is_token_BN: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:

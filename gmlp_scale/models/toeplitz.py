@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gmlp_scale.models.exporting import is_exporting
+
 
 def toeplitz(offsets: Tensor) -> Tensor:
     """The matrix W[..., i, j] = offsets[..., (n - 1) + (j - i)], for any leading dimensions.
@@ -12,6 +14,10 @@ def toeplitz(offsets: Tensor) -> Tensor:
     earlier ones to its left. Returns [..., n, n] in the dtype of `offsets`. The gradient of an offset is the sum over
     its diagonal, in float32 (float64 for float64) and in one fixed order, so it repeats bit for bit.
     """
+    if is_exporting():  # its programs take no window of a symbolic size, and need no gradient
+        n = (offsets.shape[-1] + 1) // 2
+        positions = torch.arange(n, device=offsets.device)
+        return offsets[..., n - 1 + positions - positions[:, None]]
     return _Toeplitz.apply(offsets)
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.models.backbone import NumBlocks
+from gmlp_scale.models.exporting import flatten_heads
 from gmlp_scale.models.norm import LayerNorm
 from gmlp_scale.models.toeplitz import toeplitz
 
@@ -88,6 +89,10 @@ class TransformerBlock(nn.Module):
         x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND), is_token_BN))
         return x_BND + self.dropout(self.project(F.gelu(self.expand(self.norm(x_BND)))))
 
+    def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """weights_BHNN of the attention, where the block's input is x_BND."""
+        return self.attention.weights(self.attention_norm(x_BND), is_token_BN)
+
 
 class SelfAttention(nn.Module):
     """softmax(q k^T / sqrt(K) + relative biases) v over all positions that hold a token."""
@@ -101,15 +106,32 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
-        q_BHNK, k_BHNK, v_BHNK = (part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
-        mask = is_token_BN[:, None, None] if is_token_BN is not None else None  # B11N, over keys
-        if self.relative_bias is not None:
-            bias_1HNN = self.relative_bias(x_BND.shape[1]).unsqueeze(0)
-            mask = bias_1HNN.masked_fill(~mask, -torch.inf) if mask is not None else bias_1HNN
+        q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
+        mask = self._mask(x_BND, is_token_BN)
         dropout = self.dropout if self.training else 0.0
         attended_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=mask, dropout_p=dropout)
-        return self.out(attended_BHNK.transpose(1, 2).flatten(2))
+        return self.out(flatten_heads(attended_BHNK))
+
+    def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """The softmax as float32 weights_BHNN: what each position (third axis) takes from each (fourth axis)."""
+        q_BHNK, k_BHNK, _ = self._queries_keys_values(x_BND)
+        scores_BHNN = q_BHNK @ k_BHNK.mT / math.sqrt(q_BHNK.shape[-1])
+        mask = self._mask(x_BND, is_token_BN)
+        if mask is not None:
+            scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHNN + mask
+        return scores_BHNN.softmax(-1, dtype=torch.float32)
+
+    def _queries_keys_values(self, x_BND: Tensor) -> tuple[Tensor, ...]:
+        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
+        return tuple(part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
+
+    def _mask(self, x_BND: Tensor, is_token_BN: Tensor | None) -> Tensor | None:
+        """What scaled_dot_product_attention takes: a bool mask of the keys, or biases with -inf at padding."""
+        mask = is_token_BN[:, None, None] if is_token_BN is not None else None  # B11N, over keys
+        if self.relative_bias is None:
+            return mask
+        bias_1HNN = self.relative_bias(x_BND.shape[1], x_BND.device).unsqueeze(0)
+        return bias_1HNN.masked_fill(~mask, -torch.inf) if mask is not None else bias_1HNN
 
 
 class PositionalAveraging(nn.Module):
@@ -125,9 +147,7 @@ class PositionalAveraging(nn.Module):
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         v_BNHK = self.value(x_BND).unflatten(-1, (self.num_heads, -1))
-        bias_HNN = self.relative_bias(x_BND.shape[1])
-        softmax_in = torch.promote_types(bias_HNN.dtype, torch.float32)
-        weights_HNN = bias_HNN.softmax(-1, dtype=softmax_in).to(bias_HNN.dtype)
+        weights_HNN = self._weights_without_padding(x_BND)
         if is_token_BN is not None:
             v_BNHK = v_BNHK * is_token_BN[:, :, None, None]
         sums_BNHK = torch.einsum("hij,bjhk->bihk", self.dropout(weights_HNN), v_BNHK)
@@ -135,6 +155,19 @@ class PositionalAveraging(nn.Module):
             shares_BNH = torch.einsum("hij,bj->bih", weights_HNN, is_token_BN.to(weights_HNN.dtype))
             sums_BNHK = sums_BNHK / shares_BNH.clamp(min=torch.finfo(shares_BNH.dtype).tiny).unsqueeze(-1)
         return self.out(sums_BNHK.flatten(2))
+
+    def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """Float32 weights_BHNN: what each position (third axis) takes from each position (fourth axis)."""
+        weights_BHNN = self._weights_without_padding(x_BND).float().expand(len(x_BND), -1, -1, -1)
+        if is_token_BN is None:
+            return weights_BHNN
+        weights_BHNN = weights_BHNN * is_token_BN[:, None, None]
+        return weights_BHNN / weights_BHNN.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+    def _weights_without_padding(self, x_BND: Tensor) -> Tensor:
+        bias_HNN = self.relative_bias(x_BND.shape[1], x_BND.device)
+        softmax_in = torch.promote_types(bias_HNN.dtype, torch.float32)
+        return bias_HNN.softmax(-1, dtype=softmax_in).to(bias_HNN.dtype)
 
 
 class RelativeBias(nn.Module):
@@ -149,9 +182,9 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.table = nn.Embedding(NUM_BUCKETS, num_heads)
 
-    def forward(self, num_positions: int) -> Tensor:
-        """bias_HNN[h, i, j] for query i and key j."""
-        offsets = torch.arange(1 - num_positions, num_positions, device=self.table.weight.device)
+    def forward(self, num_positions: int, device: torch.device) -> Tensor:
+        """bias_HNN[h, i, j] for query i and key j, on the device of the activations."""
+        offsets = torch.arange(1 - num_positions, num_positions, device=device)
         return toeplitz(self.table(relative_bucket(offsets)).T)
 
 

@@ -6,7 +6,7 @@ import torch
 from gmlp_scale.models import build_model
 from gmlp_scale.models.mlp_attention import MlpAttention
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
-from tests.models.every_kind import perturb, tiny_config
+from tests.models.every_kind import perturb, tiny_config, tiny_model
 
 N = 12
 CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-linear", "amlp"]
@@ -63,6 +63,20 @@ def test_the_first_positions_of_a_row_are_a_shorter_row(kind, ids_BN):
     whole = model.predict(NextTokenBatch(ids_BN, ids_BN))
     short = model.predict(NextTokenBatch(ids_BN[:, :5], ids_BN[:, :5]))
     torch.testing.assert_close(short, whole[:, :5].contiguous())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["mlp-attention", "dot-product", "amlp"])
+def test_attention_weights_are_those_of_the_attention(kind, causal):
+    block = (causal_model(kind) if causal else tiny_model(kind).double()).blocks[0]
+    perturb(block)
+    x_BND = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    attention, y_BND = block.attention, (block.norm if kind == "amlp" else block.attention_norm)(x_BND)
+    v_BND = attention.value(y_BND) if kind == "mlp-attention" else attention.qkv(y_BND).chunk(3, dim=-1)[2]
+    weights_BHNN = block.attention_weights(x_BND).double()
+    v_BNHK = v_BND.unflatten(-1, (weights_BHNN.shape[1], -1))
+    attended_BND = torch.einsum("bhij,bjhk->bihk", weights_BHNN, v_BNHK).flatten(2)
+    torch.testing.assert_close(attention.out(attended_BND), attention(y_BND), rtol=1e-5, atol=1e-5)
 
 
 def test_loss_is_the_mean_over_positions(ids_BN):
