@@ -143,6 +143,7 @@ def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) 
             "AutoModel": "modeling_gmlp.GmlpScaleModel",
             "AutoModelForMaskedLM": "modeling_gmlp.GmlpScaleForMaskedLM",
             "AutoModelForSequenceClassification": "modeling_gmlp.GmlpScaleForSequenceClassification",
+            "AutoModelForTokenClassification": "modeling_gmlp.GmlpScaleForTokenClassification",
             "AutoModelForQuestionAnswering": "modeling_gmlp.GmlpScaleForQuestionAnswering",
         },
         "dtype": "float32",

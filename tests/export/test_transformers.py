@@ -25,124 +25,11 @@ LENGTH = TINY["sequence_length"]
 IDS = torch.randint(5, 420, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 LABELS = ("no", "maybe", "yes")
 ROW_LENGTH, STRIDE = 10, 3
+LOADER = Path(__file__).with_name("load_exports.py")
 QUESTIONS = [
     {"question": "a dog", "context": "the cat went over to see what 日本 had done with their old ship at sea" * repeats}
     for repeats in (1, 5)
 ]
-
-LOADER = """
-import importlib.util, json, sys
-
-ABSENT = ("gmlp_scale", "pydantic", "sentencepiece", "deepspeed")  # deepspeed needs pydantic
-sys.modules.update(dict.fromkeys(ABSENT))  # to import one of them is a ModuleNotFoundError
-import torch
-from safetensors.torch import save_file
-from transformers import (
-    AutoModel, AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
-    DataCollatorForLanguageModeling, DataCollatorForTokenClassification, DataCollatorWithPadding, pipeline,
-)
-torch.set_num_threads(1)
-folder, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
-tensors, facts = {}, {}
-
-def load(auto, name, **settings):
-    return auto.from_pretrained(f"{folder}/{name}", trust_remote_code=True, **settings)
-
-with torch.no_grad():
-    for kind in json.loads(sys.argv[3]):
-        model = load(AutoModelForMaskedLM, kind)
-        tensors[f"{kind} whole"] = model(ids).logits
-        tensors[f"{kind} short"] = model(ids[:, :7]).logits
-        mixed = ids[:, :9].where(torch.arange(9) < torch.tensor([[9], [7], [5]]), 0)
-        tensors[f"{kind} batch"] = model(mixed).logits[2, :5]
-        tensors[f"{kind} mask"] = model(ids[:, :9], attention_mask=(mixed != 0).long()).logits[2, :5]
-        tensors[f"{kind} alone"] = model(ids[2:, :5]).logits[0]
-    try:
-        model(torch.cat([ids, ids], dim=1))
-    except ValueError as error:
-        facts["too long"] = str(error)
-
-    model = load(AutoModelForMaskedLM, "amlp")
-    tensors["hidden states"] = load(AutoModel, "amlp")(ids).last_hidden_state
-    facts["hidden size"] = model.config.hidden_size
-    facts["loss"] = model(ids, labels=ids.where(ids % 3 == 0, -100)).loss.item()
-    model.save_pretrained(f"{folder}/saved")
-    load(AutoTokenizer, "amlp").save_pretrained(f"{folder}/saved")
-    padded = ids.where(torch.arange(ids.shape[1]) < 7, 0)
-    tensors["padded"] = load(AutoModelForMaskedLM, "bert-relative")(padded).logits[:, :7]
-    tensors["saved"] = load(AutoModelForMaskedLM, "saved")(ids).logits
-    facts["saved tokenizer"] = load(AutoTokenizer, "saved")("the <mask> cat")["input_ids"]
-    model.save_pretrained(f"{folder}/in_parts", max_shard_size="10KB")
-    tensors["tuple"], = model(ids, return_dict=False)
-    model.resize_token_embeddings(430, mean_resizing=False)
-    facts["resized"] = model(ids).logits.shape[-1]
-    scratch = AutoModelForMaskedLM.from_config(model.config, trust_remote_code=True)
-    facts["spatial bias"] = scratch.model.blocks[0].gating.bias.unique().tolist()
-    facts["spatial weight"] = scratch.model.blocks[0].gating.weight.abs().max().item()
-
-    fill = pipeline("fill-mask", model=f"{folder}/amlp", trust_remote_code=True)
-    facts["filled"] = fill("the <mask> dog")
-    texts = ["the <mask> dog", "a <mask>", "the <mask> see"]
-    facts["filled in a batch"] = [fill(texts, batch_size=3), [fill(text) for text in texts]]
-
-    tokenizer = load(AutoTokenizer, "amlp")
-    features = [tokenizer("the cat"), tokenizer("a dog went over")]
-    padded = DataCollatorWithPadding(tokenizer)([feature | {"label": 1} for feature in map(dict, features)])
-    torch.manual_seed(0)
-    masked = DataCollatorForLanguageModeling(tokenizer)(features)
-    tagged = [dict(feature) | {"labels": [1] * len(feature["input_ids"])} for feature in features]
-    collated = {"padding": padded, "masking": masked, "tags": DataCollatorForTokenClassification(tokenizer)(tagged)}
-    facts["collated"] = {name: {key: value.tolist() for key, value in c.items()} for name, c in collated.items()}
-    facts["losses"] = [
-        load(AutoModelForMaskedLM, "amlp")(**masked).loss.item(),
-        load(AutoModelForSequenceClassification, "classifier")(**padded).loss.item(),
-    ]
-
-    for auto in (AutoModelForSequenceClassification, AutoModelForQuestionAnswering):
-        model = load(auto, "amlp")  # a new head on the pretrained trunk
-        facts[auto.__name__] = [type(model).__name__, model.model.dropout.p]
-    tensors["class logits"] = load(AutoModelForSequenceClassification, "classifier")(ids[:, :7]).logits
-    spans = load(AutoModelForQuestionAnswering, "spans")(ids[:, :7])
-    tensors["first logits"], tensors["last logits"] = spans.start_logits, spans.end_logits
-    mask = (torch.arange(9) < torch.tensor([[9], [7], [5]])).long()
-    for head, name in [(AutoModel, "amlp"), (AutoModelForSequenceClassification, "classifier"),
-                       (AutoModelForQuestionAnswering, "spans")]:
-        model = load(head, name)
-        for outcome, *given in [("batch", ids[:, :9], mask), ("alone", ids[2:, :5])]:
-            logits = torch.stack(model(*given, return_dict=False), dim=1)
-            tensors[f"{name} head {outcome}"] = logits[-1] if name == "classifier" else logits[-1, :, :5]
-    try:
-        model(ids)
-    except ValueError as error:
-        facts["too long for finetuning"] = str(error)
-    classify = pipeline("text-classification", model=f"{folder}/classifier", trust_remote_code=True)
-    facts["classified"] = classify({"text": "the cat", "text_pair": "a dog"}, top_k=None)
-    texts = ["the cat", "a", "a dog see"]
-    facts["classified in a batch"] = [classify(texts, batch_size=3), [classify(text)[0] for text in texts]]
-    regressor = load(AutoModelForSequenceClassification, "regressor")
-    facts["squared error"] = regressor(ids[:, :7], labels=torch.tensor([0.0, 2.5, 5.0])).loss.item()
-    measure = pipeline("text-classification", model=f"{folder}/regressor", trust_remote_code=True)
-    facts["measured"] = measure({"text": "the cat", "text_pair": "a dog"}, top_k=None)
-    answer = pipeline("question-answering", model=f"{folder}/spans", trust_remote_code=True)
-    facts["answers"] = answer(json.loads(sys.argv[4]))
-    facts["answers in a batch"] = answer(json.loads(sys.argv[4]), batch_size=4)
-    facts["answers of other windows"] = answer(json.loads(sys.argv[4]), document_stride=1)
-    facts["answer or nothing"] = answer(**json.loads(sys.argv[4])[0], handle_impossible_answer=True)
-
-facts["imported"] = [name for name in sys.modules if name.partition(".")[0] in ABSENT and sys.modules[name]]
-if importlib.util.find_spec("accelerate"):
-    from transformers import Trainer, TrainingArguments
-    model = load(AutoModelForSequenceClassification, "classifier")
-    rows = [dict(tokenizer(text)) | {"label": number % 3} for number, text in enumerate(["the cat", "a", "a dog"] * 8)]
-    settings = TrainingArguments(f"{folder}/trainer", num_train_epochs=5, learning_rate=1e-2, report_to="none",
-                                 use_cpu=True, save_strategy="no", disable_tqdm=True)
-    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    facts["losses of Trainer"] = [before, trainer.evaluate()["eval_loss"]]
-save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{folder}/tensors.safetensors")
-print(json.dumps(facts))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +51,7 @@ def loaded(models, tmp_path_factory):
     folder, _ = models
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     process = subprocess.run(
-        [sys.executable, "-I", "-c", LOADER, folder, *map(json.dumps, (IDS.tolist(), list(KINDS), QUESTIONS))],
+        [sys.executable, "-I", LOADER, folder, *map(json.dumps, (IDS.tolist(), list(KINDS), QUESTIONS))],
         cwd=elsewhere,
         env={"HF_HOME": str(elsewhere), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HOME": str(elsewhere)},
         capture_output=True,
@@ -208,11 +95,6 @@ def test_a_batch_does_not_change_its_rows(loaded, kind):
     _, tensors = loaded
     for outcome in ("batch", "mask"):
         assert_close(tensors[f"{kind} {outcome}"], tensors[f"{kind} alone"])
-
-
-@pytest.mark.parametrize("name", ["amlp", "classifier", "spans"])
-def test_a_batch_does_not_change_the_answers_of_any_head(loaded, name):
-    assert_close(loaded[1][f"{name} head batch"], loaded[1][f"{name} head alone"])
 
 
 def test_collators_pad_and_mask(loaded, tokenizer_folder):
@@ -274,7 +156,6 @@ def test_round_trip_through_transformers(models, loaded, tokenizer_folder):
     assert torch.equal(tensors["saved"], tensors["amlp whole"])
     tokenizer = Tokenizer(tokenizer_folder)
     assert facts["saved tokenizer"] == [2, *tokenizer.encode("the"), 4, *tokenizer.encode(" cat"), 3]
-    assert facts["resized"] == 430
 
 
 def test_a_model_saved_in_parts_is_read_back(models, loaded, tokenizer_folder):
@@ -284,11 +165,6 @@ def test_a_model_saved_in_parts_is_read_back(models, loaded, tokenizer_folder):
     export = read_export(folder / "in_parts")
     assert export.details["step"] == 3
     assert all(torch.equal(export.weights[name], weight) for name, weight in ours["amlp"].named_parameters())
-
-
-def test_outputs_come_as_a_tuple_too(loaded):
-    _, tensors = loaded
-    assert torch.equal(tensors["tuple"], tensors["amlp whole"])
 
 
 def test_a_model_from_scratch_starts_as_ours(loaded):
@@ -317,7 +193,21 @@ def test_fill_mask_gives_our_probabilities(models, loaded, tokenizer_folder):
 def test_new_heads_on_a_pretrained_trunk(loaded):
     facts, _ = loaded
     assert facts["AutoModelForSequenceClassification"] == ["GmlpScaleForSequenceClassification", 0.1]
+    assert facts["AutoModelForTokenClassification"] == ["GmlpScaleForTokenClassification", 0.1]
     assert facts["AutoModelForQuestionAnswering"] == ["GmlpScaleForQuestionAnswering", 0.1]
+
+
+def test_hidden_states_and_attentions_are_there(loaded):
+    states, attentions = loaded[0]["shapes"]
+    assert states == [[3, 7, TINY["d_model"]]] * 3
+    assert attentions == [[3, 1, 7, 7]] * 2
+
+
+def test_token_classification_tags_every_piece(loaded, tokenizer_folder):
+    tokenizer = Tokenizer(tokenizer_folder)
+    for text, tags in zip(("the cat", "a dog went over"), loaded[0]["tagged"], strict=True):
+        assert [tag["index"] for tag in tags] == list(range(1, len(tokenizer.encode(text)) + 1))
+        assert "".join(text[tag["start"] : tag["end"]] for tag in tags) == text
 
 
 @torch.no_grad()

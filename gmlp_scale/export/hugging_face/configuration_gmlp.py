@@ -12,6 +12,7 @@ class GmlpScaleConfig(PretrainedConfig):
         The Transformers mask padding; the others would give other logits for the same text with other padding, so the
         model pads shorter rows to this length.
     document_stride: tokens from one window of a long context to the next, as in finetuning; for question answering.
+    tie_word_embeddings: the output matrix of masked language modelling is the token embedding, as in pretraining.
     """
 
     model_type = "gmlp_scale"
@@ -20,6 +21,7 @@ class GmlpScaleConfig(PretrainedConfig):
         "hidden_size": "d_model",
         "intermediate_size": "d_ffn",
         "num_hidden_layers": "num_blocks",
+        "num_attention_heads": "num_heads",
         "max_position_embeddings": "sequence_length",
     }
 
@@ -29,10 +31,11 @@ class GmlpScaleConfig(PretrainedConfig):
         dropout: float = 0.1,
         row_length: int | None = None,
         document_stride: int = 128,
+        tie_word_embeddings: bool = True,
         **fields,
     ):
         self.kind = kind
         self.dropout = dropout
         self.row_length = row_length
         self.document_stride = document_stride
-        super().__init__(**fields)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **fields)

@@ -3,9 +3,16 @@
 A batch does not change the logits of its rows. The Transformers mask padding. The others mask nothing, so their rows
 are padded to the length that rows had in training, and what was added is cut off again. Padding is on the right: <pad>
 in `input_ids`, or any token where `attention_mask`, [B, N], is 0. `token_type_ids` is accepted, because tokenizers may
-give it, and not used.
+give it, and not used. `inputs_embeds`, [B, N, D], may stand in for `input_ids`; then `attention_mask` alone says what
+is padding.
 
-Shape suffixes: B batch, N positions, D width, V vocabulary, C classes.
+Every class returns on request
+    hidden_states   what each block read, and the last state after the final LayerNorm: [B, N, D], one more than blocks
+    attentions      [B, H, N, N] for each block of a Transformer or an aMLP, whose tiny attention has one head. A row of
+                    an aMLP's sums to less than 1 where a part fell on the padding that the model added.
+
+Shape suffixes: B batch, N positions, R positions with the padding that the model added, D width, V vocabulary,
+C classes, H heads.
 """
 
 from functools import partial
@@ -21,13 +28,14 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
 from transformers.utils import can_return_tuple
 
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor, label_loss
+from gmlp_scale.models.heads import SequenceClassifier, SpanPredictor
 
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
@@ -41,12 +49,13 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
 
     config_class = GmlpScaleConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: GmlpScaleConfig, head, dropout: float):
         super().__init__(config)
         self.model = build_model(model_config(config), head=head, dropout=dropout, seed=None)
+        self.gradient_checkpointing = False  # transformers sets it, and the function that recomputes a block
         self._no_split_modules = list({type(block).__name__ for block in self.model.blocks})
-        self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embedding
@@ -59,27 +68,85 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
         if hasattr(module, "init_special_weights"):
             module.init_special_weights(torch.default_generator)
 
-    def _rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """The token ids with <pad> for all that is padding, and in rows of training's length where that matters.
+    def _encode(
+        self,
+        input_ids,
+        attention_mask,
+        inputs_embeds,
+        output_attentions: bool | None,
+        output_hidden_states: bool | None,
+    ) -> tuple[Tensor, int, dict[str, tuple[Tensor, ...] | None]]:
+        """x_BRD after the last LayerNorm, N, and the output's hidden_states and attentions.
 
         Raises:
-            ValueError: the rows are longer than that.
+            ValueError: not one of input_ids and inputs_embeds was given, the rows are too long, or attentions are asked
+                of a model without any.
         """
-        if attention_mask is not None:
-            input_ids = input_ids.masked_fill(attention_mask == 0, self.config.pad_token_id)
-        if self.model.masks_padding:
-            return input_ids
-        num_positions, row_length = input_ids.shape[1], self.config.row_length or self.config.sequence_length
-        if num_positions > row_length:
-            raise ValueError(
-                f"the rows hold {num_positions} tokens but in training they held {row_length}: cut the rows, as the "
-                f"tokenizer does with truncation=True, max_length={row_length}"
-            )
-        return F.pad(input_ids, (0, row_length - num_positions), value=self.config.pad_token_id)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if output_attentions and getattr(self.model.blocks[0], "attention", None) is None:
+            raise ValueError(f"a model of kind {self.config.kind} has no attention: leave output_attentions out")
+        embedded_BRD, is_token_BR, num_positions = self._rows(input_ids, attention_mask, inputs_embeds)
+        padding_mask = (is_token_BR,) if self.model.masks_padding else ()
+        x_BRD = self.model.first_states(embedded_BRD)
+        states, attentions = [], []
+        for block in self.model.blocks:
+            if output_hidden_states:
+                states.append(self._cut(x_BRD, num_positions))
+            if output_attentions:
+                weights_BHRR = block.attention_weights(x_BRD, *padding_mask)
+                attentions.append(self._cut(self._cut(weights_BHRR, num_positions, 2), num_positions, 3))
+            if self.gradient_checkpointing and self.training:
+                x_BRD = self._gradient_checkpointing_func(block.__call__, x_BRD, *padding_mask)
+            else:
+                x_BRD = block(x_BRD, *padding_mask)
+        x_BRD = self.model.norm(x_BRD)
+        return (
+            x_BRD,
+            num_positions,
+            {
+                "hidden_states": (*states, self._cut(x_BRD, num_positions)) if output_hidden_states else None,
+                "attentions": tuple(attentions) if output_attentions else None,
+            },
+        )
 
-    def _hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        rows = self._rows(input_ids, attention_mask)
-        return self.model.norm(self.model.encode(rows))[:, : input_ids.shape[1]]
+    def _rows(self, input_ids, attention_mask, inputs_embeds) -> tuple[Tensor, Tensor, int]:
+        """embedded_BRD, is_token_BR and N. All padding has the embedding of <pad>.
+
+        R is the length of rows in training where that matters, else N.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, and not both")
+        pad_id = self.config.pad_token_id
+        if inputs_embeds is not None:  # then the ids tell padding from tokens and nothing more
+            input_ids = torch.full(inputs_embeds.shape[:2], self.config.cls_token_id, device=inputs_embeds.device)
+        if attention_mask is not None:
+            input_ids = input_ids.masked_fill(attention_mask == 0, pad_id)
+        num_positions = input_ids.shape[1]
+        if not self.model.masks_padding:
+            row_length = self.config.row_length or self.config.sequence_length
+            if num_positions > row_length:
+                raise ValueError(
+                    f"the rows hold {num_positions} tokens but in training they held {row_length}: cut the rows, as "
+                    f"the tokenizer does with truncation=True, max_length={row_length}"
+                )
+            # Padding by R - N would be no operation where N is R, and so fix N in a program that torch.export writes.
+            input_ids = F.pad(input_ids, (0, row_length), value=pad_id)[:, :row_length]
+            if inputs_embeds is not None:
+                inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, row_length))[:, :row_length]
+        embedded_BRD, is_token_BR = self.model.embedding(input_ids), input_ids != pad_id
+        if inputs_embeds is not None:
+            embedded_BRD = torch.where(is_token_BR.unsqueeze(-1), inputs_embeds, embedded_BRD)
+        return embedded_BRD, is_token_BR, num_positions
+
+    def _cut(self, padded: Tensor, num_positions: int, axis: int = 1) -> Tensor:
+        """Its first N positions, without the padding that the model added."""
+        if self.model.masks_padding:
+            return padded
+        # A slice is contiguous only where N is R, and a program that torch.export writes would be for one of the cases.
+        return padded.index_select(axis, torch.arange(num_positions, device=padded.device))
 
 
 class GmlpScaleModel(GmlpScalePreTrainedModel):
@@ -87,40 +154,119 @@ class GmlpScaleModel(GmlpScalePreTrainedModel):
 
     def __init__(self, config: GmlpScaleConfig):
         super().__init__(config, head=Backbone, dropout=config.dropout)
+        self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None):
-        return BaseModelOutput(last_hidden_state=self._hidden_states(input_ids, attention_mask))
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ):
+        x_BRD, num_positions, extras = self._encode(
+            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
+        )
+        return BaseModelOutput(last_hidden_state=self._cut(x_BRD, num_positions), **extras)
 
 
 class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
-    """Logits [B, N, V] at every position. The output matrix is the token embedding, so it has no parameter here."""
+    """Logits [B, N, V] at every position. The output matrix is the token embedding, which the weights hold once."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: GmlpScaleConfig):
         super().__init__(config, head=Backbone, dropout=0.0)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, lm_head: nn.Linear) -> None:
+        self.lm_head = lm_head
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, labels: Tensor | None = None):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
-        logits_BNV = F.linear(self._hidden_states(input_ids, attention_mask), self.model.embedding.weight).float()
-        loss = None if labels is None else F.cross_entropy(logits_BNV.flatten(0, 1), labels.flatten())
-        return MaskedLMOutput(loss=loss, logits=logits_BNV)
+        x_BRD, num_positions, extras = self._encode(
+            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
+        )
+        logits_BNV = self.lm_head(self._cut(x_BRD, num_positions)).float()
+        loss = None if labels is None else self.loss_function(logits_BNV, labels, self.config.vocab_size)
+        return MaskedLMOutput(loss=loss, logits=logits_BNV, **extras)
 
 
 class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
     """Logits [B, C] from the last layer's <cls>."""
 
     def __init__(self, config: GmlpScaleConfig):
-        super().__init__(
-            config, head=partial(SequenceClassifier, num_classes=config.num_labels), dropout=config.dropout
-        )
+        head = partial(SequenceClassifier, num_classes=config.num_labels)
+        super().__init__(config, head=head, dropout=config.dropout)
+        self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask=None, token_type_ids=None, labels: Tensor | None = None):
-        """labels: int64 [B]; the loss is the mean cross-entropy. With one class, float [B] and the squared error."""
-        logits_BC = self.model.predict(LabelledBatch(self._rows(input_ids, attention_mask), labels))
-        loss = None if labels is None else label_loss(logits_BC, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits_BC)
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ):
+        """config.problem_type says what the labels are and which loss is their mean. If it is None, they tell it.
+
+        | regression                  | float [B] or [B, C], squared error; without a problem_type if num_labels is 1
+        | single_label_classification | int64 [B], cross-entropy
+        | multi_label_classification  | float [B, C] of zeros and ones, binary cross-entropy
+        """
+        x_BRD, _, extras = self._encode(
+            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
+        )
+        logits_BC = self.model.logits(x_BRD[:, 0])
+        loss = None if labels is None else self.loss_function(labels, logits_BC, self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits_BC, **extras)
+
+
+class GmlpScaleForTokenClassification(GmlpScalePreTrainedModel):
+    """Logits [B, N, C] at every position."""
+
+    def __init__(self, config: GmlpScaleConfig):
+        super().__init__(config, head=Backbone, dropout=config.dropout)
+        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ):
+        """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
+        x_BRD, num_positions, extras = self._encode(
+            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
+        )
+        logits_BNC = self.classifier(self.model.dropout(self._cut(x_BRD, num_positions))).float()
+        loss = None if labels is None else self.loss_function(logits_BNC, labels, self.config)
+        return TokenClassifierOutput(loss=loss, logits=logits_BNC, **extras)
 
 
 class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
@@ -128,24 +274,31 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
 
     def __init__(self, config: GmlpScaleConfig):
         super().__init__(config, head=SpanPredictor, dropout=config.dropout)
+        self.post_init()
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask=None,
-        token_type_ids=None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ):
         """start_positions, end_positions: int64 [B]; the loss is the mean of both cross-entropies over positions."""
-        batch = SpanBatch(self._rows(input_ids, attention_mask), start_positions, end_positions)
-        start_logits_BN, end_logits_BN = self.model.predict(batch).unbind(-1)
+        x_BRD, num_positions, extras = self._encode(
+            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
+        )
+        start_logits_BR, end_logits_BR = self.model.logits(x_BRD).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = F.cross_entropy(start_logits_BN, start_positions) + F.cross_entropy(end_logits_BN, end_positions)
-            loss = loss / 2
-        num_positions = input_ids.shape[1]
+            loss = self.loss_function(start_logits_BR, end_logits_BR, start_positions, end_positions)
         return QuestionAnsweringModelOutput(
-            loss=loss, start_logits=start_logits_BN[:, :num_positions], end_logits=end_logits_BN[:, :num_positions]
+            loss=loss,
+            start_logits=self._cut(start_logits_BR, num_positions),
+            end_logits=self._cut(end_logits_BR, num_positions),
+            **extras,
         )
