@@ -1,0 +1,56 @@
+"""Exports as programs of torch.export and as ONNX files, for any batch and any length."""
+
+import pytest
+import torch
+
+from gmlp_scale.export.hugging_face.modeling_gmlp import (
+    GmlpScaleForMaskedLM,
+    GmlpScaleForQuestionAnswering,
+    GmlpScaleForSequenceClassification,
+    GmlpScaleForTokenClassification,
+)
+from tests.export.tiny_heads import IDS, LENGTH, tiny_head
+
+ANY = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=LENGTH)}
+GIVEN = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+DYNAMIC = dict.fromkeys(GIVEN, ANY)
+SHAPES = [(3, LENGTH), (1, LENGTH), (2, 5), (4, 1)]
+
+
+def assert_runs_as_the_model(run, model):
+    """run(input_ids, attention_mask) -> the outputs; with padding behind the second position of each other row."""
+    for num_rows, num_positions in SHAPES:
+        ids = IDS[:1, :num_positions].repeat(num_rows, 1).roll(1, dims=-1)
+        mask = torch.ones_like(ids)
+        mask[1::2, 2:] = 0
+        with torch.no_grad():
+            expected = model(ids, mask).to_tuple()
+        for found, tensor in zip(run(ids, mask), expected, strict=True):
+            torch.testing.assert_close(torch.as_tensor(found), tensor, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"), [(GmlpScaleForTokenClassification, "gmlp"), (GmlpScaleForQuestionAnswering, "mixer")]
+)
+def test_a_program_of_torch_export(head, kind):
+    model = tiny_head(head, kind, num_blocks=1)
+    program = torch.export.export(model, kwargs=GIVEN, args=(), dynamic_shapes=DYNAMIC).module()
+    assert_runs_as_the_model(lambda ids, mask: program(input_ids=ids, attention_mask=mask).to_tuple(), model)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"), [(GmlpScaleForMaskedLM, "amlp"), (GmlpScaleForSequenceClassification, "bert-relative")]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_onnx_file(head, kind, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = tiny_head(head, kind, num_blocks=1)
+    place = tmp_path / "model.onnx"
+    torch.onnx.export(model, f=place, kwargs=GIVEN, dynamic_shapes=DYNAMIC, output_names=["logits"], verbose=False)
+    session = onnxruntime.InferenceSession(place, providers=["CPUExecutionProvider"])
+    assert [given.shape for given in session.get_inputs()] == [["batch", "length"]] * 2
+    assert [output.name for output in session.get_outputs()] == ["logits"]
+    assert_runs_as_the_model(
+        lambda ids, mask: session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}), model
+    )
