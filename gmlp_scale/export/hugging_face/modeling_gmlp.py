@@ -204,7 +204,7 @@ class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
             input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
         )
         logits_BNV = self.lm_head(self._cut(x_BRD, num_positions)).float()
-        loss = None if labels is None else self.loss_function(logits_BNV, labels, self.config.vocab_size)
+        loss = None if labels is None else self.loss_function(logits_BNV, labels.contiguous(), self.config.vocab_size)
         return MaskedLMOutput(loss=loss, logits=logits_BNV, **extras)
 
 
@@ -265,7 +265,7 @@ class GmlpScaleForTokenClassification(GmlpScalePreTrainedModel):
             input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
         )
         logits_BNC = self.classifier(self.model.dropout(self._cut(x_BRD, num_positions))).float()
-        loss = None if labels is None else self.loss_function(logits_BNC, labels, self.config)
+        loss = None if labels is None else self.loss_function(logits_BNC, labels.contiguous(), self.config)
         return TokenClassifierOutput(loss=loss, logits=logits_BNC, **extras)
 
 
