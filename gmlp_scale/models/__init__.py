@@ -3,8 +3,10 @@ mlp_attention.py), heads on top.
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND, or (x_BND, is_token_BN) -> x_BND in padded rows of a model
-                         that masks padding; engines shard, compile and recompute by block
-    encode(token_ids_BN, padded=True) -> x_BND, the trunk; where every pass through the model begins
+                         that masks padding; engines shard, compile and recompute by block. A block with an `attention`
+                         gives its attention_weights(x_BND), or (x_BND, is_token_BN), for exports and pictures
+    encode(token_ids_BN, padded=True) -> x_BND, the trunk; where every pass through the model begins. An export passes
+                         through first_states and the blocks itself, because it returns the states between them
     set_recompute("none", "selective" or "full")
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.

@@ -1,10 +1,13 @@
 """Exports as programs of torch.export and as ONNX files, for any batch and any length."""
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from gmlp_scale.export.hugging_face.modeling_gmlp import (
-    GmlpScaleForMaskedLM,
     GmlpScaleForQuestionAnswering,
     GmlpScaleForSequenceClassification,
     GmlpScaleForTokenClassification,
@@ -14,6 +17,7 @@ from tests.export.tiny_heads import IDS, LENGTH, tiny_head
 ANY = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=LENGTH)}
 GIVEN = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 DYNAMIC = dict.fromkeys(GIVEN, ANY)
+PAGE = Path(__file__).parents[2] / "docs" / "exports.md"
 SHAPES = [(3, LENGTH), (1, LENGTH), (2, 5), (4, 1)]
 
 
@@ -30,7 +34,7 @@ def assert_runs_as_the_model(run, model):
 
 
 @pytest.mark.parametrize(
-    ("head", "kind"), [(GmlpScaleForTokenClassification, "gmlp"), (GmlpScaleForQuestionAnswering, "mixer")]
+    ("head", "kind"), [(GmlpScaleForTokenClassification, "bert-relative"), (GmlpScaleForQuestionAnswering, "mixer")]
 )
 def test_a_program_of_torch_export(head, kind):
     model = tiny_head(head, kind, num_blocks=1)
@@ -38,19 +42,32 @@ def test_a_program_of_torch_export(head, kind):
     assert_runs_as_the_model(lambda ids, mask: program(input_ids=ids, attention_mask=mask).to_tuple(), model)
 
 
-@pytest.mark.parametrize(
-    ("head", "kind"), [(GmlpScaleForMaskedLM, "amlp"), (GmlpScaleForSequenceClassification, "bert-relative")]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_an_onnx_file(head, kind, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    model = tiny_head(head, kind, num_blocks=1)
-    place = tmp_path / "model.onnx"
-    torch.onnx.export(model, f=place, kwargs=GIVEN, dynamic_shapes=DYNAMIC, output_names=["logits"], verbose=False)
-    session = onnxruntime.InferenceSession(place, providers=["CPUExecutionProvider"])
+def assert_file_runs_as_the_model(place, model):
+    session = pytest.importorskip("onnxruntime").InferenceSession(place, providers=["CPUExecutionProvider"])
     assert [given.shape for given in session.get_inputs()] == [["batch", "length"]] * 2
     assert [output.name for output in session.get_outputs()] == ["logits"]
     assert_runs_as_the_model(
         lambda ids, mask: session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}), model
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_onnx_file(tmp_path):
+    pytest.importorskip("onnxscript")
+    model = tiny_head(GmlpScaleForSequenceClassification, "bert-relative", num_blocks=1)
+    place = tmp_path / "model.onnx"
+    torch.onnx.export(model, f=place, kwargs=GIVEN, dynamic_shapes=DYNAMIC, output_names=["logits"])
+    assert_file_runs_as_the_model(place, model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_documented_onnx_file(tiny_export, tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    tiny_export("amlp", tmp_path / "amlp")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    (recipe,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    names = {}
+    exec(recipe.replace("exports/gmlp_base", "./amlp"), names)
+    assert_file_runs_as_the_model("model.onnx", names["model"])
