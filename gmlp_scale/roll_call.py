@@ -1,6 +1,5 @@
 """Finds the ranks that are gone when a collective fails: those that still run answer through the launcher's store."""
 
-import socket
 import threading
 import time
 
@@ -14,27 +13,29 @@ class RollCall:
     """One rank's part: a thread answers for it, also while its main thread waits in a collective.
 
     store: this rank's client of the key-value store that all ranks share, a torch.distributed.Store.
+    hosts: the name of each rank's host.
     doing: what the rank does now, as "the norm of step 7". Its main thread keeps it up to date.
     """
 
-    def __init__(self, store, rank: int, size: int):
-        self.rank, self.size, self.doing = rank, size, "the start of the run"
+    def __init__(self, store, rank: int, hosts: list[str]):
+        self.rank, self.hosts, self.doing = rank, hosts, "the start of the run"
         self._store = store
-        self._store.set(f"host/{rank}", socket.gethostname())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, args=(store.clone(),), daemon=True)
         self._thread.start()
 
     def describe_missing(self) -> str:
         """Which ranks do not answer, and what the others were doing."""
-        try:
-            self._store.set("roll_call", "")
-            present = self._wait_for_answers()
-            missing = [rank for rank in range(self.size) if rank not in present]
-            names = [f"rank {rank} (host {self._store.get(f'host/{rank}').decode()})" for rank in missing[:NUM_NAMED]]
-        except RuntimeError:
-            gone = "rank 0 or its launcher, which hold the ranks' key-value store, is gone"
-            return f"{gone}; rank {self.rank} waited in {self.doing}"
+        heard: list[dict[int, str]] = []
+        # In a thread of its own: where the link to the store is cut, a client waits for its answer without end.
+        asking = threading.Thread(target=self._ask, args=(heard,), daemon=True)
+        asking.start()
+        asking.join(ANSWER_SECONDS + POLL_SECONDS / 2)
+        if not heard:
+            return f"{self._store_is_gone()}; rank {self.rank} waited in {self.doing}"
+        present = heard[0]
+        missing = [rank for rank in range(len(self.hosts)) if rank not in present]
+        names = [f"rank {rank} (host {self.hosts[rank]})" for rank in missing[:NUM_NAMED]]
         if len(missing) > NUM_NAMED:
             names.append(f"{len(missing) - NUM_NAMED} more")
         if not missing:
@@ -43,15 +44,26 @@ class RollCall:
         verb = "do" if len(missing) > 1 else "does"
         return f"{', '.join(names)} {verb} not answer; rank {self.rank} waited in {self.doing}"
 
-    def _wait_for_answers(self) -> dict[int, str]:
-        deadline = time.monotonic() + ANSWER_SECONDS
+    def _store_is_gone(self) -> str:
+        host = self.hosts[0]
+        beside = [f"rank {rank}" for rank, other in enumerate(self.hosts) if other == host and rank]
+        too = f" (and with host {host} perhaps {', '.join(beside[:NUM_NAMED])})" if beside else ""
+        return f"rank 0 (host {host}) or its launcher, which hold the ranks' key-value store, is gone or cut off{too}"
+
+    def _ask(self, heard: list[dict[int, str]]) -> None:
+        """Adds what each rank that answers was doing, by rank; nothing if the store is gone."""
         present = {self.rank: self.doing}
-        while len(present) < self.size and time.monotonic() < deadline:
-            time.sleep(0.1)
-            if self._store.check(["present"]):
-                lines = self._store.get("present").decode().splitlines()
-                present |= {int(rank): doing for rank, doing in (line.split(" ", 1) for line in lines)}
-        return present
+        deadline = time.monotonic() + ANSWER_SECONDS
+        try:
+            self._store.set("roll_call", "")
+            while len(present) < len(self.hosts) and time.monotonic() < deadline:
+                time.sleep(0.1)
+                if self._store.check(["present"]):
+                    lines = self._store.get("present").decode().splitlines()
+                    present |= {int(rank): doing for rank, doing in (line.split(" ", 1) for line in lines)}
+        except RuntimeError:
+            return
+        heard.append(present)
 
     def _answer(self, store) -> None:
         try:

@@ -47,14 +47,22 @@ from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
 from gmlp_scale.train.tracker import TrackerError
 from gmlp_scale.trained import ExportError, TrainedModelError, open_checkpoint
-from gmlp_scale.world import DeviceError, LostRankError, OtherRankError, World, set_up_logging, start_world
+from gmlp_scale.world import (
+    DeviceError,
+    LauncherError,
+    LostRankError,
+    OtherRankError,
+    World,
+    set_up_logging,
+    start_world,
+)
 
 log = logging.getLogger(__name__)
 
 USER_ERRORS = (
     ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
-    RecheckError, SpikeError, DeviceError, LostRankError, OtherRankError, KernelsError, TrainedModelError, ExportError,
-    TrackerError,
+    RecheckError, SpikeError, DeviceError, LauncherError, LostRankError, OtherRankError, KernelsError, TrackerError,
+    TrainedModelError, ExportError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 
@@ -118,8 +126,13 @@ def pretrain(config: PretrainingRecipe) -> Progress:
 def start_world_of(config: Recipe) -> World:
     """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs."""
     engine = config.engine
-    needs_group, folder = engine.needs_process_group, config.run_dir.absolute()
-    world = start_world(engine.timeout_seconds, config.train.device, init_group=needs_group, traces_in=folder)
+    world = start_world(
+        engine.timeout_seconds,
+        config.train.device,
+        init_group=engine.needs_process_group,
+        run=config.run_folder,
+        traces_in=config.run_dir.absolute(),
+    )
     set_up_logging(world)
     return world
 

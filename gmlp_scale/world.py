@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,11 @@ _SOCKETS_PER_RANK = 4
 _OTHER_OPEN_FILES = 256
 """Shards, checkpoints, logs and libraries."""
 
+_HOST_BYTES = 64
+"""Of a host's name, which Linux lets have as many."""
+
+_NUM_NAMED = 8
+
 _ONE_GPU_EACH = "start as many processes on a node as it has GPUs, or set train.device to cpu"
 
 _NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -62,6 +68,10 @@ class DeviceError(RuntimeError):
     """The machine lacks the device that the recipe asks for."""
 
 
+class LauncherError(ValueError):
+    """The launcher's variables are incomplete, or lead to another run."""
+
+
 def launched_world_size() -> int:
     """How many processes the launcher started: WORLD_SIZE, which torchrun and deepspeed set; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -72,6 +82,7 @@ def start_world(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     init_group: bool = False,
     hear_stop_signals: bool = True,
+    run: str = "",
     traces_in: Path | None = None,
 ) -> "World":
     """Joins the processes that the launcher started.
@@ -81,16 +92,19 @@ def start_world(
         device: "auto" takes the GPU of this process's local rank where there is one, or the only GPU that it sees.
         init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
         hear_stop_signals: catch them for `is_stop_signalled`; False where nobody asks it.
+        run: what the processes do together, as their run folder. A process of another run that joins is refused.
         traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
 
     Raises:
-        ValueError: the launcher's variables are incomplete.
+        LauncherError: the launcher's variables are incomplete, their port is another job's, or their ranks belong to
+            another run.
+        LostRankError: rank 0 was not there within the timeout.
         DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
     """
     size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
     _allow_open_files(rank, size)
     if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ValueError(
+        raise LauncherError(
             f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
             "start the processes with torchrun or deepspeed, or set all five"
         )
@@ -111,19 +125,70 @@ def start_world(
 
     host_group = roll_call = None
     timeout = timedelta(seconds=timeout_seconds)
-    store = next(dist.rendezvous("env://", timeout=timeout))[0] if size > 1 else dist.HashStore()
-    if size > 1 or init_group:
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
-    if size > 1:
-        # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
-        host_group = dist.new_group(backend="gloo", timeout=timeout)
-        roll_call = RollCall(store, rank, size)
+    store = _join_store(rank, size, timeout, run) if size > 1 else dist.HashStore()
+    try:
+        if size > 1 or init_group:
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
+        if size > 1:
+            # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
+            host_group = dist.new_group(backend="gloo", timeout=timeout)
+            roll_call = RollCall(store, rank, _hosts(host_group, size))
+    except RuntimeError as error:
+        if not _is_of_collective(error):
+            raise
+        raise LostRankError(_describe_absent(store, size, timeout, error)) from None
     stop_signal = _StopSignal(STOP_SIGNALS if hear_stop_signals else ())
     world = World(rank, size, local_rank, torch_device, store, host_group, roll_call, stop_signal)
     if device == "cuda":
         _refuse_shared_gpus(world)
     return world
+
+
+def _join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Store:
+    """The ranks' key-value store, at MASTER_ADDR and MASTER_PORT: torchrun's agent has it, or else rank 0."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    found, needed = f"the ranks' key-value store at {address}:{port}", "give each job on a host its own MASTER_PORT"
+    try:
+        # It does not wait for its clients: a stranger would be counted among them.
+        store = dist.TCPStore(address, port, size, is_host, timeout, wait_for_workers=False)
+        if rank == 0:
+            store.set("run", redacted(run))
+        host_run = store.get("run").decode()
+    except dist.DistNetworkError as error:
+        if is_host:
+            raise LauncherError(f"{found} cannot be opened ({_first_line(error)}); {needed}") from None
+        raise LostRankError(f"rank {rank} did not reach {found}: {_first_line(error)}") from None
+    except dist.DistStoreError:
+        seconds = timeout.total_seconds()
+        raise LostRankError(f"rank 0 did not come to {found} in {seconds:.0f} s: its own message says why") from None
+    if host_run != redacted(run):
+        raise LauncherError(f"{found} belongs to the run {host_run}, and this rank {rank} to {redacted(run)}; {needed}")
+    store.set(f"came/{rank}", "")
+    return store
+
+
+def _describe_absent(store: dist.Store, size: int, timeout: timedelta, error: Exception) -> str:
+    """Which ranks were never there when the process groups could not be made."""
+    try:
+        absent = [rank for rank in range(size) if not store.check([f"came/{rank}"])]
+    except RuntimeError:
+        absent = [0]  # it has the store, or its launcher
+    if not absent:
+        return f"all ranks came, but could not be connected ({_first_line(error)})"
+    names = ", ".join(f"rank {rank}" for rank in absent[:_NUM_NAMED])
+    others = f" and {len(absent) - _NUM_NAMED} more" if len(absent) > _NUM_NAMED else ""
+    seconds = timeout.total_seconds()
+    return f"{names}{others} did not come within {seconds:.0f} s; their own messages, or their hosts', say why"
+
+
+def _hosts(group: dist.ProcessGroup, size: int) -> list[str]:
+    """The name of each rank's host."""
+    own = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
+    names = [torch.zeros(_HOST_BYTES, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(names, torch.tensor(list(own), dtype=torch.uint8), group=group)
+    return [bytes(name.tolist()).decode(errors="replace").strip() for name in names]
 
 
 def start_fake_world(size: int) -> "World":
@@ -281,8 +346,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            is_of_collective = isinstance(error, dist.DistError) or "/gloo/" in str(error)
-            if not (self._roll_call and is_of_collective):
+            if not (self._roll_call and _is_of_collective(error)):
                 raise
             missing = self._roll_call.describe_missing()
             log.debug("the collective that failed:", exc_info=error)
@@ -337,6 +401,10 @@ class _StopSignal:
     def restore(self) -> None:
         for number, previous in self.previous.items():
             signal.signal(number, previous)
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 
 import pytest
@@ -14,11 +15,11 @@ from tests.gloo_ranks import run_ranks
 TIMEOUT_SECONDS = 3
 
 
-def _wait_in_step_7(rank_one_does: str) -> str | None:
+def _wait_in_step_7(one_does: str, which: int = 1) -> str | None:
     world = start_world(TIMEOUT_SECONDS, "cpu")
     pids = world.gather(os.getpid())
-    if world.rank == 1:
-        return {"leaves": _leave, "stops": _stop, "is late": _be_late}[rank_one_does](world)
+    if world.rank == which:
+        return {"leaves": _leave, "stops": _stop, "is late": _be_late}[one_does](world)
     try:
         with world, world.naming_lost_ranks():
             world.note("the norm of step 7")
@@ -26,8 +27,8 @@ def _wait_in_step_7(rank_one_does: str) -> str | None:
     except LostRankError as error:
         return str(error)
     finally:
-        if world.rank == 0 and rank_one_does == "stops":
-            os.kill(pids[1], signal.SIGCONT)
+        if world.rank == (not which) and one_does == "stops":
+            os.kill(pids[which], signal.SIGCONT)
     return "no error"
 
 
@@ -49,8 +50,16 @@ def test_a_rank_that_does_not_answer_is_named(rank_one_does, trials):
     first, _, third = run_ranks(_wait_in_step_7, 3, rank_one_does)
     assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in the norm of step 7\. ", first), first
     # The store is rank 0's own here, and may have gone with it.
-    assert "rank 1 (host" in third or "rank 0 or its launcher" in third
+    assert "rank 1 (host" in third or re.match(r"rank 0 \(host \S+\) or its launcher", third)
     trials("SIGSTOP or end of a rank", 1)
+
+
+def test_the_rank_that_has_the_store_is_named_when_it_stands_still():
+    """Its clients would wait for an answer without end."""
+    _, second = run_ranks(_wait_in_step_7, 2, "stops", 0)
+    host = socket.gethostname()
+    wanted = f"rank 0 (host {host}) or its launcher, which hold the ranks' key-value store, is gone or cut off"
+    assert second.startswith(f"{wanted} (and with host {host} perhaps rank 1); rank 1 waited in the norm of step 7. ")
 
 
 def test_a_rank_that_answers_from_elsewhere_is_shown():

@@ -5,6 +5,7 @@ import platform
 import re
 import resource
 import signal
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gmlp_scale import world
 from gmlp_scale.config import ConfigError
-from gmlp_scale.world import DeviceError, launched_world_size, set_up_logging, start_world, tell
+from gmlp_scale.world import (
+    DeviceError,
+    LauncherError,
+    LostRankError,
+    launched_world_size,
+    set_up_logging,
+    start_world,
+    tell,
+)
 from tests.gloo_ranks import run_ranks
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -244,6 +253,46 @@ def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
     assert launched_world_size() == 2
     with pytest.raises(ValueError, match="torchrun or deepspeed"):
         start_world(30, "cpu")
+
+
+def _join(runs: list[str]) -> str:
+    try:
+        start_world(3, "cpu", run=runs[int(os.environ["RANK"])])
+    except (LauncherError, LostRankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "joined"
+
+
+def test_a_rank_of_another_run_is_refused_and_the_rank_that_did_not_come_is_named():
+    first, stranger = run_ranks(_join, 2, ["outputs/mine", "s3://key:secret@bucket/yours"])
+    assert re.fullmatch(
+        r"LauncherError: the ranks' key-value store at 127\.0\.0\.1:\d+ belongs to the run outputs/mine, and this rank "
+        r"1 to s3://\*\*\*@bucket/yours; give each job on a host its own MASTER_PORT",
+        stranger,
+    ), stranger
+    assert first.startswith("LostRankError: rank 1 did not come within 3 s"), first
+
+
+def _open_a_port_that_is_taken() -> str:
+    os.environ["WORLD_SIZE"] = "2"
+    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+        return _join(["outputs/mine"])
+
+
+def test_a_port_of_another_job_is_an_error_that_says_so():
+    (error,) = run_ranks(_open_a_port_that_is_taken, 1)
+    assert re.match(r"LauncherError: the ranks' key-value store at 127\.0\.0\.1:\d+ cannot be opened \(.*in use", error)
+    assert error.endswith("; give each job on a host its own MASTER_PORT")
+
+
+def _reach_nobody() -> str:
+    os.environ |= {"WORLD_SIZE": "2", "RANK": "1"}
+    return _join(["", "outputs/mine"])
+
+
+def test_a_rank_that_does_not_reach_the_first_says_so():
+    (error,) = run_ranks(_reach_nobody, 1)
+    assert error.startswith("LostRankError: rank 1 did not reach the ranks' key-value store at 127.0.0.1:"), error
 
 
 def test_log_lines_name_the_rank_when_there_are_several(monkeypatch, capsys):
