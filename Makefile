@@ -1,9 +1,9 @@
 # `make demo`: the whole story on a laptop. `make test`: the test suite. `make faults`: docs/faults.md.
-# `make docs`: the site. All from requirements.lock, in .venv.
+# `make hosts`: docs/many-nodes.md, as root. `make docs`: the site. All from requirements.lock, in .venv.
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test faults docs format lint
+.PHONY: demo test faults hosts docs format lint
 demo: .venv/ready
 	PATH=$(CURDIR)/$(BIN):$$PATH bash launch/demo.sh
 
@@ -12,6 +12,9 @@ test: .venv/ready
 
 faults: .venv/ready
 	$(BIN)/python -m pytest --faults docs/faults.md
+
+hosts: .venv/ready
+	$(BIN)/python -m pytest -n0 --hosts docs/many-nodes.md
 
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict

@@ -15,12 +15,18 @@ STARTED = time.monotonic()
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the recipes give now")
     parser.addoption("--faults", metavar="FILE", help="run the tests of faults alone and write their table into FILE")
+    parser.addoption("--hosts", metavar="FILE", help="run the tests on several hosts alone and write FILE")
 
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--faults"):
-        config.hook.pytest_deselected(items=[item for item in items if "trials" not in item.fixturenames])
-        items[:] = [item for item in items if "trials" in item.fixturenames]
+        chosen = [item for item in items if "trials" in item.fixturenames]
+    elif config.getoption("--hosts"):
+        chosen = [item for item in items if item.get_closest_marker("hosts")]
+    else:
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def pytest_runtest_setup(item):
@@ -31,19 +37,27 @@ def pytest_runtest_setup(item):
             pytest.skip("needs a GPU")
     if item.get_closest_marker("faults") and not item.config.getoption("--faults"):
         pytest.skip("only in `make faults`")
+    if item.get_closest_marker("hosts") and not item.config.getoption("--hosts"):
+        pytest.skip("only in `make hosts`")
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    if not config.getoption("--faults"):
-        return
-    from tests.faults.table import document
+    if path := config.getoption("--faults"):
+        from tests.faults.table import document
 
+        kind = "trials"
+    elif path := config.getoption("--hosts"):
+        from tests.hosts.table import document
+
+        kind = "seen"
+    else:
+        return
     passed = terminalreporter.stats.get("passed", [])
-    records = [value for report in passed for name, value in report.user_properties if name == "trials"]
+    records = [value for report in passed for name, value in report.user_properties if name == kind]
     text = document(records, time.monotonic() - STARTED)
     terminalreporter.write_line(text)
-    if exitstatus == 0:
-        Path(config.getoption("--faults")).write_text(text)
+    if records and exitstatus == 0:
+        Path(path).write_text(text)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,175 @@
+"""Starts pretraining on several hosts by torchrun, by DeepSpeed over pdsh and ssh, or by Slurm."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.hosts.hosts import ROOT, Host, Job, wait_until
+from tests.written_shards import VOCAB_SIZE
+
+NUM_STEPS, SAVE_EVERY_STEPS, GLOBAL_BATCH_SIZE = 60, 10, 8
+TIMEOUT_SECONDS = 10
+RECIPE = [
+    "--config", "configs/pretrain/smoke.yaml", "name=run", "model.num_blocks=2", "model.d_model=16", "model.d_ffn=32",
+    "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}", f"train.num_steps={NUM_STEPS}",
+    f"train.global_batch_size={GLOBAL_BATCH_SIZE}", "train.evaluate_every_steps=30", "train.num_evaluation_rows=10",
+    "optimizer.warmup_steps=2", f"checkpoint.save_every_steps={SAVE_EVERY_STEPS}",
+]  # fmt: skip
+ENGINES = {
+    "fsdp2": ["engine.kind=fsdp2"],
+    **{f"zero {stage}": ["engine.kind=zero", f"engine.stage={stage}"] for stage in (1, 2, 3)},
+}
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def arguments(engine: str, num_ranks: int, shards: Path, output_dir: Path, *more: str) -> list[str]:
+    """Of launch/pretrain.py. Every rank adds up two micro-batches where it has two rows."""
+    micro_batch_size = max(1, GLOBAL_BATCH_SIZE // num_ranks // 2)
+    where = [f"data.shards={shards}", f"output_dir={output_dir}", f"train.micro_batch_size={micro_batch_size}"]
+    return [*RECIPE, *ENGINES[engine], *where, *more]
+
+
+def torchrun(hosts: list[Host], num_ranks: int, arguments: list[str], port: int = 29400) -> list[Job]:
+    """`num_ranks` on each host, by an agent on each. The first host has the rendezvous."""
+    words = [
+        "torchrun", "--nnodes", len(hosts), "--nproc_per_node", num_ranks, "--rdzv_backend", "c10d",
+        "--rdzv_endpoint", f"{hosts[0].name}:{port}", "--rdzv_id", "run", "launch/pretrain.py", *arguments,
+    ]  # fmt: skip
+    return [host.start(*words, environment=ENVIRONMENT) for host in hosts]
+
+
+class Ssh:
+    """An sshd on every host, which `login` may enter without a password."""
+
+    def __init__(self, login: Host, hosts: list[Host]):
+        self.login, self.hosts, folder = login, hosts, login.folder
+        for key in ("host_key", "user_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        (folder / "sshd_config").write_text(
+            f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/user_key.pub\nStrictModes no\nUsePAM no\n"
+            "PermitRootLogin yes\nPidFile none\n"
+        )
+        (folder / "ssh_config").write_text(
+            f"IdentityFile {folder}/user_key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+        )
+        login.call("mount", "--bind", folder / "ssh_config", "/etc/ssh/ssh_config")
+        for host in hosts:
+            self.serve(host)
+
+    def serve(self, host: Host) -> None:
+        host.call("mkdir", "-p", "/run/sshd")
+        host.start("/usr/sbin/sshd", "-D", "-e", "-f", host.folder / "sshd_config").wait_for("Server listening on 0")
+
+    def deepspeed(self, num_ranks: int, arguments: list[str]) -> Job:
+        hostfile = self.login.folder / "hostfile"
+        hostfile.write_text("".join(f"{host.name} slots={num_ranks}\n" for host in self.hosts))
+        # The variables that DeepSpeed gives the hosts stand in a file of the user's home folder.
+        (self.login.folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")
+        words = ["deepspeed", "--hostfile", hostfile, "--launcher", "pdsh", "launch/pretrain.py", *arguments]
+        return self.login.start(*words, environment=ENVIRONMENT | {"HOME": str(self.login.folder)})
+
+
+class Slurm:
+    """munged and slurmctld on `login`, a slurmd with 8 cores and 8 devices for GPUs on every host."""
+
+    def __init__(self, login: Host, hosts: list[Host]):
+        self.login, self.hosts, self.folder = login, hosts, login.folder
+        self.environment = ENVIRONMENT | {"SLURM_CONF": f"{self.folder}/slurm.conf"}
+        for number in range(8):
+            os.mknod(self.folder / f"gpu{number}", 0o020666, os.makedev(1, 3))
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
+        nodes = [f"NodeName={h.name} NodeAddr={h.address} NodeHostname={h.name} CPUs=8 Gres=gpu:8" for h in hosts]
+        settings = SETTINGS.format(folder=self.folder, address=login.address)
+        (self.folder / "slurm.conf").write_text("\n".join([settings, *nodes, ""]))
+        for name in ("state", "spool"):
+            (self.folder / name).mkdir()
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        login.start(
+            "/usr/sbin/munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.socket",
+            f"--pid-file={self.folder}/munge.pid", f"--log-file={self.folder}/munge.log",
+            f"--seed-file={self.folder}/munge.seed",
+        )  # fmt: skip
+        wait_until((self.folder / "munge.socket").exists, "munged's socket")
+        login.start("/usr/sbin/slurmctld", "-D", environment=self.environment)
+        for host in hosts:
+            self.serve(host)
+        self.wait_for_nodes()
+
+    def serve(self, host: Host) -> None:
+        host.start("/usr/sbin/slurmd", "-D", "-N", host.name, environment=self.environment)
+
+    def wait_for_nodes(self) -> None:
+        names = [host.name for host in self.hosts]
+        wait_until(lambda: self._states() == dict.fromkeys(names, "idle"), lambda: f"idle nodes: {self._states()}")
+
+    def _states(self) -> dict[str, str]:
+        # Until slurmctld listens, sinfo fails.
+        lines = self.call("sh", "-c", "sinfo -hNo '%N %t' || true").splitlines()
+        return dict(line.split() for line in lines)
+
+    def call(self, *command: object) -> str:
+        return self.login.call(*command, environment=self.environment)
+
+    def sbatch(self, num_ranks: int, arguments: list[str], *options: object, name: str = "job") -> "SlurmJob":
+        """launch/slurm/pretrain.sbatch as it is, but for smaller nodes."""
+        words = [
+            "sbatch", "--parsable", "--nodes", len(self.hosts), "--ntasks-per-node", num_ranks, "--cpus-per-task", 1,
+            "--gpus-per-node", num_ranks, "--output", self.folder / f"{name}.out", *options,
+            "launch/slurm/pretrain.sbatch", *arguments,
+        ]  # fmt: skip
+        return SlurmJob(self, self.call(*words).strip(), self.folder / f"{name}.out")
+
+
+class SlurmJob:
+    def __init__(self, slurm: Slurm, number: str, log: Path):
+        self.slurm, self.number, self.log = slurm, number, log
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def state(self) -> str:
+        """As "COMPLETED 0:0": the state, and the exit code with the signal."""
+        shown = self.slurm.call("scontrol", "show", "job", self.number)
+        fields = dict(field.split("=", 1) for field in shown.split() if "=" in field)
+        return f"{fields['JobState']} {fields['ExitCode']}"
+
+    def end(self) -> str:
+        """Waits for its end and returns its state."""
+        going = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
+        wait_until(lambda: not self.state().startswith(going), lambda: f"the end of {self.state()} {self.printed()}")
+        return self.state()
+
+
+SETTINGS = """\
+ClusterName=hosts
+SlurmctldHost=login({address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmdTimeout=20
+KillWait=5
+SlurmdParameters=config_overrides
+GresTypes=gpu
+MpiDefault=none
+PartitionName=all Nodes=ALL Default=YES State=UP"""
