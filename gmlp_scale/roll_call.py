@@ -20,6 +20,7 @@ class RollCall:
     def __init__(self, store, rank: int, hosts: list[str]):
         self.rank, self.hosts, self.doing = rank, hosts, "the start of the run"
         self._store = store
+        self._answered_at: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, args=(store.clone(),), daemon=True)
         self._thread.start()
@@ -53,10 +54,13 @@ class RollCall:
     def _ask(self, heard: list[dict[int, str]]) -> None:
         """Adds what each rank that answers was doing, by rank; nothing if the store is gone."""
         present = {self.rank: self.doing}
-        deadline = time.monotonic() + ANSWER_SECONDS
+        # Where another rank has called before, which then left, all have had their time since.
+        deadline = (self._answered_at or time.monotonic()) + ANSWER_SECONDS
+        is_over = False
         try:
             self._store.set("roll_call", "")
-            while len(present) < len(self.hosts) and time.monotonic() < deadline:
+            while len(present) < len(self.hosts) and not is_over:
+                is_over = time.monotonic() > deadline
                 time.sleep(0.1)
                 if self._store.check(["present"]):
                     lines = self._store.get("present").decode().splitlines()
@@ -70,6 +74,7 @@ class RollCall:
             while not self._ended.wait(POLL_SECONDS):
                 if store.check(["roll_call"]):
                     store.append("present", f"{self.rank} {self.doing}\n")
+                    self._answered_at = time.monotonic()
                     return
         except RuntimeError:
             return  # the store has gone with its host: the main thread meets that too

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,6 +42,14 @@ def wait_until(is_true: Callable[[], object], what: str | Callable[[], str], sec
         assert time.monotonic() < deadline, f"not after {seconds:.0f} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.05)
     return found
+
+
+def has_ended(pid: int) -> bool:
+    """Also if nobody has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 class Job:
@@ -126,7 +134,8 @@ class Host:
     def lose(self) -> None:
         """Kills every process of the host at once. The kernel closes their connections."""
         if self._first is not None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # Ctrl-C reaches it too
+                os.kill(self.pid, signal.SIGKILL)
             self._first.wait()
             self._first.stdout.close()
             self._first = None

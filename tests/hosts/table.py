@@ -2,7 +2,6 @@
 
 import datetime
 import os
-from collections.abc import Iterable
 
 import torch
 
@@ -10,24 +9,82 @@ ROWS = (
     "losses of one process, within 1e-5: torchrun",
     "losses of one process, within 1e-5: deepspeed over pdsh and ssh",
     "losses of one process, within 1e-5: sbatch",
+    "a host's processes killed",
+    "link cut for 5 s",
+    "link cut for good",
+    "SIGSTOP of a rank",
+    "SIGTERM to a rank",
+    "SIGTERM to an agent or launcher",
+    "Slurm's signals",
+    "requeued by Slurm",
+    "two jobs on the same hosts",
+    "elastic: hosts killed and back again",
+    "elastic: SIGTERM to one of 4 launchers",
 )
 
 
-def table(records: Iterable[list]) -> str:
+def table(records: list[list]) -> str:
     """Markdown: a line for each row, with what its trials showed."""
-    trials: dict[str, list[tuple[int, str]]] = {row: [] for row in ROWS}
-    for row, lost, shown in records:
-        trials[row].append((lost, shown))
     lines = ["| tried | trials | as it should | lost | seen |", "|---|---|---|---|---|"]
-    for row, of_row in trials.items():
+    for row in ROWS:
+        of_row = [(lost, shown) for other, lost, shown in records if other == row]
+        if not of_row:
+            continue  # its test was not among those that ran
         lost = sum(lost for lost, _ in of_row)
         lines.append(f"| {row} | {len(of_row)} | {len(of_row) - lost} | {lost} | {'; '.join(s for _, s in of_row)} |")
     return "\n".join(lines)
 
 
-def document(records: Iterable[list], seconds: float) -> str:
+def document(records: list[list], seconds: float) -> str:
     where = f"{os.cpu_count()} CPU cores, torch {torch.__version__}, no GPU"
     return f"{_HEAD}\n{datetime.date.today()}, {where}, {seconds / 60:.1f} minutes.\n\n{table(records)}\n"
 
 
-_HEAD = ""
+_HEAD = """\
+# Many nodes
+
+## Starting a run
+
+Every form starts the same command on every host. The shards, the tokenizer and `output_dir` are on a filesystem that all
+hosts see, or at URLs.
+
+| | command | stops and saves at |
+|---|---|---|
+| Slurm | `sbatch --nodes 4 launch/slurm/pretrain.sbatch --config ... ` | `scancel --signal=USR1`, also with `--full`, `scontrol requeue`, the time limit |
+| DeepSpeed | `deepspeed --hostfile hosts launch/pretrain.py --config ...` on one host | SIGTERM or Ctrl-C to it, or SIGTERM to a rank |
+| torchrun | `torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --rdzv_id JOB launch/pretrain.py --config ...` on every host | SIGTERM to a rank |
+| the same, with hosts that come and go | `python launch/elastic.py --hosts 2:4 --ranks-per-host 8 --rendezvous HOST:PORT --config ...` on every host | SIGTERM or Ctrl-C to one of them |
+
+Give two jobs that share a host different ports: `MASTER_PORT`, `--rdzv_endpoint`, `deepspeed --master_port`. The Slurm
+script takes one that follows from the job's number. A rank that reaches another run's store is refused, with the names
+of both runs; a port that is taken is told as such.
+
+SIGTERM to one of torchrun's own agents makes all ranks save, but the other agents wait up to 300 s for it (torch 2.13),
+unless it has the rendezvous. `launch/elastic.py` passes the signal to its ranks only, also with a fixed number of hosts
+(`--hosts 4`). DeepSpeed gives its launchers' environment only few variables: put the others into `~/.deepspeed_env`.
+
+## A lost host
+
+The ranks of the others end with one line that names the missing ranks, their host and the step: at once if the kernel of
+the lost host closed its connections, else after `engine.timeout_seconds`; finding the names takes up to 5 s. Where the
+host of rank 0 is lost, the ranks' key-value store is lost with it, and the line says so. The same command then resumes.
+Slurm requeues a job whose host is lost (`--requeue`), once it finds the host down (SlurmdTimeout).
+
+`launch/elastic.py` goes on by itself: with the hosts that are left, as long as there are LEAST of them, and with more as
+soon as they join. It refuses a range of hosts of which one number of ranks does not divide the batch. Every start resumes
+from the newest checkpoint with the same global batches. To take a host away, kill its launcher (SIGKILL).
+The hosts meet at a store. One of the hosts has it, and the job ends with that host; or, where any host may be lost,
+another machine has it: `launch/elastic.py --help` has the line.
+
+## What was tried
+
+`make hosts` tries it, as root on Linux, and writes this file. The packages, on Debian:
+
+    apt-get install --no-install-recommends slurm-wlm munge pdsh openssh-server openssh-client iproute2
+
+The hosts are namespaces of one machine, joined by a bridge: each has processes, mounts, a network address and a name of
+its own. Real: the network's protocols, a cable pulled out, every process of a host killed at once, torchrun's agents,
+DeepSpeed's launchers over pdsh and an sshd on each host, munged, slurmctld and a slurmd on each host. Not real: a second
+machine, a power cut, InfiniBand, NCCL, a GPU, a network filesystem. A run is the small recipe of 60 steps over gloo,
+compared with one process. The seconds depend on what else the machine does.
+"""  # noqa: E501
