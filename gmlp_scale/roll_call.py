@@ -21,6 +21,7 @@ class RollCall:
         self.rank, self.hosts, self.doing = rank, hosts, "the start of the run"
         self._store = store
         self._answered_at: float | None = None
+        self._is_store_gone = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, args=(store.clone(),), daemon=True)
         self._thread.start()
@@ -32,7 +33,8 @@ class RollCall:
         asking = threading.Thread(target=self._ask, args=(heard,), daemon=True)
         asking.start()
         asking.join(ANSWER_SECONDS + POLL_SECONDS / 2)
-        if not heard:
+        self._is_store_gone = not heard
+        if self._is_store_gone:
             return f"{self._store_is_gone()}; rank {self.rank} waited in {self.doing}"
         present = heard[0]
         missing = [rank for rank in range(len(self.hosts)) if rank not in present]
@@ -80,6 +82,7 @@ class RollCall:
             return  # the store has gone with its host: the main thread meets that too
 
     def end(self) -> None:
-        """Waits for the thread, which must not outlive the interpreter."""
+        """Waits for the thread, which must not outlive the interpreter, unless it waits for a store that is gone."""
         self._ended.set()
-        self._thread.join(2 * POLL_SECONDS)
+        if not self._is_store_gone:
+            self._thread.join(2 * POLL_SECONDS)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from uuid import UUID
 
 import torch
@@ -401,6 +401,14 @@ class _StopSignal:
     def restore(self) -> None:
         for number, previous in self.previous.items():
             signal.signal(number, previous)
+
+
+def leave_without_others(exit_code: int) -> NoReturn:
+    """Ends this process after a LostRankError, without its ordinary end: there the process groups' destructors wait for
+    the ranks that are gone. With a timeout of 10 s they took 15 s after a link was cut."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _is_of_collective(error: RuntimeError) -> bool:

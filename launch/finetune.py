@@ -17,7 +17,7 @@ from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
-from gmlp_scale.world import World, launched_world_size, tell
+from gmlp_scale.world import LostRankError, World, launched_world_size, leave_without_others, tell
 
 
 def main() -> int:
@@ -63,6 +63,8 @@ def main() -> int:
             _finetune(runs, world, options)
     except USER_ERRORS as error:
         tell(error)
+        if isinstance(error, LostRankError):
+            leave_without_others(exit_code(error))
         return exit_code(error)
     return 0
 

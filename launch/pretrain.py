@@ -13,7 +13,7 @@ from gmlp_scale.data.shards import ShardError
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.run import USER_ERRORS, exit_code, load_recipe, pretrain
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.world import launched_world_size, tell
+from gmlp_scale.world import LostRankError, launched_world_size, leave_without_others, tell
 
 
 def main() -> int:
@@ -40,6 +40,8 @@ def main() -> int:
         pretrain(run)
     except USER_ERRORS as error:
         tell(error)
+        if isinstance(error, LostRankError):
+            leave_without_others(exit_code(error))
         return exit_code(error)
     return 0
 

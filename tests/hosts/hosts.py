@@ -154,6 +154,8 @@ class Host:
 
     def processes(self, pattern: str) -> list[int]:
         """The processes of this host whose command line matches."""
+        if self._first is None:
+            return []
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
         for entry in Path("/proc").iterdir():
