@@ -70,7 +70,7 @@ CONFINED = {
     "gmlp_scale.prepare": ("gmlp_scale.prepare", "data_prep"),
     "datatrove": ("gmlp_scale.prepare",),
     "deepspeed": ("gmlp_scale.engine.zero",),
-    "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine"),
+    "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine", "launch.elastic"),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
     "tensorboard": ("gmlp_scale.train.log_files", "gmlp_scale.train.events", "gmlp_scale.analysis.tensorboard"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.tensorboard",),

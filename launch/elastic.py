@@ -1,0 +1,111 @@
+"""Pretrains on a changing number of hosts: when one is lost, or joins, the ranks start again from the newest checkpoint.
+
+Start the same command on every host, and again on one that comes back:
+
+    python launch/elastic.py --hosts 2:4 --ranks-per-host 8 --rendezvous HOST:PORT --config configs/pretrain/gmlp_base.yaml
+
+The hosts meet at HOST:PORT. The first of them whose name it is opens a store there, and the job ends with that host.
+Where any host may be lost, HOST is another machine, which keeps the store of one job in a process of its own:
+
+    python -c 'import torch, time; store = torch.distributed.TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False); time.sleep(1e9)'
+
+SIGTERM, SIGINT, SIGHUP or SIGUSR1 to this command on one host: all ranks save, and the command leaves with 0 on every
+host. With fewer hosts than the least number it waits 10 minutes for more.
+"""  # noqa: E501
+
+import argparse
+import os
+import re
+import signal
+import sys
+
+import psutil
+import torch.distributed.launcher.api
+import torch.distributed.run
+from torch.distributed.elastic.agent.server import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.files import print_error
+from gmlp_scale.world import STOP_SIGNALS
+
+RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
+"""Seconds. A lost host is found after 6, not 15, and 3, not 30, are left to late ones once there are enough hosts. One
+that comes later leads to another start."""
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's (2.13). Of two agents that shall restart their ranks, one is first, and all ranks then save and leave
+    with 0. So ranks that left while a host waits to join have not finished, but shall be restarted."""
+
+    def _monitor_workers(self, worker_group) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED and worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
+            return RunResult(state=WorkerState.HEALTHY)
+        return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts it may have")
+    parser.add_argument("--ranks-per-host", required=True, type=int, metavar="N", help="one for each GPU")
+    parser.add_argument("--rendezvous", required=True, metavar="HOST:PORT", help="where the hosts meet")
+    parser.add_argument("--job", help="tells jobs apart that meet at one store (default: the recipe's name)")
+    parser.add_argument("--max-restarts", type=int, default=100, metavar="N", help="after failures (default: 100)")
+    parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    options = parser.parse_intermixed_args()
+    least, most = options.hosts
+    try:
+        run = load_run_config(options.config, options.overrides)
+        for num_hosts in range(least, most + 1):
+            run.rows_per_rank(num_hosts * options.ranks_per_host)
+    except (ConfigError, OSError) as error:
+        print_error(error)
+        return 2
+    # With a store of its own for each start: else rank 0 of the next one does not publish its address, and all end.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    torch.distributed.launcher.api.LocalElasticAgent = _Agent
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop_ranks)
+    words = [
+        "--nnodes", f"{least}:{most}", "--nproc-per-node", str(options.ranks_per_host),
+        "--max-restarts", str(options.max_restarts), "--signals-to-handle", "SIGQUIT", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", options.rendezvous, "--rdzv-id", options.job or run.name, "--rdzv-conf", RENDEZVOUS,
+        "launch/pretrain.py", "--config", options.config, *options.overrides,
+    ]  # fmt: skip
+    try:
+        torch.distributed.run.main(words)
+    except (ChildFailedError, SignalException) as error:
+        print_error(error)
+        return 1
+    return 0
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"found {text}; needed: two numbers of hosts, as 2:4, or one, as 4")
+    return least, most
+
+
+def _stop_ranks(number: int, frame) -> None:
+    """Tells this host's ranks, which tell the others. torchrun's own way would leave the other agents waiting."""
+    ranks = psutil.Process().children()
+    if not ranks:
+        _leave(number, frame)
+    for each in STOP_SIGNALS:
+        signal.signal(each, _leave)
+    for rank in ranks:
+        rank.terminate()
+
+
+def _leave(number: int, frame) -> None:
+    raise SignalException("stopped by a second signal, or without a rank to tell", signal.Signals(number))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
