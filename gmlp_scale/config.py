@@ -133,7 +133,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     def fields(self) -> dict[str, Any]:
         """`to_json` by the fields' whole names, as train.num_steps."""
-        return dict(_flatten(self.to_json()))
+        return dict(flatten(self.to_json()))
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_json(), sort_keys=False)

@@ -441,9 +441,10 @@ def tell(error: BaseException) -> None:
     """Prints the error that ends this process: once for all ranks, and as late as the launcher allows.
 
     Most errors are of every rank. So rank 0 tells at once and leaves, upon which the launcher ends the others; a rank
-    that lives on has something of its own to tell. torchrun prints its own report last, so the message goes into that.
+    that lives on has something of its own to tell. Where ranks were lost, rank 0 may be one of them, so all tell at
+    once. torchrun prints its own report last, so the message goes into that.
     """
-    if int(os.environ.get("RANK", 0)):
+    if int(os.environ.get("RANK", 0)) and not isinstance(error, LostRankError):
         time.sleep(OTHERS_TELL_AFTER_SECONDS)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}
