@@ -10,8 +10,8 @@ import argparse
 import sys
 from datetime import UTC, datetime
 
-from gmlp_scale.analysis.arrays import spatial_filters, spatial_matrices
-from gmlp_scale.analysis.run_records import RunRecord, read_run_records
+from gmlp_scale.analysis.arrays import filters_of
+from gmlp_scale.analysis.run_records import RunRecord, RunRecordError, read_run_records
 from gmlp_scale.analysis.run_report import Filters, filter_paths, page
 from gmlp_scale.files import print_error, redacted, write_text
 from gmlp_scale.run import USER_ERRORS, exit_code
@@ -32,7 +32,7 @@ def main() -> int:
         records = read_run_records(options.runs)
         filters = [] if options.no_filters else _filters(options.runs, records)
         write_text(options.output, page(records, filters, datetime.now(UTC)))
-    except (*USER_ERRORS, ValueError) as error:
+    except (*USER_ERRORS, RunRecordError) as error:
         print_error(error)
         return exit_code(error)
     print(redacted(options.output))
@@ -47,7 +47,7 @@ def _filters(folders: list[str], records: list[RunRecord]) -> list[Filters]:
             continue
         try:
             trained = read_run(folder)
-            paths = filter_paths(spatial_filters(spatial_matrices(trained)))
+            paths = filter_paths(filters_of(trained))
             filters.append(Filters(number, trained.step, paths))
         except (*USER_ERRORS, TrainedModelError) as error:
             filters.append(Filters(number, reason=redacted(str(error))))
