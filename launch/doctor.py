@@ -24,7 +24,7 @@ from gmlp_scale.world import set_up_logging, start_world
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="the recipe of the run, with its overrides")
+    parser.add_argument("--config", required=True, help="the recipe of the run: a file, or a name such as gmlp_base")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
