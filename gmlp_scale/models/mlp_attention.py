@@ -109,9 +109,10 @@ class MlpAttention(nn.Module):
         """The softmax as weights_BHNN, float32 or wider: what each position (third axis) takes from each (fourth)."""
         num_positions = x_BND.shape[1]
         hidden_BHNS = F.relu(self.hidden(x_BND)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        scores_HSN = self.scores_HSN[..., :num_positions]
-        if is_exporting():  # the slice is contiguous at the full length only, and the program would be for one case
+        if is_exporting():  # a slice is contiguous at the full length only, and the program would be for one case
             scores_HSN = self.scores_HSN.index_select(-1, torch.arange(num_positions, device=x_BND.device))
+        else:
+            scores_HSN = self.scores_HSN[..., :num_positions]
         scores_BHNN = hidden_BHNS @ scores_HSN
         mask = attention_mask(num_positions, is_token_BN, self.causal, x_BND.device)
         if mask is not None:

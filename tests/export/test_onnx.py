@@ -34,7 +34,12 @@ def assert_runs_as_the_model(run, model):
 
 
 @pytest.mark.parametrize(
-    ("head", "kind"), [(GmlpScaleForTokenClassification, "bert-relative"), (GmlpScaleForQuestionAnswering, "mixer")]
+    ("head", "kind"),
+    [
+        (GmlpScaleForTokenClassification, "bert-relative"),
+        (GmlpScaleForQuestionAnswering, "mixer"),
+        (GmlpScaleForQuestionAnswering, "mlp-attention"),
+    ],
 )
 def test_a_program_of_torch_export(head, kind):
     model = tiny_head(head, kind, num_blocks=1)

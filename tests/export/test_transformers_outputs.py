@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from gmlp_scale.export.hugging_face.modeling_gmlp import GmlpScaleForMaskedLM, GmlpScaleModel
-from tests.export.tiny_heads import HEADS, IDS, LENGTH, SHORT, labels_for, tiny_head
-from tests.models.every_kind import FAMILIES, MASKS_PADDING, TINY, TRANSFORMERS
+from tests.export.tiny_heads import HEADS, HEADS_AND_KINDS, IDS, LENGTH, SHORT, labels_for, tiny_head
+from tests.models.every_kind import FAMILIES, KINDS, MASKS_PADDING, TINY
 
 EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
+EVERY_HEAD_AND_FAMILY = pytest.mark.parametrize(("head", "kind"), HEADS_AND_KINDS)
 EVERY_FAMILY = pytest.mark.parametrize("kind", FAMILIES)
-NUM_HEADS = {"amlp": 1} | dict.fromkeys(TRANSFORMERS, 2)
+NUM_HEADS = {"amlp": 1} | {kind: fields["num_heads"] for kind, fields in KINDS.items() if "num_heads" in fields}
 WITH_ATTENTION = pytest.mark.parametrize("kind", NUM_HEADS)
 EVERYTHING = {"output_hidden_states": True, "output_attentions": True}
 MASK = (torch.arange(SHORT) < torch.tensor([[SHORT], [5], [3]])).long()
@@ -101,8 +102,7 @@ def test_attentions_of_a_model_without_any_are_refused(kind):
         tiny_head(GmlpScaleModel, kind)(IDS, output_attentions=True)
 
 
-@EVERY_FAMILY
-@EVERY_HEAD
+@EVERY_HEAD_AND_FAMILY
 def test_embeddings_stand_in_for_their_ids(head, kind):
     model = tiny_head(head, kind)
     embeddings_BND = model.get_input_embeddings()(IDS)
@@ -118,8 +118,7 @@ def test_ids_or_embeddings_must_be_given_and_not_both():
             model(**given)
 
 
-@EVERY_FAMILY
-@EVERY_HEAD
+@EVERY_HEAD_AND_FAMILY
 def test_a_batch_does_not_change_its_rows(head, kind):
     model = tiny_head(head, kind)
     batch = model(IDS[:, :SHORT], MASK, output_hidden_states=True)

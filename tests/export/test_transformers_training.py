@@ -11,7 +11,7 @@ from gmlp_scale.export.hugging_face.modeling_gmlp import (
     GmlpScaleForTokenClassification,
     GmlpScaleModel,
 )
-from tests.export.tiny_heads import HEADS, IDS, SHORT, labels_for, tiny_head
+from tests.export.tiny_heads import HEADS_AND_KINDS, IDS, SHORT, labels_for, tiny_head
 from tests.models.every_kind import FAMILIES, MASKS_PADDING
 
 FLOATS = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -0.5], [0.0, 1.0, 1.5]])
@@ -63,8 +63,7 @@ def test_the_loss_of_spans_is_over_all_positions_of_training():
     torch.testing.assert_close(found.loss, expected)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("head", "kind"), HEADS_AND_KINDS)
 def test_every_parameter_gets_a_gradient(head, kind):
     model = tiny_head(head, kind).train()
     output = model(IDS, **labels_for(head, IDS))

@@ -10,8 +10,8 @@ from gmlp_scale.export.hugging_face.modeling_gmlp import (
     GmlpScaleForTokenClassification,
     GmlpScaleModel,
 )
-from tests.export.tiny_heads import HEADS, IDS, SHORT, tiny_head, tiny_head_config
-from tests.models.every_kind import FAMILIES, TINY
+from tests.export.tiny_heads import HEADS, HEADS_AND_KINDS, IDS, SHORT, tiny_head, tiny_head_config
+from tests.models.every_kind import TINY
 
 EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
 VOCAB_SIZE = TINY["vocab_size"]
@@ -112,9 +112,7 @@ def test_another_number_of_classes_is_refused_or_given_a_new_layer(head, tmp_pat
     assert torch.equal(other.model.norm.weight, model.model.norm.weight)
 
 
-@pytest.mark.parametrize(
-    ("head", "kind"), [*((head, "amlp") for head in HEADS), *((GmlpScaleForMaskedLM, kind) for kind in FAMILIES)]
-)
+@pytest.mark.parametrize(("head", "kind"), HEADS_AND_KINDS)
 def test_a_model_is_cast(head, kind, tmp_path):
     model = tiny_head(head, kind)
     expected = outputs(model)
@@ -141,7 +139,7 @@ def test_a_model_moves_to_the_meta_device_and_back(head):
 
 
 @pytest.mark.skipif(not is_accelerate_available(), reason="device_map needs accelerate")
-@pytest.mark.parametrize("kind", ["amlp", "bert-absolute", "bert-relative"])
+@pytest.mark.parametrize("kind", ["amlp", "bert-absolute", "bert-relative", "dot-product"])
 def test_a_device_map_places_whole_blocks_and_the_disk_holds_some(kind, tmp_path):
     model = tiny_head(GmlpScaleForMaskedLM, kind)
     model.save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from gmlp_scale.export.hugging_face.modeling_gmlp import (
     GmlpScaleModel,
     GmlpScalePreTrainedModel,
 )
-from tests.models.every_kind import TINY, perturb, tiny_config
+from tests.models.every_kind import FAMILIES, TINY, perturb, tiny_config
 
 HEADS = [
     GmlpScaleModel,
@@ -21,6 +21,8 @@ HEADS = [
     GmlpScaleForTokenClassification,
     GmlpScaleForQuestionAnswering,
 ]
+HEADS_AND_KINDS = [*((head, "amlp") for head in HEADS), *((GmlpScaleForTokenClassification, kind) for kind in FAMILIES)]
+"""Every head and a kind of every family, without all their pairs."""
 LENGTH = TINY["sequence_length"]
 SHORT = 7
 IDS = torch.randint(5, TINY["vocab_size"], (3, LENGTH), generator=torch.Generator().manual_seed(0))

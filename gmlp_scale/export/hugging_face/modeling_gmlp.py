@@ -8,8 +8,8 @@ is padding.
 
 Every class returns on request
     hidden_states   what each block read, and the last state after the final LayerNorm: [B, N, D], one more than blocks
-    attentions      [B, H, N, N] for each block of a Transformer or an aMLP, whose tiny attention has one head. A row of
-                    an aMLP's sums to less than 1 where a part fell on the padding that the model added.
+    attentions      [B, H, N, N] for each block that has attention; an aMLP's tiny attention has one head. A row of an
+                    aMLP's sums to less than 1 where a part fell on the padding that the model added.
 
 Shape suffixes: B batch, N positions, R positions with the padding that the model added, D width, V vocabulary,
 C classes, H heads.
