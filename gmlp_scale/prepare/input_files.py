@@ -1,20 +1,23 @@
-"""Finding and reading input files: JSON lines, Parquet and text, by glob or URL.
+"""Finding and reading input files: JSON lines, Parquet, text and webdataset's tar files, by glob or URL.
 
 A record that cannot be read comes out as a BadRecord with its place, never as an exception, and is never left out.
 A file that ends too early or is damaged raises BadFileError after the records that could be read.
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
 import orjson
+from braceexpand import braceexpand
 
 from gmlp_scale.files import open_filesystem, with_retries
 from gmlp_scale.prepare.job_folder import JobError
 from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
+from gmlp_scale.prepare.tar_members import text_members
 
 _TEXT_DOCUMENT_CHARACTERS = 1_000_000
 
@@ -23,7 +26,8 @@ _TEXT_DOCUMENT_CHARACTERS = 1_000_000
 class Record:
     text: str
     line: int
-    """The number of the line, counted from 1; in a Parquet file of the entry, in a text file of the part."""
+    """The number of the line, counted from 1; in a Parquet file of the entry, in a text file of the part, in a tar file
+    of the text."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class BadRecord:
 
 def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFile]:
     """The files of the globs and URLs, each source's sorted by name. ValueError where a source matches none, a file's
-    format is unknown, or a file is named twice."""
+    format is unknown, or a file is named twice. part-{000..127}.tar names 128 files."""
     found = []
-    for source in sources:
+    for source in itertools.chain.from_iterable(map(_spelled_out, sources)):
         filesystem, pattern = open_filesystem(source)
         matches = with_retries(partial(filesystem.glob, pattern, detail=True), f"listing {source}")
         files = [
@@ -62,6 +66,11 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
     return found
 
 
+def _spelled_out(source: str) -> Iterator[str]:
+    """The names that {000..127} stands for, in a source that has one."""
+    return braceexpand(source) if re.search(r"\{\w+\.\.\w+\}", source) else iter([source])
+
+
 class FileReader:
     """Reads one input file; `bytes_read` is how many stored bytes it has read. BadFileError where the file is broken.
 
@@ -81,7 +90,12 @@ class FileReader:
         return self._raw.tell() if self._raw and not self._raw.closed else 0
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
-        read = {"json": self._json_lines, "parquet": self._parquet_rows, "text": self._text_parts}[self._file.kind]
+        read = {
+            "json": self._json_lines,
+            "parquet": self._parquet_rows,
+            "text": self._text_parts,
+            "tar": self._tar_members,
+        }[self._file.kind]
         with open_input(self._file) as self._raw:
             yield from read(self._raw)
 
@@ -158,6 +172,20 @@ class FileReader:
                 return
             if self._is_own(number):
                 yield self._decode(bytes(part), number)
+
+    def _tar_members(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+        """Each .txt or .json is a record, and so is each line of a .jsonl."""
+        line = 0
+        for ending, content in text_members(decompressed(raw, self._file), raw, self._file, self._max_record_bytes):
+            for text in filter(bytes.strip, content.split(b"\n")) if ending == ".jsonl" else [content]:
+                line += 1
+                if self._is_own(line):
+                    yield self._check_text(text, line, ending)
+
+    def _check_text(self, content: bytes, line: int, ending: str) -> Record | BadRecord:
+        if len(content) > self._max_record_bytes:
+            return BadRecord(line, "too long", _excerpt(content))
+        return self._decode(content, line) if ending == ".txt" else self._parse(content, line)
 
     def _decode(self, content: bytes, line: int) -> Record | BadRecord:
         try:

@@ -12,7 +12,15 @@ from isal import isal_zlib
 from gmlp_scale.files import open_filesystem, with_retries
 from gmlp_scale.prepare.job_folder import JobError
 
-SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".tsv": "text"}
+SUFFIXES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+    ".tsv": "text",
+    ".tar": "tar",
+}
 
 _CHUNK_BYTES = 1 << 12  # compressed bytes that are decompressed at a time: in .zst 4 bytes can hold 128 KiB
 _BUFFER_BYTES = 1 << 15
@@ -32,7 +40,7 @@ class InputFile:
 
     @property
     def kind(self) -> str | None:
-        """json, parquet or text, by the name's ending."""
+        """json, parquet, text or tar, by the name's ending."""
         stem = self.name.removesuffix(".gz").removesuffix(".zst")
         return next((kind for suffix, kind in SUFFIXES.items() if stem.endswith(suffix)), None)
 

@@ -2,11 +2,13 @@ import gzip
 import io
 import json
 import pickle
+import tarfile
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import webdataset
 import zstandard
 
 from gmlp_scale.prepare.input_files import BadRecord, FileReader, Record, find_inputs, records_before_fault
@@ -62,6 +64,85 @@ def test_parquet(tmp_path):
     ]
     with pytest.raises(JobError, match="no column 'text'; it has body, n: choose one with --text-field"):
         read(tmp_path / "a.parquet")
+
+
+def tar_file(path, members: dict[str, bytes]) -> None:
+    with webdataset.TarWriter(str(path)) as writer:
+        for name, content in members.items():
+            key, _, ending = name.partition(".")
+            writer.write({"__key__": key, ending: content})
+
+
+MEMBERS = {
+    "000.txt": "first «text»\nof two lines".encode(),
+    "001.json": json.dumps({"text": "second"}).encode(),
+    "002.jsonl": lines(["third", "fourth"]),
+    "003.jpg": b"\xff\xd8",
+    "004.json": b'{"caption": "no text"}',
+    "005.txt": b"\xff",
+    "006.txt": b"x" * 1001,
+}
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
+def test_tar_files_of_webdataset(pack, tmp_path):
+    tar_file(tmp_path / "plain.tar", MEMBERS)
+    path = tmp_path / {bytes: "a.tar", gzip.compress: "a.tar.gz", zstandard.compress: "a.tar.zst"}[pack]
+    path.write_bytes(pack((tmp_path / "plain.tar").read_bytes()))
+    records = read(path)
+    assert [record.text for record in records[:4]] == ["first «text»\nof two lines", "second", "third", "fourth"]
+    assert [record.reason for record in records[4:]] == ["no text in field 'text'", "invalid UTF-8", "too long"]
+    assert [record.line for record in records] == [1, 2, 3, 4, 5, 6, 7]
+    (file,) = find_inputs([str(path)])
+    parts = [FileReader(file, text_field="text", max_record_bytes=1000, part=p, num_parts=2) for p in range(2)]
+    assert sorted((record for part in parts for record in part), key=lambda record: record.line) == records
+
+
+def test_the_text_of_a_sample_is_its_txt_and_a_json_beside_it_is_metadata(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        writer.write({"__key__": "a/0", "json": b'{"text": "title"}', "txt": b"the text", "cls": b"3"})
+        writer.write({"__key__": "b/0", "json": b'{"text": "alone"}'})
+    assert [record.text for record in read(tmp_path / "a.tar")] == ["the text", "alone"]
+
+
+def test_every_tar_file_that_is_cut_short_is_found(tmp_path):
+    tar_file(tmp_path / "whole.tar", MEMBERS)
+    whole = (tmp_path / "whole.tar").read_bytes()
+    end = len(whole.rstrip(b"\0"))  # after it come zeros, which end the archive
+    for length in [*range(512, end, 512), 700, end - 1]:
+        (tmp_path / "cut.tar").write_bytes(whole[:length])
+        with pytest.raises(BadFileError, match="is broken after"):
+            read(tmp_path / "cut.tar")
+
+
+def test_a_damaged_header_in_the_middle_is_found(tmp_path):
+    """tarfile, and so webdataset, ends the file there without a word."""
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as plain:
+        for name, text in MEMBERS.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            plain.addfile(member, io.BytesIO(text))
+    content = bytearray((tmp_path / "a.tar").read_bytes())
+    content[content.index(b"002.jsonl") + 150] ^= 1
+    (tmp_path / "a.tar").write_bytes(content)
+    with tarfile.open(tmp_path / "a.tar") as plain:
+        assert len(plain.getnames()) == 2
+    with pytest.raises(BadFileError, match="is broken after"):
+        read(tmp_path / "a.tar")
+
+
+def test_a_tar_file_without_text_is_told(tmp_path):
+    tar_file(tmp_path / "a.tar", {"0.jpg": b"picture"})
+    with pytest.raises(BadFileError, match=r"no member of it ends in \.txt, \.json, \.jsonl"):
+        read(tmp_path / "a.tar")
+
+
+def test_a_range_in_braces_names_many_files(tmp_path):
+    for number in range(3):
+        tar_file(tmp_path / f"part-{number:03d}.tar", {"0.txt": b"text"})
+    assert len(find_inputs([f"{tmp_path}/part-{{000..002}}.tar"])) == 3
+    with pytest.raises(ValueError, match=r"part-003\.tar matches no file"):
+        find_inputs([f"{tmp_path}/part-{{000..003}}.tar"])
 
 
 def test_text_files_keep_every_character_and_are_cut_at_line_ends(tmp_path):
