@@ -27,7 +27,13 @@ from gmlp_scale.prepare.write_shards import PACKINGS
 def parse_options() -> JobOptions:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="SOURCE", help="globs, URLs, ranges as part-{000..127}.tar, or one hf:NAME:CONFIG:SPLIT")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="SOURCE",
+        help="globs, URLs, ranges as part-{000..127}.tar, or one hf:NAME:CONFIG:SPLIT",
+    )
     add("--tokenizer", required=True, metavar="TOKENIZER_DIR", help="that train_tokenizer.py wrote")
     add("--sequence-length", type=int, required=True, help="tokens in a row")
     add("--output", required=True, metavar="SHARDS_DIR", help="a new folder, or that of the same job to go on with")

@@ -70,6 +70,16 @@ def restored_log():
     log.setLevel(level)
 
 
+@pytest.fixture(scope="session")
+def forty_rows(tmp_path_factory) -> Path:
+    """Shards with 40 training rows of 32 tokens in two files, and 12 held-out rows; not to be changed."""
+    from tests.written_shards import write_tiny_shards
+
+    folder = tmp_path_factory.mktemp("data") / "shards"
+    write_tiny_shards(folder, [17, 23], [12], sequence_length=32)
+    return folder
+
+
 @pytest.fixture
 def trials(record_property):
     """trials(row, number of trials, lost) adds to the table of `make faults`; tests/faults/table.py has the rows."""

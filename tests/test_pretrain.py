@@ -38,22 +38,14 @@ ZERO1, ZERO2, ZERO3 = (["engine.kind=zero", f"engine.stage={stage}"] for stage i
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    """40 training rows: the schedule runs into a second epoch."""
-    folder = tmp_path_factory.mktemp("data") / "shards"
-    write_tiny_shards(folder, [17, 23], [12], sequence_length=32)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shards, tmp_path_factory):
+def undisturbed(forty_rows, tmp_path_factory):
     """undisturbed(engine, world_size) -> the logged values of a run that was never stopped."""
     folder, known = tmp_path_factory.mktemp("undisturbed"), {}
 
     def values(engine: list[str], world_size: int) -> list[dict]:
         name = "-".join([*engine, str(world_size)]).replace("=", "_")
         if name not in known:
-            recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={folder}", f"name={name}"]
+            recipe = [*RECIPE, *engine, f"data.shards={forty_rows}", f"output_dir={folder}", f"name={name}"]
             run_in_turn(world_size, recipe)
             known[name] = logged(folder / name)
         return known[name]
@@ -122,17 +114,17 @@ def finish(ranks: list[Script]) -> str:
 
 @pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO1, 2), (ZERO3, 2)], ids=str)
 def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(
-    engine, world_size, shards, undisturbed, tmp_path, trials
+    engine, world_size, forty_rows, undisturbed, tmp_path, trials
 ):
-    recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    recipe = [*RECIPE, *engine, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     stops = [[*recipe, f"train.stop_after_step={step}"] for step in (3, 6)]
     run_in_turn(world_size, *stops, recipe)
     assert logged(tmp_path / "smoke") == undisturbed(engine, world_size)
     trials("resume in a later epoch, at an epoch's end, 100 batches on", 2)
 
 
-def test_one_run_moves_between_engines_and_world_sizes(shards, undisturbed, tmp_path, trials):
-    recipe = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}", "train.log_filters=true"]
+def test_one_run_moves_between_engines_and_world_sizes(forty_rows, undisturbed, tmp_path, trials):
+    recipe = [*RECIPE, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "train.log_filters=true"]
     run_in_turn(2, [*recipe, *ZERO2, "train.stop_after_step=3"])
     run_in_turn(1, [*recipe, *FSDP2, "train.stop_after_step=6", "train.micro_batch_size=4"])
     run_in_turn(2, [*recipe, *ZERO3])
@@ -146,9 +138,15 @@ def test_one_run_moves_between_engines_and_world_sizes(shards, undisturbed, tmp_
     [(ZERO2, 2, signal.SIGTERM), (FSDP2, 2, signal.SIGUSR1), (SINGLE, 1, signal.SIGINT)],
 )
 def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
-    engine, world_size, signalled, shards, undisturbed, tmp_path, trials
+    engine, world_size, signalled, forty_rows, undisturbed, tmp_path, trials
 ):
-    recipe = [*RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}", "checkpoint.save_every_steps=1000"]
+    recipe = [
+        *RECIPE,
+        *engine,
+        f"data.shards={forty_rows}",
+        f"output_dir={tmp_path}",
+        "checkpoint.save_every_steps=1000",
+    ]
     finish(start(recipe, world_size, signals={world_size - 1: signalled}))
     stopped_at = logged(tmp_path / "smoke")[-1]["step"]
     assert 4 <= stopped_at < NUM_STEPS
@@ -161,9 +159,9 @@ def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
 
 
 def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_checkpoint(
-    shards, undisturbed, tmp_path, trials
+    forty_rows, undisturbed, tmp_path, trials
 ):
-    recipe = [*RECIPE, *ZERO1, f"data.shards={shards}", f"output_dir={tmp_path}"]
+    recipe = [*RECIPE, *ZERO1, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     (code, _, errors), (code_of_lost, _, _) = [rank.end() for rank in start(recipe, 2, signals={1: signal.SIGKILL})]
     assert (code, code_of_lost) == (1, -signal.SIGKILL) and "Traceback" not in errors
     assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in .* step \d", errors.splitlines()[-1])
@@ -172,8 +170,8 @@ def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_che
     trials("SIGKILL of a random rank at a random step", 1)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(shards, undisturbed, tmp_path, trials):
-    recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"]
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(forty_rows, undisturbed, tmp_path, trials):
+    recipe = [*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, "train.stop_after_step=4"])
     damaged = next((tmp_path / "smoke" / "checkpoints" / "step_000000004").glob("*.safetensors"))
     content = bytearray(damaged.read_bytes())
@@ -187,10 +185,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(shards, undisturbed,
 
 @pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO2, 2)], ids=str)
 def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_checkpoint(
-    engine, world_size, shards, tmp_path, trials
+    engine, world_size, forty_rows, tmp_path, trials
 ):
     recipe = [
-        *RECIPE, *engine, f"data.shards={shards}", f"output_dir={tmp_path}",
+        *RECIPE, *engine, f"data.shards={forty_rows}", f"output_dir={tmp_path}",
         "optimizer.peak_learning_rate=1e30", "checkpoint.save_every_steps=1", "train.log_every_steps=5",
     ]  # fmt: skip
     for rank in start(recipe, world_size):
@@ -203,9 +201,9 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_last_good_chec
     trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 1)
 
 
-def test_a_second_job_on_the_same_run_folder_is_refused(shards, tmp_path, trials):
+def test_a_second_job_on_the_same_run_folder_is_refused(forty_rows, tmp_path, trials):
     with claimed(tmp_path / "smoke"):
-        (rank,) = start([*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}"])
+        (rank,) = start([*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"])
         code, _, output = rank.end()
     assert code == 2
     assert f"process {os.getpid()} on host" in output and "Traceback" not in output
@@ -219,9 +217,9 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_is_another_is_not_resumed(shards, tmp_path, trials):
+def test_a_run_that_is_another_is_not_resumed(forty_rows, tmp_path, trials):
     recipe = [*RECIPE, *SINGLE, f"output_dir={tmp_path}"]
-    run_in_turn(1, [*recipe, f"data.shards={shards}", "train.stop_after_step=2"])
+    run_in_turn(1, [*recipe, f"data.shards={forty_rows}", "train.stop_after_step=2"])
     write_tiny_shards(tmp_path / "other", [40], [12], sequence_length=32, seed=5)
     changed = [*recipe, f"data.shards={tmp_path / 'other'}", "seed=7", "optimizer.peak_learning_rate=1e-3"]
     (rank,) = start(changed)
@@ -231,14 +229,14 @@ def test_a_run_that_is_another_is_not_resumed(shards, tmp_path, trials):
     assert "optimizer.peak_learning_rate" in output and "data manifest_sha256" in output
     assert "3 mistakes" in output
     assert "old values and data; or, to go on with the new values, 'train.allow_changed_on_resume=[" in output
-    allowed = ["train.allow_changed_on_resume=[optimizer.peak_learning_rate]", f"data.shards={shards}", "seed=0"]
+    allowed = ["train.allow_changed_on_resume=[optimizer.peak_learning_rate]", f"data.shards={forty_rows}", "seed=0"]
     output = finish(start([*changed, *allowed]))
     assert "optimizer.peak_learning_rate may differ" in output
     trials("other data, tokenizer, seed or model on resume", 3)
 
 
-def test_what_a_run_leaves_behind(shards, tmp_path):
-    recipe = [*RECIPE, *SINGLE, "train.profile_steps=[4,6]", f"data.shards={shards}", f"output_dir={tmp_path}"]
+def test_what_a_run_leaves_behind(forty_rows, tmp_path):
+    recipe = [*RECIPE, *SINGLE, "train.profile_steps=[4,6]", f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, "train.stop_after_step=5"], recipe)
     run_dir = tmp_path / "smoke"
     assert load_run_config(run_dir / "config.yaml") == load_run_config(SMOKE, recipe)
@@ -255,8 +253,8 @@ def test_what_a_run_leaves_behind(shards, tmp_path):
     assert profiles == ["steps_4_to_5.trace.json.gz", "steps_6_to_6.trace.json.gz"]
 
 
-def test_the_log_says_where_the_time_to_the_first_step_went(shards, tmp_path):
-    recipe = [*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={tmp_path}", "train.stop_after_step=2"]
+def test_the_log_says_where_the_time_to_the_first_step_went(forty_rows, tmp_path):
+    recipe = [*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "train.stop_after_step=2"]
     command = [sys.executable, "launch/pretrain.py", "--config", str(SMOKE), *recipe]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -266,7 +264,7 @@ def test_the_log_says_where_the_time_to_the_first_step_went(shards, tmp_path):
     assert lines["batch"] == "8 rows, 256 tokens; each rank 4 x 2 rows"
     stop = "this start stops after step 2"
     assert lines["steps"] == f"9, 2 of them warm-up; 1.8 epochs of 40 rows; {stop}"
-    assert lines["data"] == f"{shards}, 40 rows and 12 held out" and lines["output"] == f"{tmp_path}/smoke"
+    assert lines["data"] == f"{forty_rows}, 40 rows and 12 held out" and lines["output"] == f"{tmp_path}/smoke"
     assert lines["resuming"] == "nothing: a new run"
     assert re.search(r"INFO saving step_000000002\n", output)
     assert re.search(r"INFO saved step_000000002: [\d.]+kB in \d+\.\d s\n", output)
@@ -295,8 +293,8 @@ def test_dry_run_imports_nothing_that_it_does_not_use():
     assert not slow & imported
 
 
-def test_dry_run_starts_nothing(shards, tmp_path):
-    overrides = [*RECIPE, f"data.shards={shards}", f"output_dir={tmp_path}", "--dry-run"]
+def test_dry_run_starts_nothing(forty_rows, tmp_path):
+    overrides = [*RECIPE, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "--dry-run"]
     output = finish(start(overrides))
     assert "activations per rank" in output and "with train.recompute=none" in output
     assert "parameters" in output and "steps per epoch         5.0 (40 rows)" in output

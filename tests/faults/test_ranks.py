@@ -20,7 +20,6 @@ from tests.forked import Script
 from tests.gloo_ranks import free_port, rank_variables
 from tests.test_pretrain import FSDP2, ROOT, SINGLE, SMOKE, ZERO1, ZERO2, ZERO3, finish, logged
 from tests.test_pretrain import RECIPE as FULL_RECIPE
-from tests.written_shards import write_tiny_shards
 
 pytestmark = pytest.mark.faults
 
@@ -35,21 +34,13 @@ LAUNCHERS = {
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    """40 training rows, so that a run goes on into its third epoch."""
-    folder = tmp_path_factory.mktemp("data") / "shards"
-    write_tiny_shards(folder, [17, 23], [12], sequence_length=32)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shards, tmp_path_factory):
+def undisturbed(forty_rows, tmp_path_factory):
     """undisturbed(engine) -> the folder of a run that was never stopped."""
     folder, known = tmp_path_factory.mktemp("undisturbed"), set()
 
     def run(engine: str) -> Path:
         if engine not in known:
-            finish(start(engine, [f"data.shards={shards}", f"output_dir={folder / engine}"]))
+            finish(start(engine, [f"data.shards={forty_rows}", f"output_dir={folder / engine}"]))
             known.add(engine)
         return folder / engine / "smoke"
 
@@ -104,10 +95,10 @@ def assert_same(run_dir: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_killed_again_and_again_ends_as_if_never_killed(
-    engine, shards, undisturbed, memory_group, tmp_path, trials
+    engine, forty_rows, undisturbed, memory_group, tmp_path, trials
 ):
     draw, (world_size, _) = random.Random(engine), ENGINES[engine]
-    recipe, trace = [f"data.shards={shards}", f"output_dir={tmp_path}"], tmp_path / "trace"
+    recipe, trace = [f"data.shards={forty_rows}", f"output_dir={tmp_path}"], tmp_path / "trace"
     steps = sorted(draw.sample(range(2, NUM_STEPS + 1), 3))
     for step, fault in zip(steps, ("kill", "kill", "out of memory"), strict=True):
         victim = draw.randrange(world_size)
@@ -155,9 +146,9 @@ def seconds_until_gone(process: subprocess.Popen, trace: Path) -> tuple[float, s
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_stands_still_under_a_launcher_is_named_and_all_end(
-    launcher, shards, undisturbed, tmp_path, trials
+    launcher, forty_rows, undisturbed, tmp_path, trials
 ):
-    recipe, trace = [f"data.shards={shards}", f"output_dir={tmp_path}"], tmp_path / "trace"
+    recipe, trace = [f"data.shards={forty_rows}", f"output_dir={tmp_path}"], tmp_path / "trace"
     process = launch(launcher, [*recipe, f"engine.timeout_seconds={TIMEOUT_SECONDS}"], "1:5:stop", trace)
     seconds, printed = seconds_until_gone(process, trace)
     num_of_launcher = int(launcher == "torchrun")  # its own, which ends with our line
@@ -172,9 +163,9 @@ def test_a_rank_that_stands_still_under_a_launcher_is_named_and_all_end(
 
 
 @pytest.mark.parametrize("launcher, fault", [("torchrun", "end launcher"), ("deepspeed", "end process group")])
-def test_a_launcher_told_to_end_leaves_a_checkpoint(launcher, fault, shards, undisturbed, tmp_path, trials):
+def test_a_launcher_told_to_end_leaves_a_checkpoint(launcher, fault, forty_rows, undisturbed, tmp_path, trials):
     engine = LAUNCHERS[launcher][1]
-    recipe, trace = [f"data.shards={shards}", f"output_dir={tmp_path}"], tmp_path / "trace"
+    recipe, trace = [f"data.shards={forty_rows}", f"output_dir={tmp_path}"], tmp_path / "trace"
     process = launch(launcher, [*recipe, "checkpoint.save_every_steps=1000"], f"0:5:{fault}", trace)
     seconds, printed = seconds_until_gone(process, trace)
     checkpoint, damaged = newest_checkpoint(tmp_path / "smoke" / "checkpoints")
@@ -188,8 +179,8 @@ def test_a_launcher_told_to_end_leaves_a_checkpoint(launcher, fault, shards, und
 
 
 @pytest.mark.parametrize("precision, tolerance", [("float32", 1e-6), ("bf16", 1e-4)])
-def test_a_run_on_2_then_1_then_4_ranks_has_the_losses_of_one_on_2(precision, tolerance, shards, tmp_path, trials):
-    recipe = [f"train.precision={precision}", f"data.shards={shards}"]
+def test_a_run_on_2_then_1_then_4_ranks_has_the_losses_of_one_on_2(precision, tolerance, forty_rows, tmp_path, trials):
+    recipe = [f"train.precision={precision}", f"data.shards={forty_rows}"]
     finish(start("fsdp2", [*recipe, f"output_dir={tmp_path}", "name=whole"]))
     parts = [(2, FSDP2, 4, 2), (1, SINGLE, 8, 4), (4, FSDP2, NUM_STEPS, 1)]
     for world_size, engine, stop, micro_batch_size in parts:
