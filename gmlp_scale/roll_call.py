@@ -4,7 +4,7 @@ import threading
 import time
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 4.0
+ANSWER_SECONDS = 3.5
 """How long the other ranks have to answer: a thread of each asks the store every POLL_SECONDS."""
 NUM_NAMED = 8
 
@@ -21,18 +21,19 @@ class RollCall:
         self.rank, self.hosts, self.doing = rank, hosts, "the start of the run"
         self._store = store
         self._answered_at: float | None = None
-        self._is_store_gone = False
+        self.has_missed, self._is_store_gone = False, False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, args=(store.clone(),), daemon=True)
         self._thread.start()
 
     def describe_missing(self) -> str:
         """Which ranks do not answer, and what the others were doing."""
+        self.has_missed = True
         heard: list[dict[int, str]] = []
         # In a thread of its own: where the link to the store is cut, a client waits for its answer without end.
         asking = threading.Thread(target=self._ask, args=(heard,), daemon=True)
         asking.start()
-        asking.join(ANSWER_SECONDS + POLL_SECONDS / 2)
+        asking.join(ANSWER_SECONDS + 0.25)
         self._is_store_gone = not heard
         if self._is_store_gone:
             return f"{self._store_is_gone()}; rank {self.rank} waited in {self.doing}"

@@ -358,6 +358,11 @@ class World:
         """Whether this rank has received a stop signal. The others learn it from train/step_reports.py."""
         return self._stop_signal.is_signalled
 
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether a collective has failed, and the ranks that are gone were looked for: wait for nobody any more."""
+        return self._roll_call is not None and self._roll_call.has_missed
+
     def stop(self) -> None:
         """Ends the process groups once all ranks are here. Engines must be closed before.
 

@@ -154,9 +154,10 @@ class Checkpointer:
             raise CheckpointError(self.last_error)
 
     def close(self) -> None:
-        """Ends the background thread. Not collective: waits CLOSE_GRACE_SECONDS for other ranks, which may be gone."""
+        """Ends the background thread. Not collective: waits CLOSE_GRACE_SECONDS for other ranks, which may be gone, and
+        not at all once it is known that some are."""
         self._no_more_attempts.set()
-        self._close_deadline = time.monotonic() + CLOSE_GRACE_SECONDS
+        self._close_deadline = time.monotonic() + (0 if self.world.has_lost_ranks else CLOSE_GRACE_SECONDS)
         while self._is_saving(POLL_SECONDS):
             if self._is_hearing and time.monotonic() > self._close_deadline + 1:
                 return  # the process that holds the store stands still: its clients wait without end

@@ -61,7 +61,7 @@ class FakeWorld:
 
     def __init__(self, rank: int = 0, size: int = 1, shared: "Shared | None" = None):
         self.rank, self.local_rank, self.size, self.shared = rank, rank, size, shared or Shared(1)
-        self.store, self.is_stop_signalled = self.shared.store, False
+        self.store, self.is_stop_signalled, self.has_lost_ranks = self.shared.store, False, False
 
     def gather(self, value: int) -> list[int]:
         self.shared.values[self.rank] = json.dumps(value)

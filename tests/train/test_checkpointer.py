@@ -148,13 +148,15 @@ def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
     assert_holds(newest_checkpoint(tmp_path)[0], seed=2)
 
 
-@pytest.mark.parametrize("ended_by", ["timeout", "close"])
+@pytest.mark.parametrize("ended_by", ["timeout", "close", "loss"])
 def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
-    monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 0.2)
+    """`close` gives it time to come, but none once it is known to be lost."""
+    monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 1000.0 if ended_by == "loss" else 0.2)
     timeout_seconds = 0.2 if ended_by == "timeout" else 600.0
     checkpointer = checkpointer_on(tmp_path, FakeWorld(0, 3), timeout_seconds=timeout_seconds)
     checkpointer.save(FakeEngine(0, 3), 1)
-    if ended_by == "close":
+    checkpointer.world.has_lost_ranks = ended_by == "loss"
+    if ended_by != "timeout":
         checkpointer.close()
     with pytest.raises(CheckpointError, match=r"nothing came in time from ranks \[1, 2\]"):
         checkpointer.wait()
