@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import torch.distributed.launcher.api
@@ -74,7 +75,7 @@ def main() -> int:
         "--nnodes", f"{least}:{most}", "--nproc-per-node", str(options.ranks_per_host),
         "--max-restarts", str(options.max_restarts), "--signals-to-handle", "SIGQUIT", "--rdzv-backend", "c10d",
         "--rdzv-endpoint", options.rendezvous, "--rdzv-id", options.job or run.name, "--rdzv-conf", RENDEZVOUS,
-        "launch/pretrain.py", "--config", options.config, *options.overrides,
+        str(Path(__file__).with_name("pretrain.py")), "--config", options.config, *options.overrides,
     ]  # fmt: skip
     try:
         torch.distributed.run.main(words)

@@ -170,7 +170,7 @@ class Host:
     def ranks(self) -> dict[int, int]:
         """The process of each rank that runs here."""
         numbers = {}
-        for pid in self.processes(r"python\S* (-u )?launch/pretrain\.py "):
+        for pid in self.processes(r"python\S* (-u )?\S*launch/pretrain\.py "):
             try:
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:

@@ -29,7 +29,8 @@ def table(records: list[list]) -> str:
     for row in ROWS:
         of_row = [(lost, shown) for other, lost, shown in records if other == row]
         if not of_row:
-            continue  # its test was not among those that ran
+            lines.append(f"| {row} | 0 | | | not tried in this run |")
+            continue
         lost = sum(lost for lost, _ in of_row)
         lines.append(f"| {row} | {len(of_row)} | {len(of_row) - lost} | {lost} | {'; '.join(s for _, s in of_row)} |")
     return "\n".join(lines)

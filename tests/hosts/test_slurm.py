@@ -1,0 +1,70 @@
+"""Slurm's own ways to end and restart a job, and two jobs on the same hosts."""
+
+import re
+
+import pytest
+
+from tests.hosts.hosts import wait_until
+from tests.hosts.launchers import Slurm
+from tests.hosts.test_lost import FAULT_STEP, wait_for_step
+from tests.hosts.test_stopped import NEVER, assert_saved, training, training_of
+from tests.test_pretrain import assert_close, logged
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.mark.parametrize("options", [["--signal=USR1"], ["--signal=USR1", "--full"]], ids=["ranks", "full"])
+def test_a_job_that_slurm_signals_saves_and_completes(options, boot, run, undisturbed, tmp_path, seen):
+    slurm = Slurm(*boot(2))
+    job = slurm.sbatch(1, run("fsdp2", 2, NEVER))
+    wait_for_step(tmp_path / "run", FAULT_STEP)
+    slurm.call("scancel", *options, job.number)
+    assert job.end() == "COMPLETED 0:0", job.printed()
+    assert_saved(tmp_path / "run")
+    job = slurm.sbatch(1, run("fsdp2", 2), name="again")
+    assert job.end() == "COMPLETED 0:0", job.printed()
+    assert_close(training(tmp_path / "run"), training_of(undisturbed))
+    seen("Slurm's signals", f"scancel {' '.join(options)}: all saved, COMPLETED 0:0, and resumed")
+
+
+def requeued(slurm: Slurm, number: str) -> None:
+    """Waits until the job pends again, and starts it at once: Slurm would wait for 2 minutes."""
+    wait_until(lambda: "Restarts=1" in slurm.call("scontrol", "show", "job", number), "the job's second start")
+    wait_until(lambda: "JobState=PENDING" in slurm.call("scontrol", "show", "job", number), "the job to pend")
+    slurm.call("scontrol", "update", f"jobid={number}", "starttime=now")
+
+
+def test_a_requeued_job_goes_on(boot, run, undisturbed, tmp_path, seen):
+    slurm = Slurm(*boot(2))
+    job = slurm.sbatch(1, run("fsdp2", 2))
+    wait_for_step(tmp_path / "run", FAULT_STEP)
+    slurm.call("scontrol", "requeue", job.number)
+    requeued(slurm, job.number)
+    assert job.end() == "COMPLETED 0:0", job.printed()
+    assert_close(training(tmp_path / "run"), training_of(undisturbed))
+    assert len(re.findall("start-up", job.printed())) == 2, job.printed()  # both starts are in the one file
+    seen("requeued by Slurm", "scontrol requeue: saved, resumed, one output file")
+
+
+def test_a_job_whose_host_is_lost_is_requeued(boot, run, undisturbed, tmp_path, seen):
+    login, hosts = boot(2)
+    slurm = Slurm(login, hosts)
+    job = slurm.sbatch(1, run("fsdp2", 2))
+    wait_for_step(tmp_path / "run", FAULT_STEP)
+    hosts[1].lose()
+    requeued(slurm, job.number)
+    hosts[1].boot(login)
+    slurm.serve(hosts[1])
+    assert job.end() == "COMPLETED 0:0", job.printed()
+    assert_close(logged(tmp_path / "run"), undisturbed)
+    seen("requeued by Slurm", "a host lost and back: resumed")
+
+
+def test_two_jobs_on_the_same_hosts(boot, run, undisturbed, tmp_path, seen):
+    slurm = Slurm(*boot(2))
+    names = ("one", "two")
+    jobs = [slurm.sbatch(1, [*run("fsdp2", 2), f"name={name}"], name=name) for name in names]
+    assert [job.end() for job in jobs] == ["COMPLETED 0:0"] * 2, "".join(job.printed() for job in jobs)
+    for name in names:
+        assert_close(logged(tmp_path / name), undisturbed)
+    seen("two jobs on the same hosts", "sbatch: both finished with their own losses")
