@@ -70,6 +70,8 @@ The ranks of the others end with one line that names the missing ranks, their ho
 the lost host closed its connections, else after `engine.timeout_seconds`; finding the names takes up to 5 s. Where the
 host of rank 0 is lost, the ranks' key-value store is lost with it, and the line says so. The same command then resumes.
 Slurm requeues a job whose host is lost (`--requeue`), once it finds the host down (SlurmdTimeout).
+The ranks of a host that is cut off end too, but torchrun's agent there stays until its kernel gives the connection up,
+minutes later (net.ipv4.tcp_retries2).
 
 `launch/elastic.py` goes on by itself: with the hosts that are left, as long as there are LEAST of them, and with more as
 soon as they join. It refuses a range of hosts of which one number of ranks does not divide the batch. Every start resumes
