@@ -28,8 +28,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.files import print_error
+from gmlp_scale.run import load_recipe
+from gmlp_scale.train.remote_checkpoints import saved_steps
 from gmlp_scale.world import STOP_SIGNALS
 
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
@@ -55,12 +57,16 @@ def main() -> int:
     parser.add_argument("--rendezvous", required=True, metavar="HOST:PORT", help="where the hosts meet")
     parser.add_argument("--job", help="tells jobs apart that meet at one store (default: the recipe's name)")
     parser.add_argument("--max-restarts", type=int, default=100, metavar="N", help="after failures (default: 100)")
+    parser.add_argument(
+        "--unfinished-code", type=int, default=0, metavar="N",
+        help="what to leave with after a stop signal, for a cluster that starts again what left with N (default: 0)",
+    )  # fmt: skip
     parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     least, most = options.hosts
     try:
-        run = load_run_config(options.config, options.overrides)
+        run = load_recipe(options.config, options.overrides)
         for num_hosts in range(least, most + 1):
             run.rows_per_rank(num_hosts * options.ranks_per_host)
     except (ConfigError, OSError) as error:
@@ -82,7 +88,8 @@ def main() -> int:
     except (ChildFailedError, SignalException) as error:
         print_error(error)
         return 1
-    return 0
+    is_finished = run.train.last_step in saved_steps(run.run_folder)
+    return 0 if is_finished else options.unfinished_code
 
 
 def _bounds(text: str) -> tuple[int, int]:

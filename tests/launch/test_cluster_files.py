@@ -1,16 +1,111 @@
-"""What the image and the Slurm script give a run on many nodes."""
+"""What the image, the Slurm script and the files for Kubernetes and SkyPilot give a run on many nodes."""
 
 import os
 import re
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
+import kubernetes_validate
+import pytest
+import torch.distributed.run
+import yaml
+
+from launch import elastic, pretrain
+
 ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def dry_run(monkeypatch, capsys):
+    """dry_run(words, number of ranks): what launch/pretrain.py says of the run; its command line must be right."""
+
+    def run(words: list[str], num_ranks: int) -> str:
+        monkeypatch.chdir(ROOT)
+        assert words[0].endswith("launch/pretrain.py")
+        monkeypatch.setattr(sys, "argv", [*words, "--dry-run", "--ranks", str(num_ranks)])
+        assert pretrain.main() == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_the_image_has_what_nccl_and_deepspeed_need_between_nodes():
     (packages,) = re.findall(r"apt-get install (.*?) &&", (ROOT / "docker/Dockerfile").read_text(), re.DOTALL)
     assert {"rdma-core", "libibverbs1", "ibverbs-providers", "pdsh", "openssh-client"} <= set(packages.split())
+
+
+def test_the_image_installs_what_a_run_needs_and_nothing_of_the_tests():
+    done = subprocess.run([sys.executable, "docker/run_requirements.py"], cwd=ROOT, capture_output=True, text=True)
+    names = {re.split(r"[\[<>=; ]", line)[0] for line in done.stdout.splitlines()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"torch", "deepspeed", "s3fs", "setuptools"} <= names and not {"pytest", "mkdocs-material", "ray"} & names
+    locked = {line.split("==")[0].lower() for line in (ROOT / "requirements.lock").read_text().splitlines()}
+    assert {name.lower() for name in names} <= locked
+    assert project["requires-python"] == ">=3.11" and "FROM python:3.11." in (ROOT / "docker/Dockerfile").read_text()
+
+
+def test_the_image_does_not_run_as_root():
+    steps = [line.split() for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if line[:1].isupper()]
+    (user,) = [step[1] for step in steps if step[0] == "USER"]
+    assert user == "trainer" and all("--chown=trainer" in step for step in steps if step[0] == "COPY")
+
+
+def test_kubernetes_starts_one_pod_for_each_host(dry_run, monkeypatch):
+    service, job = yaml.safe_load_all((ROOT / "launch/kubernetes/pretrain.yaml").read_text())
+    for resource in (service, job):
+        kubernetes_validate.validate(resource, "1.29", strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    num_gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
+    assert pod["subdomain"] == service["metadata"]["name"] and pod["terminationGracePeriodSeconds"] >= 300
+    assert {volume["name"]: volume for volume in pod["volumes"]}["shared-memory"]["emptyDir"]["medium"] == "Memory"
+
+    started = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.distributed.run, "main", started.append)
+    monkeypatch.setattr(elastic.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [*container["command"][1:], *container["args"]])
+    assert container["command"] == ["python", "launch/elastic.py"]
+    assert elastic.main() == 75  # it has not trained, so the Job starts it again
+    words = started[0]
+    told = dict(zip(words[::2], words[1::2], strict=False))
+    num_hosts = job["spec"]["completions"]
+    assert told["--nnodes"] == f"{num_hosts}:{num_hosts}" and job["spec"]["parallelism"] == num_hosts
+    assert told["--nproc-per-node"] == str(num_gpus)
+    assert told["--rdzv-endpoint"] == f"{job['metadata']['name']}-0.{pod['subdomain']}:29400"
+    script = next(index for index, word in enumerate(words) if word.endswith("pretrain.py"))
+    assert "parameters              130,073,552" in dry_run(words[script:], num_hosts * num_gpus)
+
+
+def test_skypilot_starts_torchrun_on_every_node(dry_run, tmp_path):
+    task = yaml.safe_load((ROOT / "launch/skypilot.yaml").read_text())
+    assert task.keys() <= {"name", "num_nodes", "workdir", "resources", "envs", "setup", "run"}
+    num_gpus = int(task["resources"]["accelerators"].partition(":")[2])
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    torchrun = tmp_path / ".venv" / "bin" / "torchrun"
+    torchrun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
+    of_the_node = {
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(num_gpus),
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+    }
+    environment = os.environ | task["envs"] | of_the_node
+    script = ["bash", "-euo", "pipefail", "-c", task["run"]]
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    words = done.stdout.splitlines()
+    first = words.index("launch/pretrain.py")
+    told = dict(zip(words[:first:2], words[1:first:2], strict=True))
+    assert told == {
+        "--nnodes": "2", "--nproc_per_node": "8", "--node_rank": "1", "--master_addr": "10.0.0.7",
+        "--master_port": "29400",
+    }  # fmt: skip
+    overrides = [word for word in words[first:] if not word.startswith(("output_dir=", "data."))]  # those of the bucket
+    assert "parameters              130,073,552" in dry_run(overrides, 2 * num_gpus)
 
 
 def test_slurm_gives_each_rank_its_cores_and_variables(tmp_path):
