@@ -55,6 +55,8 @@ hosts see, or at URLs.
 | DeepSpeed | `deepspeed --hostfile hosts launch/pretrain.py --config ...` on one host | SIGTERM or Ctrl-C to it, or SIGTERM to a rank |
 | torchrun | `torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --rdzv_id JOB launch/pretrain.py --config ...` on every host | SIGTERM to a rank |
 | the same, with hosts that come and go | `python launch/elastic.py --hosts 2:4 --ranks-per-host 8 --rendezvous HOST:PORT --config ...` on every host | SIGTERM or Ctrl-C to one of them |
+| Kubernetes | `kubectl create --filename launch/kubernetes/pretrain.yaml`, which starts `launch/elastic.py` in a pod for each host | deleting or draining a pod: all save, and the Job starts them again |
+| SkyPilot | `sky jobs launch launch/skypilot.yaml` | a preempted instance: the job starts again and resumes |
 
 Give two jobs that share a host different ports: `MASTER_PORT`, `--rdzv_endpoint`, `deepspeed --master_port`. The Slurm
 script takes one that follows from the job's number. A rank that reaches another run's store is refused, with the names
@@ -88,6 +90,7 @@ another machine has it: `launch/elastic.py --help` has the line.
 The hosts are namespaces of one machine, joined by a bridge: each has processes, mounts, a network address and a name of
 its own. Real: the network's protocols, a cable pulled out, every process of a host killed at once, torchrun's agents,
 DeepSpeed's launchers over pdsh and an sshd on each host, munged, slurmctld and a slurmd on each host. Not real: a second
-machine, a power cut, InfiniBand, NCCL, a GPU, a network filesystem. A run is the small recipe of 60 steps over gloo,
+machine, a power cut, InfiniBand, NCCL, a GPU, a network filesystem. No cluster ran the files for Kubernetes and
+SkyPilot: tests hold the first to Kubernetes' published schema, and start the command lines of both as dry runs. A run is the small recipe of 60 steps over gloo,
 compared with one process. The seconds depend on what else the machine does.
 """  # noqa: E501
