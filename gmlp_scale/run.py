@@ -32,10 +32,12 @@ from gmlp_scale.filters import draw_filters, spatial_filters
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.process import DeviceError
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.start_weights import split_step
+from gmlp_scale.telling import set_up_logging
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
@@ -47,15 +49,7 @@ from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
 from gmlp_scale.train.tracker import TrackerError
 from gmlp_scale.trained import ExportError, TrainedModelError, open_checkpoint
-from gmlp_scale.world import (
-    DeviceError,
-    LauncherError,
-    LostRankError,
-    OtherRankError,
-    World,
-    set_up_logging,
-    start_world,
-)
+from gmlp_scale.world import LauncherError, LostRankError, OtherRankError, World, start_world
 
 log = logging.getLogger(__name__)
 

@@ -1,59 +1,44 @@
-"""The processes of a run: this one's rank and device, the process groups, stop signals and logging.
+"""The processes of a run: the ranks, the store and the process groups that join them.
 
-No other module of the package reads the environment.
+No other module of the package than this one, process and telling reads the environment.
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
-import resource
-import signal
 import socket
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from uuid import UUID
 
 import torch
 import torch.distributed as dist
 
-from gmlp_scale.files import print_error, redacted
+from gmlp_scale.files import redacted
+from gmlp_scale.process import (
+    ONE_GPU_EACH,
+    STOP_SIGNALS,
+    DeviceError,
+    StopSignal,
+    allow_open_files,
+    keep_freed_memory,
+    own_gpu,
+)
 from gmlp_scale.roll_call import RollCall
 
 log = logging.getLogger(__name__)
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Slurm sends SIGUSR1 some time before it ends a job (--signal=USR1@120); a terminal that closes sends SIGHUP."""
-
-OTHERS_TELL_AFTER_SECONDS = 10.0
-"""DeepSpeed's launcher looks for ended ranks every second."""
-
-_SOCKETS_PER_RANK = 4
-"""What gloo, NCCL and the store open for each other rank, at most; the least that was measured is 2."""
-_OTHER_OPEN_FILES = 256
-"""Shards, checkpoints, logs and libraries."""
 
 _HOST_BYTES = 64
 """Of a host's name, which Linux lets have as many."""
 
 _NUM_NAMED = 8
 
-_ONE_GPU_EACH = "start as many processes on a node as it has GPUs, or set train.device to cpu"
-
 _NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
-
-_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Options of glibc's malloc.h, in bytes: how much free memory to keep, and the size from which a freed block goes back
-to the kernel at once."""
 
 
 class OtherRankError(RuntimeError):
@@ -62,10 +47,6 @@ class OtherRankError(RuntimeError):
 
 class LostRankError(RuntimeError):
     """A collective failed because a rank did not come to it."""
-
-
-class DeviceError(RuntimeError):
-    """The machine lacks the device that the recipe asks for."""
 
 
 class LauncherError(ValueError):
@@ -102,7 +83,7 @@ def start_world(
         DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
     """
     size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
-    _allow_open_files(rank, size)
+    allow_open_files(rank, size)
     if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise LauncherError(
             f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
@@ -113,7 +94,7 @@ def start_world(
         raise DeviceError("train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch_device = _own_gpu(local_rank) if device == "cuda" else torch.device("cpu")
+    torch_device = own_gpu(local_rank) if device == "cuda" else torch.device("cpu")
     # DeepSpeed reads these two. Without the first it would take a GPU for a run on the CPU. The second is the number of
     # its GPU; it needs it even without a launcher.
     os.environ["DS_ACCELERATOR"] = device
@@ -121,7 +102,7 @@ def start_world(
     if traces_in:
         os.environ.setdefault(_NCCL_TRACE, f"{traces_in}/nccl_trace_rank_")
     if device == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
 
     host_group = roll_call = None
     timeout = timedelta(seconds=timeout_seconds)
@@ -138,7 +119,7 @@ def start_world(
         if not _is_of_collective(error):
             raise
         raise LostRankError(_describe_absent(store, size, timeout, error)) from None
-    stop_signal = _StopSignal(STOP_SIGNALS if hear_stop_signals else ())
+    stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else ())
     world = World(rank, size, local_rank, torch_device, store, host_group, roll_call, stop_signal)
     if device == "cuda":
         _refuse_shared_gpus(world)
@@ -197,32 +178,7 @@ def start_fake_world(size: int) -> "World":
 
     store = FakeStore()
     dist.init_process_group("fake", rank=0, world_size=size, store=store)
-    return World(0, size, 0, torch.device("cpu"), store, None, None, _StopSignal(()))
-
-
-def _allow_open_files(rank: int, size: int) -> None:
-    """Raises the soft limit on open files, often 1024, to the hard one; a world of 256 ranks needs more."""
-    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:  # macOS, which refuses it as a soft limit
-        return
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    needed = _SOCKETS_PER_RANK * size + _OTHER_OPEN_FILES
-    if rank == 0 and limit < needed:
-        log.warning(
-            "a process may open %d files here, and %d ranks may need %d: raise ulimit -Hn on every node, "
-            "in limits.conf, as the service's LimitNOFILE or with docker run --ulimit nofile=65536",
-            limit, size, needed,
-        )  # fmt: skip
-
-
-def _own_gpu(local_rank: int) -> torch.device:
-    num_gpus = torch.cuda.device_count()
-    # A launcher may let each process see its own GPU only, as Slurm does with --gpus-per-task=1.
-    index = local_rank if num_gpus > 1 else 0
-    if index >= num_gpus:
-        raise DeviceError(f"local rank {local_rank} has no GPU of its own: torch finds {num_gpus}; {_ONE_GPU_EACH}")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return World(0, size, 0, torch.device("cpu"), store, None, None, StopSignal(()))
 
 
 def _refuse_shared_gpus(world: "World") -> None:
@@ -232,25 +188,7 @@ def _refuse_shared_gpus(world: "World") -> None:
     sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
     if sharing:
         world.stop()
-        raise DeviceError(f"ranks {sharing} do not have a GPU each; {_ONE_GPU_EACH}")
-
-
-def _keep_freed_memory() -> None:
-    """Makes glibc keep the memory of freed tensors, and the kernel give large tensors huge pages.
-
-    A step allocates and frees gigabytes. By default glibc returns large tensors to the kernel, which clears their pages
-    anew each time (docs/LOG.md has the cost). Other C libraries are left alone. Huge pages need that no tensor was
-    allocated before.
-    """
-    if _HUGE_PAGES not in os.environ:
-        os.environ[_HUGE_PAGES] = "1"
-        torch.empty(1)  # torch reads the variable now; child processes must not
-        del os.environ[_HUGE_PAGES]
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Before glibc 2.35 this option is at most 32 MiB. If it fails, leave the other one alone: setting that would fix
-    # this one at 128 KiB.
-    if mallopt and (mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        raise DeviceError(f"ranks {sharing} do not have a GPU each; {ONE_GPU_EACH}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +204,7 @@ class World:
     with `check`; a `get` that waits would hold up all other threads' use of the store."""
     _host_group: dist.ProcessGroup | None
     _roll_call: RollCall | None
-    _stop_signal: "_StopSignal"
+    _stop_signal: "StopSignal"
 
     @property
     def is_main(self) -> bool:
@@ -390,69 +328,9 @@ class World:
             self._roll_call.end()
 
 
-class _StopSignal:
-    """Remembers that one of the signals `numbers` came. One that was ignored before, as nohup's SIGHUP, stays so."""
-
-    def __init__(self, numbers: Iterable[signal.Signals]):
-        self.is_signalled = False
-        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-        self.previous = {number: signal.signal(number, self._on_signal) for number in heard}
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_signalled and number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C: do not wait for the end of the step
-        self.is_signalled = True
-
-    def restore(self) -> None:
-        for number, previous in self.previous.items():
-            signal.signal(number, previous)
-
-
-def leave_without_others(exit_code: int) -> NoReturn:
-    """Ends this process after a LostRankError, without its ordinary end: there the process groups' destructors wait for
-    the ranks that are gone. With a timeout of 10 s they took 15 s after a link was cut."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
-
-
 def _is_of_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rpartition("] ")[2]
-
-
-class _RedactedLines(logging.Formatter):
-    """Also of the tracebacks."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
-
-
-def set_up_logging(world: World) -> None:
-    """Sends the package's log to standard error: all lines of rank 0, warnings of the others, each with its rank."""
-    rank = f" rank {world.rank}" if world.size > 1 else ""
-    line = logging.StreamHandler(sys.stderr)
-    line.setFormatter(_RedactedLines(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-    log = logging.getLogger("gmlp_scale")
-    log.handlers = [line]
-    log.propagate = False
-    log.setLevel(logging.INFO if world.is_main else logging.WARNING)
-
-
-def tell(error: BaseException) -> None:
-    """Prints the error that ends this process: once for all ranks, and as late as the launcher allows.
-
-    Most errors are of every rank. So rank 0 tells at once and leaves, upon which the launcher ends the others; a rank
-    that lives on has something of its own to tell. Where ranks were lost, rank 0 may be one of them, so all tell at
-    once. torchrun prints its own report last, so the message goes into that.
-    """
-    if int(os.environ.get("RANK", 0)) and not isinstance(error, LostRankError):
-        time.sleep(OTHERS_TELL_AFTER_SECONDS)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": content}), encoding="utf-8")
-    else:
-        print_error(error)

@@ -19,7 +19,8 @@ from gmlp_scale.config import ConfigError, load_run_config
 from gmlp_scale.doctor.checkup import Checkup
 from gmlp_scale.files import print_error
 from gmlp_scale.run import USER_ERRORS, exit_code
-from gmlp_scale.world import set_up_logging, start_world
+from gmlp_scale.telling import set_up_logging
+from gmlp_scale.world import start_world
 
 
 def main() -> int:

@@ -30,9 +30,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gmlp_scale.config import ConfigError
 from gmlp_scale.files import print_error
+from gmlp_scale.process import STOP_SIGNALS
 from gmlp_scale.run import load_recipe
 from gmlp_scale.train.remote_checkpoints import saved_steps
-from gmlp_scale.world import STOP_SIGNALS
 
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 """Seconds. A lost host is found after 6, not 15, and 3, not 30, are left to late ones once there are enough hosts. One

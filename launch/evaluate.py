@@ -20,8 +20,9 @@ from gmlp_scale.analysis.probe import add_probe_scores, load_probe
 from gmlp_scale.files import print_error, write_text
 from gmlp_scale.run import USER_ERRORS, exit_code
 from gmlp_scale.tasks.table import TASKS
+from gmlp_scale.telling import set_up_logging
 from gmlp_scale.trained import read_all_steps, read_export, read_run
-from gmlp_scale.world import World, set_up_logging, start_world
+from gmlp_scale.world import World, start_world
 
 
 def main() -> int:

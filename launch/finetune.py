@@ -17,7 +17,8 @@ from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
-from gmlp_scale.world import LostRankError, World, launched_world_size, leave_without_others, tell
+from gmlp_scale.telling import leave_without_others, tell
+from gmlp_scale.world import LostRankError, World, launched_world_size
 
 
 def main() -> int:

@@ -13,7 +13,8 @@ from gmlp_scale.data.shards import ShardError
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.run import USER_ERRORS, exit_code, load_recipe, pretrain
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.world import LostRankError, launched_world_size, leave_without_others, tell
+from gmlp_scale.telling import leave_without_others, tell
+from gmlp_scale.world import LostRankError, launched_world_size
 
 
 def main() -> int:

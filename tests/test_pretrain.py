@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale import world
+from gmlp_scale import telling
 from gmlp_scale.config import load_run_config
 from gmlp_scale.run import pretrain
 from gmlp_scale.tasks.pretraining import Pretraining
@@ -94,7 +94,7 @@ def start(overrides: list[str], world_size: int = 1, signals: dict[int, int] | N
 
 def _send_at_step_4(signals: dict[int, int]) -> None:
     torch.set_num_threads(1)
-    world.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
+    telling.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
     evaluate = Pretraining.evaluate
 
     def signalled(task, engine, world, step):

@@ -15,17 +15,11 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gmlp_scale import world
+from gmlp_scale import telling
 from gmlp_scale.config import ConfigError
-from gmlp_scale.world import (
-    DeviceError,
-    LauncherError,
-    LostRankError,
-    launched_world_size,
-    set_up_logging,
-    start_world,
-    tell,
-)
+from gmlp_scale.process import DeviceError
+from gmlp_scale.telling import set_up_logging, tell
+from gmlp_scale.world import LauncherError, LostRankError, launched_world_size, start_world
 from tests.gloo_ranks import run_ranks
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -163,7 +157,7 @@ def _open_files(hard_limit: int) -> tuple[int, list[str]]:
     """The soft limit that a run has, and its warnings."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard_limit))
     warnings = []
-    logging.getLogger("gmlp_scale.world").warning = lambda message, *values: warnings.append(message % values)
+    logging.getLogger("gmlp_scale.process").warning = lambda message, *values: warnings.append(message % values)
     with start_world(30, "cpu"):
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0], warnings
 
@@ -229,11 +223,11 @@ def test_a_cpu_process_has_huge_pages(monkeypatch):
 
 def test_rank_0_tells_an_error_at_once_and_the_others_only_if_they_live_on(monkeypatch, capsys):
     slept = []
-    monkeypatch.setattr(world.time, "sleep", slept.append)
+    monkeypatch.setattr(telling.time, "sleep", slept.append)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         tell(ValueError("no shards at s3://me:secret@bucket/c4"))
-    assert slept == [world.OTHERS_TELL_AFTER_SECONDS]
+    assert slept == [telling.OTHERS_TELL_AFTER_SECONDS]
     assert capsys.readouterr().err == "no shards at s3://***@bucket/c4\n" * 2
 
 

@@ -15,11 +15,12 @@ from gmlp_scale.config import RunConfig, load_run_config
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.telling import set_up_logging
 from gmlp_scale.train.checkpoint import Checkpoint, newest_checkpoint
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.loop import Progress
 from gmlp_scale.train.metrics import StartUp
-from gmlp_scale.world import World, set_up_logging, start_world
+from gmlp_scale.world import World, start_world
 
 NUM_STEPS, STOP_STEP = 6, 3
 NUM_TRAINING_ROWS, NUM_HELDOUT_ROWS = 2048, 8

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale import world
+from gmlp_scale import telling
 from gmlp_scale.train.checkpoint import Checkpoint, newest_checkpoint
 from tests.faults.disturbed import disturb
 from tests.forked import Script
@@ -78,7 +78,7 @@ def start(engine: str, overrides: list[str], fault: str | None = None, trace: Pa
 
 def _prepare(fault: str | None, trace: Path | None) -> None:
     torch.set_num_threads(1)
-    world.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
+    telling.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
     if fault:
         disturb(fault, trace)
 

@@ -1,0 +1,57 @@
+"""What a process of a run says: its log, and the error that ends it."""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from gmlp_scale.files import print_error, redacted
+from gmlp_scale.world import LostRankError, World
+
+OTHERS_TELL_AFTER_SECONDS = 10.0
+"""DeepSpeed's launcher looks for ended ranks every second."""
+
+
+class _RedactedLines(logging.Formatter):
+    """Also of the tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+def set_up_logging(world: World) -> None:
+    """Sends the package's log to standard error: all lines of rank 0, warnings of the others, each with its rank."""
+    rank = f" rank {world.rank}" if world.size > 1 else ""
+    line = logging.StreamHandler(sys.stderr)
+    line.setFormatter(_RedactedLines(f"%(asctime)s{rank} %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    log = logging.getLogger("gmlp_scale")
+    log.handlers = [line]
+    log.propagate = False
+    log.setLevel(logging.INFO if world.is_main else logging.WARNING)
+
+
+def tell(error: BaseException) -> None:
+    """Prints the error that ends this process: once for all ranks, and as late as the launcher allows.
+
+    Most errors are of every rank. So rank 0 tells at once and leaves, upon which the launcher ends the others; a rank
+    that lives on has something of its own to tell. Where ranks were lost, rank 0 may be one of them, so all tell at
+    once. torchrun prints its own report last, so the message goes into that.
+    """
+    if int(os.environ.get("RANK", 0)) and not isinstance(error, LostRankError):
+        time.sleep(OTHERS_TELL_AFTER_SECONDS)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": content}), encoding="utf-8")
+    else:
+        print_error(error)
+
+
+def leave_without_others(exit_code: int) -> NoReturn:
+    """Ends this process after a LostRankError, without its ordinary end: there the process groups' destructors wait for
+    the ranks that are gone. With a timeout of 10 s they took 15 s after a link was cut."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
