@@ -210,6 +210,11 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def name_of(self, rank: int) -> str:
+        """As messages name it: its number and its host."""
+        host = self._roll_call.hosts[rank] if self._roll_call else socket.gethostname()
+        return f"rank {rank} (host {host})"
+
     def barrier(self) -> None:
         if self._host_group:
             dist.barrier(self._host_group)

@@ -32,15 +32,15 @@ def recheck(engine: Engine, world: World, micro_batch, seed: int, step: int) -> 
     first, second = (_sums(engine, micro_batch, seed) for _ in range(2))
     unsteady = [rank for rank, differs in enumerate(world.gather(int(first != second))) if differs]
     if unsteady:
-        raise RecheckError(_message(step, f"ranks {unsteady} computed one micro-batch twice and got two results"))
+        raise RecheckError(_message(world, step, unsteady, "computed one micro-batch twice and got two results"))
     weights = world.gather(first[0])
     usual, num_usual = Counter(weights).most_common(1)[0]
     if num_usual == world.size:
         return
     if num_usual <= world.size / 2:
-        raise RecheckError(_message(step, f"the ranks do not hold the same weights, by checksum: {weights}"))
+        raise RecheckError(_message(world, step, list(range(world.size)), "do not all hold the same weights"))
     others = [rank for rank, sum_of_rank in enumerate(weights) if sum_of_rank != usual]
-    raise RecheckError(_message(step, f"ranks {others} hold other weights than the rest"))
+    raise RecheckError(_message(world, step, others, "holds other weights than most ranks"))
 
 
 def _sums(engine: Engine, micro_batch, seed: int) -> tuple[int, int, int]:
@@ -58,9 +58,10 @@ def checksum(tensors: list[Tensor]) -> int:
     return torch.stack(sums).sum().item()
 
 
-def _message(step: int, found: str) -> str:
+def _message(world: World, step: int, ranks: list[int], found: str) -> str:
+    names = ", ".join(map(world.name_of, ranks))
     return (
-        f"before step {step} {found}: the hardware of such a rank is likely at fault. Take its host out; the same "
+        f"before step {step} {names} {found}: the hardware there is likely at fault. Take the host out; the same "
         "command resumes from the newest checkpoint. If the fault may be older, first delete the checkpoints that you "
         "doubt"
     )

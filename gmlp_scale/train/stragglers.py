@@ -62,15 +62,12 @@ class Stragglers:
             self._num_slow[rank] = self._num_slow[rank] + 1 if seconds > SLOW_FACTOR * median else 0
             if self._num_slow[rank] == NUM_SLOW_STEPS:
                 log.warning(
-                    "rank %d (host %s) holds the others up: for %d steps in a row it alone would have needed over %.1f "
+                    "%s holds the others up: for %d steps in a row it alone would have needed over %.1f "
                     "times as long as the median rank; at step %d %.1f times, with %.3f s of waits for its batches. "
                     "Look at the clocks, the other processes and the disk of that host",
-                    rank, self._host(rank), NUM_SLOW_STEPS, SLOW_FACTOR, report.step, seconds / median,
+                    self.world.name_of(rank), NUM_SLOW_STEPS, SLOW_FACTOR, report.step, seconds / median,
                     report.wait_seconds[rank],
                 )  # fmt: skip
-
-    def _host(self, rank: int) -> str:
-        return self.world.store.get(f"host/{rank}").decode()
 
 
 def alone(compute_seconds: Sequence[float], wait_seconds: Sequence[float], step_seconds: float) -> list[float]:

@@ -1,6 +1,7 @@
 """A rank that computes wrongly is found, and a run that rechecks is the run that does not."""
 
 import itertools
+import socket
 from pathlib import Path
 
 import pytest
@@ -112,9 +113,10 @@ def test_rechecks_find_a_rank_that_computes_wrongly_and_change_nothing(world_siz
         for key, (norms, rechecked, found) in results.items():
             assert norms == rechecked, key
             for message in found[: len(BITS)]:
-                assert f"before step 10 ranks [{world_size - 1}] computed one micro-batch twice" in message, key
+                name = f"rank {world_size - 1} (host {socket.gethostname()})"
+                assert f"before step 10 {name} computed one micro-batch twice" in message, key
             for message in found[len(BITS) :]:
-                assert "before step 10 the ranks do not hold the same weights" in message, key
+                assert "before step 10 rank 0 (host" in message and "do not all hold the same weights" in message, key
 
 
 class _Ranks:
@@ -122,6 +124,9 @@ class _Ranks:
 
     def __init__(self, weights: list[int]):
         self.size, self.weights = len(weights), weights
+
+    def name_of(self, rank: int) -> str:
+        return f"rank {rank} (host node)"
 
     def gather(self, value: int) -> list[int]:
         return [0] * self.size if value == 0 else self.weights
@@ -132,7 +137,7 @@ def test_the_rank_with_other_weights_than_most_is_named():
         def differentiate(self, batch):
             return torch.zeros(()), [torch.ones(3)], [torch.ones(3)]
 
-    with pytest.raises(RecheckError, match=r"ranks \[2\] hold other weights than the rest"):
+    with pytest.raises(RecheckError, match=r"rank 2 \(host node\) holds other weights than most ranks"):
         recheck(Engine(), _Ranks([5, 5, 6, 5]), None, seed=0, step=1)
 
 

@@ -78,8 +78,8 @@ class Model(nn.Module):
 
 
 def watched(world_size: int = 3) -> Stragglers:
-    store = SimpleNamespace(get=lambda key: f"node of {key}".encode())
-    world = SimpleNamespace(size=world_size, rank=0, is_main=True, device=torch.device("cpu"), store=store)
+    device, name_of = torch.device("cpu"), "rank {} (host node)".format
+    world = SimpleNamespace(size=world_size, rank=0, is_main=True, device=device, name_of=name_of)
     return Stragglers(world, Model(), SimpleNamespace(wait_seconds=7.0))
 
 
@@ -111,6 +111,6 @@ def test_a_rank_is_named_once_until_it_is_fast_again(caplog, monkeypatch):
         watch.see(StepReport(step, 1.0, 1.0, 0.1, 1.0, seconds, (0.0, 0.0, 0.0)))
         named += [step] * len(caplog.records)
         if caplog.records:
-            assert "rank 2 (host node of host/2)" in caplog.text and f"at step {step} 1.6 times" in caplog.text
+            assert "rank 2 (host node)" in caplog.text and f"at step {step} 1.6 times" in caplog.text
         caplog.clear()
     assert named == [6, 14]
