@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, PAD_ID, SPECIAL_TOKENS, UNK_ID
 from gmlp_scale.files import read_file, write_file
@@ -32,6 +31,8 @@ class Tokenizer:
     """The tokenizer in a folder, a path or a URL. FileNotFoundError or ValueError if it holds none that we trained."""
 
     def __init__(self, folder: str | Path):
+        import sentencepiece  # which a dry run does without
+
         path = f"{folder}/{MODEL_NAME}"
         try:
             model = read_file(path)
@@ -158,6 +159,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
 
     The same texts give the same bytes. ValueError if the texts are too few for the vocabulary.
     """
+    import sentencepiece
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

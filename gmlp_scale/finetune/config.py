@@ -55,6 +55,8 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     """torch.compile for each block."""
     recompute: Recompute = "none"
     """What the backward pass computes again to save memory, as in pretraining."""
+    recheck_every_steps: PositiveInt | None = None
+    """How often each rank computes a micro-batch twice, as in pretraining. [steps]"""
     log_every_steps: PositiveInt = 50
     """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
     evaluate_every_steps: PositiveInt | None = None
