@@ -1,4 +1,6 @@
-"""Checks a folder of shards against its manifest: checksums, names, counts, token ids and the tokenizer.
+"""Checks a folder of shards against its manifest: checksums, names and counts.
+
+Of text it also checks token ids and the tokenizer; of images, that each can be decoded.
 
 python data_prep/verify_shards.py SHARDS_DIR
 
@@ -9,15 +11,18 @@ import argparse
 import hashlib
 import sys
 import tempfile
+from contextlib import suppress
 
 import numpy as np
 
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import CLS_ID
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.shards import CorruptShardError, Manifest, Shard, ShardRows
+from gmlp_scale.data.image_shards import ImageManifest, unpack_images
+from gmlp_scale.data.shards import MANIFEST_NAME, CorruptShardError, Manifest, Shard, ShardRows, read_verified
 from gmlp_scale.data.tokenizer import MODEL_NAME
 from gmlp_scale.files import is_local, open_filesystem, print_error, read_file, with_retries
+from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg
 
 _ROWS_AT_A_TIME = 8192
 
@@ -27,21 +32,46 @@ def main() -> int:
     parser.add_argument("shards", metavar="SHARDS_DIR", help="a path or a URL")
     folder = parser.parse_args().shards
     try:
-        manifest = Manifest.load(folder)
+        manifest = (ImageManifest if is_of_images(folder) else Manifest).load(folder)
     except (ValueError, OSError) as error:
         print_error(error)
         return 2
     shards = [*manifest.splits.train, *manifest.splits.heldout]
-    problems = check_tokenizer(folder, manifest) + check_all_listed(folder, shards)
+    problems = check_all_listed(folder, shards)
+    if isinstance(manifest, Manifest):
+        problems += check_tokenizer(folder, manifest)
     for shard in progress_bar(shards, desc="verifying", unit="shard"):
         with tempfile.TemporaryDirectory() as cache_dir:
             files = ShardFiles(folder, None if is_local(folder) else cache_dir)
-            problems += check_shard(files, shard, manifest)
+            check = check_shard if isinstance(manifest, Manifest) else check_shard_of_images
+            problems += check(files, shard, manifest)
     for problem in problems:
         print(f"BAD {problem}")
     rows = f"{manifest.num_rows('train'):,} train and {manifest.num_rows('heldout'):,} held-out rows"
-    print(f"{len(shards):,} shards, {rows} of {manifest.sequence_length} tokens: {len(problems)} problems")
+    kind = f"of {manifest.sequence_length} tokens" if isinstance(manifest, Manifest) else "of images"
+    print(f"{len(shards):,} shards, {rows} {kind}: {len(problems)} problems")
     return 1 if problems else 0
+
+
+def is_of_images(folder: str) -> bool:
+    with suppress(FileNotFoundError):
+        return b'"jpg and cls"' in read_file(f"{folder.rstrip('/')}/{MANIFEST_NAME}")
+    return False
+
+
+def check_shard_of_images(files: ShardFiles, shard: Shard, manifest: ImageManifest) -> list[str]:
+    """What is wrong with a shard, in words."""
+    problems = []
+    try:
+        content = read_verified(files.local_path(shard), shard)
+        for number, image in enumerate(unpack_images(content, shard, len(manifest.classes))):
+            try:
+                as_jpeg(image.jpeg)
+            except BadImageError as error:
+                problems.append(f"{shard.name}: image {number} cannot be decoded ({error})")
+    except (CorruptShardError, OSError) as error:
+        problems.append(f"{shard.name}: {error}")
+    return problems
 
 
 def check_shard(files: ShardFiles, shard: Shard, manifest: Manifest) -> list[str]:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import tarfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -50,23 +50,18 @@ class Splits(BaseModel, frozen=True, extra="forbid"):
     heldout: tuple[Shard, ...]
 
 
-class Manifest(BaseModel, frozen=True, extra="forbid"):
-    format_version: Literal[1] = 1
-    sequence_length: int = Field(ge=2)
-    """Tokens in every row."""
-    vocab_size: int = Field(gt=NUM_SPECIAL_TOKENS, le=65536)
-    """Every id is below this; uint16 can hold no larger vocabulary."""
-    dtype: Literal["uint16 little endian"] = "uint16 little endian"
-    packing: Literal["packed", "document"]
-    """packed: rows are cut from one stream of documents. document: a row is a document or part of one, padded."""
-    tokenizer_sha256: Sha256
-    total_rows: dict[Split, int]
-    splits: Splits
-    xxh3_128: str | None = Field(default=None, exclude=True)
-    """Of the file's text without this field. Older manifests have none."""
+class ShardList(BaseModel, frozen=True, extra="forbid"):
+    """What the manifests of all kinds of rows share: it names every shard, and has a checksum of its own."""
+
+    writer: ClassVar[str]
+    """The script that writes it."""
+    if TYPE_CHECKING:  # each kind declares these as its last fields, in the order of its file
+        total_rows: dict[Split, int]
+        splits: Splits
+        xxh3_128: str | None
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Manifest":
+    def load(cls, folder: str | Path) -> Self:
         """Read SHARDS_DIR/manifest.json; `folder` is a path or a URL that fsspec opens.
 
         FileNotFoundError if there is none, ShardError if it is not a valid manifest or its own checksum does not hold.
@@ -76,7 +71,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
             content = read_file(path)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"no shards at {folder}: {path} does not exist. It is written last by data_prep/tokenize_corpus.py; "
+                f"no shards at {folder}: {path} does not exist. It is written last by {cls.writer}; "
                 "run that to its end, or change data.shards"
             ) from error
         try:
@@ -86,18 +81,19 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
             raise ShardError(
-                f"{path} is not a valid manifest of shards ({problems}). Write the shards again"
+                f"{path} is not a valid manifest of shards of {cls.writer} ({problems}). Write the shards again"
             ) from error
         except ValueError as error:
             raise ShardError(
                 f"{path} was damaged or changed after it was written: {error}. Copy it again, or run the same "
-                "data_prep/tokenize_corpus.py again, which writes it anew"
+                f"{cls.writer} again, which writes it anew"
             ) from error
         if manifest.xxh3_128 is None:
             log.warning(
                 "%s is of an older version and has no checksum of its own, so changes to it go unnoticed: the same "
-                "data_prep/tokenize_corpus.py, run again, writes one",
+                "%s, run again, writes one",
                 path,
+                cls.writer,
             )
         return manifest
 
@@ -136,6 +132,26 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         return hashlib.sha256(f"{self.model_dump_json(indent=1)}\n".encode()).hexdigest()
 
 
+class Manifest(ShardList, frozen=True, extra="forbid"):
+    """Of rows of tokens."""
+
+    writer: ClassVar[str] = "data_prep/tokenize_corpus.py"
+
+    format_version: Literal[1] = 1
+    sequence_length: int = Field(ge=2)
+    """Tokens in every row."""
+    vocab_size: int = Field(gt=NUM_SPECIAL_TOKENS, le=65536)
+    """Every id is below this; uint16 can hold no larger vocabulary."""
+    dtype: Literal["uint16 little endian"] = "uint16 little endian"
+    packing: Literal["packed", "document"]
+    """packed: rows are cut from one stream of documents. document: a row is a document or part of one, padded."""
+    tokenizer_sha256: Sha256
+    total_rows: dict[Split, int]
+    splits: Splits
+    xxh3_128: str | None = Field(default=None, exclude=True)
+    """Of the file's text without this field. Older manifests have none."""
+
+
 def _sum_rows(shards: tuple[Shard, ...]) -> int:
     return sum(shard.rows for shard in shards)
 
@@ -143,11 +159,9 @@ def _sum_rows(shards: tuple[Shard, ...]) -> int:
 class CorruptShardError(ShardError):
     """A shard whose bytes are not what its manifest says."""
 
-    def __init__(self, name: str, found: str):
-        super().__init__(
-            f"shard {name} is corrupt: {found}. Write or copy it again, "
-            "or set data.on_corrupt_shard=skip and data.max_corrupt_shards"
-        )
+    def __init__(self, name: str, found: str, *, can_be_skipped: bool = True):
+        needed = ", or set data.on_corrupt_shard=skip and data.max_corrupt_shards" if can_be_skipped else ""
+        super().__init__(f"shard {name} is corrupt: {found}. Write or copy it again{needed}")
         self.name = name
         self.found = found
 
@@ -206,6 +220,20 @@ class ShardWriter:
         self._num_waiting = 0
 
 
+def read_verified(path: Path, shard: Shard) -> bytes:
+    """The bytes of a shard's file. CorruptShardError unless it is there with the manifest's size and checksum."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CorruptShardError(shard.name, f"{path} cannot be read ({error.strerror})") from error
+    if len(content) != shard.bytes:
+        raise CorruptShardError(shard.name, f"{path} has {len(content)} bytes, the manifest says {shard.bytes}")
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != shard.sha256:
+        raise CorruptShardError(shard.name, f"{path} has sha256 {sha256}, the manifest says {shard.sha256}")
+    return content
+
+
 class ShardRows:
     """The rows of one local shard, read whole into memory and verified there.
 
@@ -216,15 +244,7 @@ class ShardRows:
     """
 
     def __init__(self, path: Path, shard: Shard, sequence_length: int):
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise CorruptShardError(shard.name, f"{path} cannot be read ({error.strerror})") from error
-        if len(content) != shard.bytes:
-            raise CorruptShardError(shard.name, f"{path} has {len(content)} bytes, the manifest says {shard.bytes}")
-        sha256 = hashlib.sha256(content).hexdigest()
-        if sha256 != shard.sha256:
-            raise CorruptShardError(shard.name, f"{path} has sha256 {sha256}, the manifest says {shard.sha256}")
+        content = read_verified(path, shard)
         offsets = _row_offsets(content, shard.name, sequence_length)
         if len(offsets) != shard.rows:
             raise CorruptShardError(shard.name, f"{path} holds {len(offsets)} rows, the manifest says {shard.rows}")

@@ -1,0 +1,160 @@
+"""Writes images with classes as shards that webdataset's users know: .jpg and .cls members, checksums in a manifest.
+
+python data_prep/prepare_images.py --input ILSVRC2012_img_train.tar --heldout imagenet/val --output SHARDS_DIR
+python data_prep/prepare_images.py --input photos --heldout-fraction 0.1 --output SHARDS_DIR --workers 8
+python data_prep/prepare_images.py --input t10k-images-idx3-ubyte.gz --heldout-fraction 0.2 --output SHARDS_DIR
+
+A source is a folder or a tar file of class folders, ImageNet's tar file of a tar file for each class, a Parquet file or
+a folder of them (columns image and label), or an IDX file of images with its file of labels beside it. The images of
+all but Parquet are shuffled. A job that was killed at any point goes on when the same command is run again, and writes
+the same bytes as one that was never disturbed. The manifest is written last.
+"""
+
+import argparse
+import hashlib
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import xxhash
+
+from gmlp_scale.bars import progress_bar
+from gmlp_scale.data.hashing import permutation
+from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
+from gmlp_scale.data.shards import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.files import print_error, write_file, write_text
+from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, SourceError, as_jpeg, open_source
+from gmlp_scale.prepare.job_folder import JobError, JobFolder
+
+_ORDER_SEED = 0
+_BAD_IMAGES_SHOWN = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", required=True, metavar="SOURCE", help="the training images")
+    heldout = parser.add_mutually_exclusive_group(required=True)
+    heldout.add_argument("--heldout", metavar="SOURCE", help="the images to evaluate on, of the same classes")
+    heldout.add_argument("--heldout-fraction", type=float, help="of the images of --input, the last in their order")
+    parser.add_argument(
+        "--output", required=True, metavar="SHARDS_DIR", help="a path or a URL: new, or of the same job"
+    )
+    parser.add_argument("--images-per-shard", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--max-bad-images", type=int, default=0, help="that may be left out; default: %(default)s")
+    parser.add_argument("--workers", type=int, default=1, help="processes; default: %(default)s")
+    options = parser.parse_args()
+    if options.images_per_shard < 1 or options.workers < 1:
+        parser.error("--images-per-shard and --workers must be at least 1")
+    if options.heldout_fraction is not None and not 0 < options.heldout_fraction < 1:
+        parser.error(f"--heldout-fraction is {options.heldout_fraction}; it must be between 0 and 1")
+    try:
+        splits = _splits(options)
+        job = JobFolder(options.output)
+        with job.begun(_settings(options, splits)):
+            return _run(options, splits, job)
+    except (ValueError, OSError) as error:
+        print_error(error)
+        return 2
+
+
+def _splits(options: argparse.Namespace) -> dict[str, ImageSource]:
+    """The images of each split, in the order in which they are stored."""
+    if options.heldout == options.input:
+        raise SourceError("--heldout is --input: give other images, or --heldout-fraction")
+    train = _in_order(open_source(options.input))
+    if options.heldout:
+        return {"train": train, "heldout": _in_order(open_source(options.heldout)).with_classes(train.classes)}
+    num_train = len(train.images) - round(options.heldout_fraction * len(train.images))
+    if not 0 < num_train < len(train.images):
+        raise SourceError(f"--heldout-fraction leaves {num_train} of {len(train.images)} images to train on")
+    parts = {"train": train.images[:num_train], "heldout": train.images[num_train:]}
+    return {split: ImageSource(train.classes, images, train.read) for split, images in parts.items()}
+
+
+def _in_order(source: ImageSource) -> ImageSource:
+    if source.keeps_order:
+        return source
+    order = permutation(len(source.images), _ORDER_SEED)
+    return ImageSource(source.classes, [source.images[number] for number in order], source.read)
+
+
+def _settings(options: argparse.Namespace, splits: dict[str, ImageSource]) -> dict:
+    """All that decides the bytes; the images by a checksum of their list."""
+    listed = repr([(ref.path, ref.place, ref.size, ref.label) for ref in _all_images(splits)])
+    names = ("input", "heldout", "heldout_fraction", "images_per_shard")
+    return {name: getattr(options, name) for name in names} | {"images": xxhash.xxh3_128_hexdigest(listed.encode())}
+
+
+def _all_images(splits: dict[str, ImageSource]) -> Iterator[ImageRef]:
+    return chain.from_iterable(source.images for source in splits.values())
+
+
+def _run(options: argparse.Namespace, splits: dict[str, ImageSource], job: JobFolder) -> int:
+    """Writes the shards that are not there yet; and the manifest, if all is well. Returns the exit code."""
+    planned = {}
+    for split, source in splits.items():
+        for number, first in enumerate(range(0, len(source.images), options.images_per_shard)):
+            name = f"{split}/{split}-{number:06d}.tar"
+            planned[name] = (name, source.images[first : first + options.images_per_shard], source.read)
+    receipts = {receipt["name"]: receipt for receipt in job.read_all("receipts")}
+    missing = [plan for name, plan in planned.items() if name not in receipts]
+    try:
+        with (
+            multiprocessing.get_context("fork").Pool(options.workers) as pool,
+            progress_bar(desc="shards", total=len(planned), initial=len(receipts)) as bar,
+        ):
+            for receipt in pool.imap_unordered(partial(_write_shard, options.output), missing):
+                job.write(f"receipts/{receipt['name'].replace('/', '-')}.json", receipt)
+                receipts[receipt["name"]] = receipt
+                bar.update()
+        manifest = _manifest([receipts[name] for name in planned], splits["train"].classes, options.max_bad_images)
+    except (JobError, OSError) as error:
+        print_error(error)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the shards that are not written", file=sys.stderr)
+        return 130
+    write_text(f"{options.output}/{MANIFEST_NAME}", manifest.to_json())
+    rows = manifest.total_rows
+    print(f"{rows['train']:,} train and {rows['heldout']:,} held-out images of {len(manifest.classes):,} classes")
+    return 0
+
+
+def _write_shard(output: str, plan: tuple) -> dict:
+    """Writes one shard and returns its receipt."""
+    name, refs, read = plan
+    images, bad = [], []
+    for ref in refs:
+        try:
+            images.append(StoredImage(as_jpeg(read(ref)), ref.label))
+        except BadImageError as error:
+            bad.append(f"{ref.path} at {ref.place}: {error}")
+    content = pack_images(images)
+    write_file(f"{output}/{name}", content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    return {"name": name, "rows": len(images), "bytes": len(content), "sha256": sha256, "bad": bad}
+
+
+def _manifest(receipts: list[dict], classes: tuple[str, ...], max_bad_images: int) -> ImageManifest:
+    """Raises JobError if more images are bad than may be left out."""
+    bad = [line for receipt in receipts for line in receipt["bad"]]
+    if len(bad) > max_bad_images:
+        shown = "\n".join(f"  {line}" for line in bad[:_BAD_IMAGES_SHOWN])
+        raise JobError(
+            f"{len(bad)} images cannot be decoded:\n{shown}\nmend them and write to a new folder, or run the same "
+            f"command with --max-bad-images {len(bad)}, which leaves them out"
+        )
+    splits = {"train": [], "heldout": []}
+    for receipt in receipts:
+        if receipt["rows"]:
+            fields = {name: receipt[name] for name in ("name", "rows", "bytes", "sha256")}
+            splits[receipt["name"].partition("/")[0]].append(Shard(**fields))
+    total_rows = {split: int(np.sum([shard.rows for shard in shards])) for split, shards in splits.items()}
+    return ImageManifest(classes=classes, total_rows=total_rows, splits=Splits(**splits))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

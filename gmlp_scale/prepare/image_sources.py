@@ -1,0 +1,200 @@
+"""Finds the images of a folder, of tar files, of Parquet files or of an IDX file, and reads them one by one."""
+
+import gzip
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+_IDX_IMAGES, _IDX_LABELS = 2051, 2049  # the magic numbers of images and labels
+JPEG_QUALITY = 95
+"""Of images that are no JPEG files. JPEG files are kept as they are."""
+
+
+class SourceError(ValueError):
+    """A source that cannot be read as images with classes. The message is for its user."""
+
+
+class BadImageError(ValueError):
+    """An image that cannot be decoded."""
+
+
+class ImageRef(NamedTuple):
+    """Where one image lies."""
+
+    path: str
+    place: int
+    """Its first byte in the file; of Parquet the row group, of IDX the number."""
+    size: int
+    """In bytes; of Parquet the row within the group."""
+    label: int
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    classes: tuple[str, ...]
+    """Names; an image's label is the place of its class here."""
+    images: list[ImageRef]
+    read: Callable[[ImageRef], bytes]
+    """A file that Pillow opens."""
+    keeps_order: bool = False
+    """Reading it in another order would be slow."""
+
+    def with_classes(self, classes: tuple[str, ...]) -> "ImageSource":
+        """The same images with the labels of another source's classes. SourceError if it lacks one of these."""
+        if unknown := [name for name in self.classes if name not in classes]:
+            raise SourceError(f"the held-out images have the class {unknown[0]!r}, which the training images lack")
+        labels = [classes.index(name) for name in self.classes]
+        return replace(self, classes=classes, images=[ref._replace(label=labels[ref.label]) for ref in self.images])
+
+
+def open_source(path: str) -> ImageSource:
+    """The images at a path: a folder or tar file of class folders (or, as ImageNet's, of a tar file for each class), a
+    Parquet file or a folder of them, or an IDX file of images beside its file of labels.
+
+    Raises:
+        SourceError, OSError: it is none of these, or it holds no image.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"no images at {path}: give a folder, a .tar, a .parquet or an IDX file of images")
+    parquet = sorted(place.glob("*.parquet")) if place.is_dir() else [place] * (place.suffix == ".parquet")
+    if parquet:
+        source = _parquet(parquet)
+    elif place.is_dir():
+        files = (p for p in sorted(place.glob("*/*")) if p.suffix.lower() in SUFFIXES)
+        source = _by_class((p.parent.name, str(p), 0, p.stat().st_size) for p in files)
+    elif place.suffix == ".tar":
+        source = _by_class(_tar_members(path))
+    elif "images-idx3" in place.name:
+        source = _idx(path)
+    else:
+        raise SourceError(f"{path} is no folder, .tar, .parquet or IDX file of images (its name has images-idx3)")
+    if not source.images:
+        raise SourceError(f"{path} holds no images; needed: CLASS/NAME.jpg, or a tar file CLASS.tar for each class")
+    return source
+
+
+def as_jpeg(content: bytes) -> bytes:
+    """A JPEG file as it is, another image as JPEG. BadImageError if it cannot be decoded."""
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+            if image.format == "JPEG":
+                return content
+            file = io.BytesIO()
+            image = image if image.mode == "L" else image.convert("RGB")
+            image.save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadImageError(str(error)) from error
+    return file.getvalue()
+
+
+def _by_class(found: Iterator[tuple[str, str, int, int]]) -> ImageSource:
+    """From (class, path, first byte, bytes). The classes are in the order of their names, as torchvision's."""
+    found = list(found)
+    classes = tuple(sorted({name for name, *_ in found}))
+    labels = {name: label for label, name in enumerate(classes)}
+    return ImageSource(classes, [ImageRef(*where, labels[name]) for name, *where in found], _read_bytes)
+
+
+def _read_bytes(ref: ImageRef) -> bytes:
+    with open(ref.path, "rb") as file:
+        file.seek(ref.place)
+        return file.read(ref.size)
+
+
+def _tar_members(path: str) -> Iterator[tuple[str, str, int, int]]:
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                name = Path(member.name)
+                if member.isreg() and name.suffix == ".tar":
+                    with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
+                        for image in inner:
+                            if image.isreg() and image.name.lower().endswith(SUFFIXES):
+                                yield name.stem, path, member.offset_data + image.offset_data, image.size
+                elif member.isreg() and name.suffix.lower() in SUFFIXES and name.parent.name:
+                    yield name.parent.name, path, member.offset_data, member.size
+    except tarfile.TarError as error:
+        raise SourceError(f"{path} is not a whole, uncompressed tar file ({error})") from error
+
+
+def _idx(path: str) -> ImageSource:
+    labels_path = Path(path).with_name(Path(path).name.replace("images-idx3", "labels-idx1"))
+    magic, num_labels = struct.unpack(">II", _idx_content(str(labels_path))[:8])
+    if magic != _IDX_LABELS:
+        raise SourceError(f"{labels_path} is no IDX file of labels: its first number is {magic}, not {_IDX_LABELS}")
+    labels = np.frombuffer(_idx_content(str(labels_path)), np.uint8, offset=8)
+    num_images = len(_idx_images(path))
+    if not num_labels == len(labels) == num_images:
+        raise SourceError(f"{path} has {num_images} images, {labels_path} has {len(labels)} labels")
+    images = [ImageRef(path, number, 1, label) for number, label in enumerate(labels.tolist())]
+    return ImageSource(tuple(map(str, range(int(labels.max()) + 1))), images, _read_idx)
+
+
+@lru_cache(maxsize=2)
+def _idx_content(path: str) -> bytes:
+    content = Path(path).read_bytes()
+    return gzip.decompress(content) if path.endswith(".gz") else content
+
+
+def _idx_images(path: str) -> np.ndarray:
+    """uint8 [number of images, height, width]."""
+    content = _idx_content(path)
+    magic, *shape = struct.unpack(">IIII", content[:16])
+    if magic != _IDX_IMAGES or len(content) != 16 + np.prod(shape):
+        raise SourceError(f"{path} is no whole IDX file of images")
+    return np.frombuffer(content, np.uint8, offset=16).reshape(shape)
+
+
+def _read_idx(ref: ImageRef) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(_idx_images(ref.path)[ref.place]).save(file, "BMP")
+    return file.getvalue()
+
+
+def _parquet(paths: list[Path]) -> ImageSource:
+    """Files as the Hugging Face hub has them: a column `image` of {bytes, path} and a column `label` of numbers."""
+    import pyarrow.parquet as pq
+
+    images, names = [], ()
+    for path in paths:
+        file = pq.ParquetFile(path)
+        missing = {"image", "label"} - set(file.schema_arrow.names)
+        if missing:
+            raise SourceError(f"{path} has no column {' and no '.join(sorted(missing))}; needed: image and label")
+        names = names or _label_names(file.schema_arrow.metadata or {})
+        for group in range(file.num_row_groups):
+            labels = file.read_row_group(group, columns=["label"])["label"].to_pylist()
+            images += [ImageRef(str(path), group, row, label) for row, label in enumerate(labels)]
+    names = names or tuple(map(str, range(max((ref.label for ref in images), default=-1) + 1)))
+    if wrong := [ref for ref in images if not 0 <= ref.label < len(names)]:
+        raise SourceError(f"{wrong[0].path} has the label {wrong[0].label}; needed: one of {len(names)} classes")
+    return ImageSource(names, images, _read_parquet, keeps_order=True)
+
+
+def _label_names(metadata: dict[bytes, bytes]) -> tuple[str, ...]:
+    features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    return tuple(features.get("label", {}).get("names", ()))
+
+
+@lru_cache(maxsize=1)
+def _row_group(path: str, group: int) -> list[bytes]:
+    import pyarrow.parquet as pq
+
+    column = pq.ParquetFile(path).read_row_group(group, columns=["image"])["image"]
+    return [image["bytes"] for image in column.to_pylist()]
+
+
+def _read_parquet(ref: ImageRef) -> bytes:
+    return _row_group(ref.path, ref.place)[ref.size]

@@ -1,0 +1,180 @@
+"""Images from every kind of source to shards: their members, a job that goes on, and what is refused."""
+
+import gzip
+import io
+import json
+import struct
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+from PIL import Image
+
+from data_prep import verify_shards
+from gmlp_scale.data.image_shards import ImageManifest
+from gmlp_scale.data.shards import ShardError
+from tests.written_images import CLASSES, prepare, stored_images, write_image_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_image_folder(tmp_path_factory.mktemp("images") / "photos")
+
+
+def _tar(source: Path, target: Path) -> Path:
+    """A tar file of class folders."""
+    with tarfile.open(target, "w") as tar:
+        tar.add(source, arcname="photos")
+    return target
+
+
+def _tar_of_tars(source: Path, target: Path) -> Path:
+    """As ImageNet's training images come: CLASS.tar for each class."""
+    with tarfile.open(target, "w") as tar:
+        for name in CLASSES:
+            inner = io.BytesIO()
+            with tarfile.open(fileobj=inner, mode="w") as class_tar:
+                for path in sorted((source / name).iterdir()):
+                    class_tar.add(path, arcname=f"{name}_{path.name}")
+            member = tarfile.TarInfo(f"{name}.tar")
+            member.size = inner.tell()
+            inner.seek(0)
+            tar.addfile(member, inner)
+    return target
+
+
+def _parquet(source: Path, target: Path) -> Path:
+    """As the Hugging Face hub has image data sets."""
+    paths = sorted(source.glob("*/*.jpg"))
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]
+    labels = [CLASSES.index(path.parent.name) for path in paths]
+    features = {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}
+    table = pa.table({"image": images, "label": labels})
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    target.mkdir()
+    pq.write_table(table, target / "train-00000.parquet", row_group_size=5)
+    return target
+
+
+SOURCES = {"folder": lambda source, target: source, "tar": _tar, "tars.tar": _tar_of_tars, "parquet": _parquet}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_kind_of_source_gives_the_same_images(kind, folder, tmp_path):
+    source = SOURCES[kind](folder, tmp_path / f"source.{kind}")
+    shards = tmp_path / "shards"
+    code = prepare("--input", source, "--heldout-fraction", 0.25, "--output", shards, "--images-per-shard", 5)
+    assert code == 0
+    stored = stored_images(shards)
+    assert [len(stored["train"]), len(stored["heldout"])] == [18, 6]
+    expected = {(path.read_bytes(), CLASSES.index(path.parent.name)) for path in folder.glob("*/*.jpg")}
+    assert set(stored["train"] + stored["heldout"]) == expected and len(expected) == 24
+    assert ImageManifest.load(shards).classes == CLASSES
+
+
+def test_idx_files_become_grey_jpegs(tmp_path):
+    pixels = np.zeros((10, 28, 28), np.uint8)
+    pixels[np.arange(10), :, :] = 20 * np.arange(10)[:, None, None]
+    images = struct.pack(">IIII", 2051, *pixels.shape) + pixels.tobytes()
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+    labels = np.arange(10, dtype=np.uint8)
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(
+        gzip.compress(struct.pack(">II", 2049, 10) + labels.tobytes())
+    )
+    shards = tmp_path / "shards"
+    assert (
+        prepare("--input", tmp_path / "train-images-idx3-ubyte.gz", "--heldout-fraction", 0.2, "--output", shards) == 0
+    )
+    stored = stored_images(shards)
+    assert sorted(image.label for image in stored["train"] + stored["heldout"]) == list(range(10))
+    for jpeg, label in stored["train"]:
+        image = np.array(Image.open(io.BytesIO(jpeg)))
+        assert image.shape == (28, 28) and np.abs(image.astype(int) - 20 * label).max() <= 2
+
+
+def test_plain_webdataset_reads_a_shard(folder, tmp_path):
+    shards = tmp_path / "shards"
+    prepare("--input", folder, "--heldout-fraction", 0.25, "--output", shards)
+    dataset = webdataset.WebDataset(str(shards / "train/train-000000.tar"), shardshuffle=False)
+    read = [(sample["jpg"], int(sample["cls"])) for sample in dataset]
+    assert read == [tuple(image) for image in stored_images(shards)["train"]]
+
+
+def test_shards_of_images_are_verified(folder, tmp_path, monkeypatch, capsys):
+    prepare("--input", folder, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output", tmp_path / "shards")
+
+    def verify() -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["verify_shards.py", str(tmp_path / "shards")])
+        capsys.readouterr()
+        return verify_shards.main(), capsys.readouterr().out.splitlines()
+
+    assert verify() == (0, ["6 shards, 18 train and 6 held-out rows of images: 0 problems"])
+    path = tmp_path / "shards/heldout/heldout-000001.tar"
+    path.write_bytes(path.read_bytes()[:-1])
+    (tmp_path / "shards/train/train-9.tar").write_bytes(b"")
+    code, lines = verify()
+    assert code == 1 and len(lines) == 3
+    assert "train/train-9.tar: is there, but the manifest does not list it" in lines[0]
+    assert "heldout/heldout-000001.tar is corrupt" in lines[1]
+
+
+def test_a_job_goes_on_and_writes_the_same_bytes(folder, tmp_path, capsys):
+    command = ["--input", folder, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output"]
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert prepare(*command, undisturbed, "--workers", 2) == prepare(*command, disturbed) == 0
+    # A job that was killed has neither a manifest nor the receipts of the shards that it was writing.
+    (disturbed / "manifest.json").unlink()
+    (disturbed / "job/receipts/train-train-000001.tar.json").unlink()
+    (disturbed / "train/train-000001.tar").unlink()
+    kept = (disturbed / "train/train-000002.tar").stat().st_mtime_ns
+    assert prepare(*command, disturbed) == 0
+    assert (disturbed / "train/train-000002.tar").stat().st_mtime_ns == kept
+    names = ["manifest.json", *(f"{path.parent.name}/{path.name}" for path in undisturbed.glob("*/*.tar"))]
+    assert len(names) == 7
+    assert all((undisturbed / name).read_bytes() == (disturbed / name).read_bytes() for name in names)
+    assert prepare(*command, disturbed, "--images-per-shard", 6) == 2
+    assert "images_per_shard was 5, is 6" in capsys.readouterr().err
+
+
+def test_a_bad_image_is_named_and_may_be_left_out(tmp_path, capsys):
+    source = write_image_folder(tmp_path / "photos", num_per_class=4)
+    path = source / "bee/2.jpg"
+    path.write_bytes(path.read_bytes()[:300])
+    command = ["--input", source, "--heldout-fraction", 0.25, "--output", tmp_path / "shards"]
+    assert prepare(*command) == 1
+    assert f"1 images cannot be decoded:\n  {path} at 0: " in capsys.readouterr().err
+    assert not (tmp_path / "shards/manifest.json").exists()
+    assert prepare(*command, "--max-bad-images", 1) == 0
+    assert sum(map(len, stored_images(tmp_path / "shards").values())) == 11
+
+
+def test_mistakes_are_one_clear_message(folder, tmp_path, capsys):
+    def message(*arguments) -> str:
+        assert prepare(*arguments, "--output", tmp_path / "shards") == 2
+        return capsys.readouterr().err
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn.tar").write_bytes(b"no tar")
+    other = write_image_folder(tmp_path / "other", num_per_class=1)
+    (other / "ant").rename(other / "dog")
+    assert "no images at" in message("--input", tmp_path / "nowhere", "--heldout-fraction", 0.1)
+    assert "holds no images" in message("--input", tmp_path / "empty", "--heldout-fraction", 0.1)
+    assert "not a whole, uncompressed tar" in message("--input", tmp_path / "torn.tar", "--heldout-fraction", 0.1)
+    assert "have the class 'dog'" in message("--input", folder, "--heldout", other)
+    assert "--heldout is --input" in message("--input", folder, "--heldout", folder)
+    assert "leaves 24 of 24" in message("--input", folder, "--heldout-fraction", 0.01)
+    with pytest.raises(FileNotFoundError, match="prepare_images"):
+        ImageManifest.load(tmp_path / "shards")
+
+
+def test_a_manifest_that_was_changed_is_refused(folder, tmp_path):
+    prepare("--input", folder, "--heldout-fraction", 0.25, "--output", tmp_path / "shards")
+    path = tmp_path / "shards/manifest.json"
+    path.write_text(path.read_text().replace('"ant"', '"elk"'))
+    with pytest.raises(ShardError, match="damaged or changed"):
+        ImageManifest.load(tmp_path / "shards")

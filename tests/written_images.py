@@ -1,0 +1,45 @@
+"""Small real images, and shards of them as data_prep writes them."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep import prepare_images
+from gmlp_scale.data.image_shards import ImageManifest, StoredImage, unpack_images
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def write_image_folder(folder: Path, num_per_class: int = 8, size: tuple[int, int] = (20, 16)) -> Path:
+    """JPEG files FOLDER/CLASS/NUMBER.jpg. A class has a colour, and each file its own noise."""
+    noise = np.random.default_rng(0)
+    for label, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for number in range(num_per_class):
+            pixels = noise.integers(0, 60, (size[1], size[0], 3))
+            pixels[:, :, label] += 180
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number}.jpg", quality=95)
+    return folder
+
+
+def prepare(*arguments: object) -> int:
+    """Runs data_prep/prepare_images.py in this process; returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare_images.py", *map(str, arguments)])
+        return prepare_images.main()
+
+
+def stored_images(shards: Path) -> dict[str, list[StoredImage]]:
+    """All images of a folder of shards, by split, in their order."""
+    manifest = ImageManifest.load(shards)
+    return {
+        split: [
+            image
+            for shard in getattr(manifest.splits, split)
+            for image in unpack_images((shards / shard.name).read_bytes(), shard, len(manifest.classes))
+        ]
+        for split in ("train", "heldout")
+    }
