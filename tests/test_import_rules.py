@@ -77,12 +77,14 @@ CONFINED = {
     "torch.utils.tensorboard": ("gmlp_scale.analysis.tensorboard",),
     "wandb": ("gmlp_scale.train.tracker",),
     "triton": ("gmlp_scale.kernels",),
+    "webdataset": ("gmlp_scale.data.image_shards", "gmlp_scale.benchmark.loading"),
+    "kornia": ("gmlp_scale.data.augmentation",),
     "filelock": ("gmlp_scale.train.run_folder", "gmlp_scale.data.cache"),
     "pickle": (),
     "dill": (),
 }
 HEAVY = (
-    "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb",
+    "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb", "kornia",
     "torch.utils.tensorboard",
 )  # fmt: skip
 FOR_TRANSFORMERS = "gmlp_scale.export.hugging_face"  # copied into exports; nothing of the package imports it

@@ -1,11 +1,11 @@
-"""What the data gives to the models: the ids of special tokens and the masked batch.
+"""What the data gives to the models: the ids of special tokens, the masked batch and the batch of images.
 
-Shape legend: B batch, N positions, M masked positions.
+Shape legend: B batch, N positions, M masked positions, 3 colours, H and W pixels of height and width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the workers that tokenize do not load torch
@@ -72,3 +72,21 @@ class MaskedBatch:
         parts = (self.token_ids_BN, self.masked_positions_BM, self.labels_BM)
         cut = zip(*(part.split(num_rows) for part in parts), strict=True)
         return [MaskedBatch(*tensors, self.padded) for tensors in cut]
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images, each of which may be a mixture of two that have a label each."""
+
+    images_B3HW: Tensor
+    """uint8 [B, 3, H, W], red, green and blue."""
+    labels_B: Tensor
+    """int64 [B]."""
+    other_labels_B: Tensor
+    """int64 [B], of the images that were mixed in; of others as `labels_B`."""
+    shares_B: Tensor
+    """float32 [B], the share of `labels_B`; the other label has the rest."""
+
+    def to(self, device: torch.device | str) -> ImageBatch:
+        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
+        return ImageBatch(**moved)

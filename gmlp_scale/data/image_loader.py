@@ -1,0 +1,202 @@
+"""The batches of images: for each step the rank's rows, decoded and augmented by worker processes some steps ahead."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from gmlp_scale.data.augmentation import Augmentation, AugmentationConfig, centre_crop
+from gmlp_scale.data.batch import ImageBatch
+from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.image_shards import ImageManifest, ImageShards
+from gmlp_scale.data.order import RowOrder
+from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError, Split
+
+
+class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
+    shards: str
+    """Folder that data_prep/prepare_images.py wrote: a path or a URL that fsspec opens."""
+    cache_dir: str | None = None
+    """Local folder that shards are copied to when they are first read; a URL needs one."""
+    shuffle_group_bytes: int = Field(200_000_000, ge=1)
+    """Rows are shuffled within groups of shards of about this size. A worker keeps about one in memory. [bytes]"""
+    num_workers: int = Field(8, ge=0)
+    """Processes of each rank that decode; 0 decodes between the steps. [processes]"""
+    prefetch_batches: int = Field(4, ge=1)
+    """Micro-batches that each worker makes ahead. [micro-batches]"""
+
+
+class ImageLoader:
+    """The batches of a run for one rank.
+
+    Step t, counted from 0, takes the rows at [t*B, (t+1)*B) of the order, whatever the number of ranks. This rank takes
+    its consecutive slice of them. Every batch is a pure function of the step, as in pretraining.
+
+    Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
+    """
+
+    def __init__(
+        self,
+        config: ImageDataConfig,
+        augmentation: AugmentationConfig,
+        *,
+        image_size: int,
+        num_classes: int,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+    ):
+        assert global_batch_size % (world_size * micro_batch_size) == 0
+        self.manifest = ImageManifest.load(config.shards)
+        check_images_fit(self.manifest, config.shards, num_classes)
+        self.wait_seconds = 0.0
+        """How long the caller of `steps` has waited for batches so far."""
+        self._config, self._augmentation, self._seed = config, augmentation, seed
+        self._image_size, self._num_classes = image_size, num_classes
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._rank, self._world_size = rank, world_size
+
+    def steps(self, start_step: int, stop_step: int) -> Iterator[list[ImageBatch]]:
+        """The micro-batches of each step of [start_step, stop_step)."""
+        batches = iter(self._loaded(self._training_rows(), self._micro_batches(start_step, stop_step)))
+        for _ in range(start_step, stop_step):
+            started = time.perf_counter()
+            micro_batches = [next(batches) for _ in range(self._per_rank // self._micro_batch_size)]
+            self.wait_seconds += time.perf_counter() - started
+            yield micro_batches
+
+    def heldout_batches(self, num_rows: int) -> Iterator[tuple[ImageBatch, int]]:
+        """This rank's share of the first `num_rows` held-out images, and how many of each batch count.
+
+        Every rank has the same number of batches; the images that fill up the last ones do not count.
+        """
+        num_rows, size = min(num_rows, self.manifest.num_rows("heldout")), self._micro_batch_size
+        starts = range(self._rank * size, num_rows + self._rank * size, size * self._world_size)
+        places = [np.arange(start, start + size) for start in starts]
+        shards = self.manifest.splits.heldout
+        rows = _HeldoutRows(self._shards("heldout", num_open=1), shards, self._image_size)
+        for batch, wanted in zip(self._loaded(rows, places), places, strict=True):
+            yield batch, int((wanted < num_rows).sum())
+
+    def fingerprint(self) -> dict[str, str | int | list[str]]:
+        """Facts of the data that a resumed run must find again."""
+        rows = {f"{split}_rows": self.manifest.num_rows(split) for split in ("train", "heldout")}
+        return {"manifest_sha256": self.manifest.sha256, "classes": list(self.manifest.classes), **rows}
+
+    def close(self) -> None:
+        """Does nothing: the workers end with the iterator of `steps`."""
+
+    @property
+    def _per_rank(self) -> int:
+        return self._global_batch_size // self._world_size
+
+    def _micro_batches(self, start_step: int, stop_step: int) -> Iterator[np.ndarray]:
+        """The places in the order of each of this rank's micro-batches."""
+        for step in range(start_step, stop_step):
+            first = step * self._global_batch_size + self._rank * self._per_rank
+            for start in range(first, first + self._per_rank, self._micro_batch_size):
+                yield np.arange(start, start + self._micro_batch_size)
+
+    def _training_rows(self) -> "_TrainingRows":
+        augmentation = Augmentation(self._augmentation, self._image_size, self._seed)
+        shards = self.manifest.splits.train
+        shards_per_group = max(
+            1, self._config.shuffle_group_bytes * len(shards) // sum(shard.bytes for shard in shards)
+        )
+        order = RowOrder(_rows_per_shard(shards), shards_per_group=shards_per_group, seed=self._seed)
+        # The rows of one step may be of two groups.
+        return _TrainingRows(self._shards("train", num_open=shards_per_group + 8), order, augmentation)
+
+    def _shards(self, split: Split, num_open: int) -> ImageShards:
+        files = ShardFiles(self._config.shards, self._config.cache_dir)
+        return ImageShards(files, getattr(self.manifest.splits, split), self._num_classes, num_open=num_open)
+
+    def _loaded(self, rows: Dataset, places: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
+        """The batches in order, made ahead by the workers. Raises what a worker met with a corrupt shard."""
+        num_workers = self._config.num_workers
+        loader = DataLoader(
+            rows,
+            sampler=places,
+            batch_size=None,
+            num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,  # the workers share what is imported
+            prefetch_factor=self._config.prefetch_batches if num_workers else None,
+            generator=torch.Generator(),  # or the DataLoader would draw from that of dropout
+        )
+        for batch in loader:
+            if isinstance(batch, _Corrupt):
+                raise CorruptShardError(batch.shard, batch.found, can_be_skipped=False)
+            yield batch
+
+
+@dataclass(frozen=True)
+class _Corrupt:
+    """A CorruptShardError on its way out of a worker, which hands over exceptions by their text alone."""
+
+    shard: str
+    found: str
+
+
+class _TrainingRows(Dataset):
+    """Augmented micro-batches, by their rows' places in the order."""
+
+    def __init__(self, shards: ImageShards, order: RowOrder, augmentation: Augmentation):
+        self._shards, self._order, self._augmentation = shards, order, augmentation
+
+    def __getitem__(self, places_B: np.ndarray) -> ImageBatch | _Corrupt:
+        rows = self._order.locate(places_B)
+        try:
+            stored = [self._shards.read(*row) for row in zip(rows.shard.tolist(), rows.row_index.tolist(), strict=True)]
+        except CorruptShardError as error:
+            return _Corrupt(error.name, error.found)
+        keys = zip(rows.epoch.tolist(), rows.global_row_index.tolist(), strict=True)
+        images = [self._augmentation.image(image.jpeg, *key) for image, key in zip(stored, keys, strict=True)]
+        batch = _batch(images, [image.label for image in stored])
+        return self._augmentation.mixed(batch, rows.epoch, rows.global_row_index)
+
+
+class _HeldoutRows(Dataset):
+    """Micro-batches of the images' centres, by their numbers in the split. A number beyond the last is the first's."""
+
+    def __init__(self, shards: ImageShards, listed: Sequence[Shard], image_size: int):
+        self._shards, self._image_size = shards, image_size
+        self._first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(listed))])
+
+    def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | _Corrupt:
+        rows_B = np.where(rows_B < self._first_rows[-1], rows_B, 0)
+        shards_B = np.searchsorted(self._first_rows, rows_B, side="right") - 1
+        within_B = rows_B - self._first_rows[shards_B]
+        try:
+            stored = [self._shards.read(*row) for row in zip(shards_B.tolist(), within_B.tolist(), strict=True)]
+        except CorruptShardError as error:
+            return _Corrupt(error.name, error.found)
+        images = [centre_crop(image.jpeg, self._image_size) for image in stored]
+        return _batch(images, [image.label for image in stored])
+
+
+def _batch(images: list[Tensor], labels: list[int]) -> ImageBatch:
+    labels_B = torch.tensor(labels)
+    return ImageBatch(torch.stack(images), labels_B, labels_B, torch.ones(len(labels)))
+
+
+def _rows_per_shard(shards: Sequence[Shard]) -> np.ndarray:
+    return np.array([shard.rows for shard in shards])
+
+
+def check_images_fit(manifest: ImageManifest, folder: str, num_classes: int) -> None:
+    """Raises ShardError if the shards do not fit a recipe with so many classes."""
+    found = len(manifest.classes)
+    mistakes = [f"model.vocab_size is {num_classes}, the shards have {found} classes"] if found != num_classes else []
+    mistakes += [f"the shards have no {split} images" for split, rows in manifest.total_rows.items() if not rows]
+    if mistakes:
+        raise ShardError(
+            f"the shards at {folder} do not fit the recipe: {'; '.join(mistakes)}. Change the recipe, or write other "
+            "shards with data_prep/prepare_images.py"
+        )

@@ -1,0 +1,133 @@
+"""The batches of images: the same on any ranks and with any workers, from shards that are verified."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from gmlp_scale.data.augmentation import AugmentationConfig
+from gmlp_scale.data.batch import ImageBatch
+from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
+from gmlp_scale.data.image_shards import StoredImage, pack_images, unpack_images
+from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
+from tests.written_images import prepare, stored_images, write_image_folder
+
+SIZE = 12
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """18 training and 6 held-out images in shards of 5."""
+    folder = tmp_path_factory.mktemp("images")
+    source = write_image_folder(folder / "photos")
+    prepare("--input", source, "--heldout-fraction", 0.25, "--output", folder / "shards", "--images-per-shard", 5)
+    return folder / "shards"
+
+
+def loader(shards, *, augmentation=None, num_workers=0, **changes) -> ImageLoader:
+    fields = {
+        "image_size": SIZE, "num_classes": 3, "seed": 1, "global_batch_size": 8, "micro_batch_size": 2,
+        "rank": 0, "world_size": 1,
+    }  # fmt: skip
+    data = ImageDataConfig(shards=str(shards), num_workers=num_workers, shuffle_group_bytes=1)
+    policy = AugmentationConfig(policy="none", **(augmentation or {}))
+    return ImageLoader(data, policy, **(fields | changes))
+
+
+def batches(*loaders: ImageLoader, start: int = 0, stop: int = 5) -> list[ImageBatch]:
+    """The steps' global batches, put together from all ranks."""
+    steps = zip(*(loader.steps(start, stop) for loader in loaders), strict=True)
+    return [_joined([batch for micro_batches in step for batch in micro_batches]) for step in steps]
+
+
+def _joined(parts: list[ImageBatch]) -> ImageBatch:
+    return ImageBatch(*(torch.cat(tensors) for tensors in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def assert_equal(found: list[ImageBatch], expected: list[ImageBatch]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(vars(one)[name], vars(other)[name]) for name in vars(one))
+
+
+def test_a_batch_is_a_function_of_the_step(shards):
+    expected = batches(loader(shards))
+    assert_equal(batches(loader(shards), start=3), expected[3:])
+    two_ranks = [loader(shards, rank=rank, world_size=2, micro_batch_size=4) for rank in range(2)]
+    assert_equal(batches(*two_ranks), expected)
+    with_workers = loader(shards, num_workers=2)
+    assert_equal(batches(with_workers), expected)
+    assert with_workers.wait_seconds > 0
+
+
+def test_an_epoch_visits_every_image_once_with_its_label(shards):
+    plain = {"crop_scale": (1, 1), "flip": False, "mixup_alpha": 0, "cutmix_alpha": 0}
+    order = [batch for batch in batches(loader(shards, augmentation=plain, global_batch_size=2), stop=18)]
+    for epoch in (order[:9], order[9:]):
+        batch = _joined(epoch)
+        assert batch.labels_B.tolist() == batch.images_B3HW.float().mean((2, 3)).argmax(1).tolist()
+        assert len({image.numpy().tobytes() for image in batch.images_B3HW}) == 18
+    assert order[0].labels_B.tolist() + order[1].labels_B.tolist() != [
+        image.label for image in stored_images(shards)["train"][:4]
+    ]
+
+
+def test_every_heldout_image_counts_once_on_any_number_of_ranks(shards):
+    expected = [image.label for image in stored_images(shards)["heldout"]]
+    for world_size in (1, 2):
+        ranks = [
+            list(loader(shards, rank=rank, world_size=world_size, micro_batch_size=4).heldout_batches(100))
+            for rank in range(world_size)
+        ]
+        assert len({len(rank) for rank in ranks}) == 1
+        in_order = [part for step in zip(*ranks, strict=True) for part in step]
+        assert torch.cat([batch.labels_B[:counted] for batch, counted in in_order]).tolist() == expected
+    assert sum(counted for _, counted in loader(shards).heldout_batches(5)) == 5
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_corrupt_shard_stops_the_run_with_its_name(num_workers, shards, tmp_path):
+    copy = shutil.copytree(shards, tmp_path / "shards")
+    bad = bytearray((copy / "train/train-000001.tar").read_bytes())
+    bad[700] ^= 1
+    (copy / "train/train-000001.tar").write_bytes(bad)
+    with pytest.raises(CorruptShardError, match=r"train/train-000001.tar is corrupt: .* sha256") as caught:
+        batches(loader(copy, num_workers=num_workers))
+    assert "on_corrupt_shard" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("images", "found"),
+    [
+        ([StoredImage(b"x", 3)], "needed: a number below 3"),
+        ([StoredImage(b"x", 1), StoredImage(b"x", 1)], "holds 2 images, the manifest says 1"),
+    ],
+)
+def test_a_shard_must_hold_what_the_manifest_says(images, found):
+    shard = Shard(name="train/train-000000.tar", rows=1, bytes=1, sha256="0" * 64)
+    with pytest.raises(CorruptShardError, match=found):
+        unpack_images(pack_images(images), shard, num_classes=3)
+
+
+def test_only_the_members_jpg_and_cls_are_allowed():
+    content = pack_images([StoredImage(b"x", 1)]).replace(b"000000.jpg", b"000000.pyd")
+    checksum_field = slice(148, 156)  # of the member's header, which follows that of the class and its block
+    header = bytearray(content)
+    start = header.index(b"000000.pyd")
+    field = slice(start + checksum_field.start, start + checksum_field.stop)
+    header[field] = b" " * 8
+    header[field] = b"%06o\0 " % sum(header[start : start + 512])
+    shard = Shard(name="train/train-000000.tar", rows=1, bytes=1, sha256="0" * 64)
+    with pytest.raises(CorruptShardError, match="has the members cls, pyd; needed: cls, jpg"):
+        unpack_images(bytes(header), shard, num_classes=3)
+
+
+def test_shards_that_do_not_fit_are_one_clear_error(shards):
+    with pytest.raises(ShardError, match=r"model.vocab_size is 4, the shards have 3 classes"):
+        loader(shards, num_classes=4)
+
+
+def test_mixing_needs_no_more_than_the_pair(shards):
+    whole = batches(loader(shards, micro_batch_size=8), stop=2)
+    assert_equal(batches(loader(shards, micro_batch_size=2), stop=2), whole)
+    assert len(np.unique(whole[0].shares_B)) == 4
