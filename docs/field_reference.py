@@ -18,8 +18,14 @@ from pydantic.fields import FieldInfo
 from gmlp_scale.config import RunConfig
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.tasks.characters import CharactersConfig
+from gmlp_scale.tasks.images import ImagesConfig
 
-RECIPES = {"Pretraining": RunConfig, "Next characters": CharactersConfig, "Finetuning": FinetuneConfig}
+RECIPES = {
+    "Pretraining": RunConfig,
+    "Next characters": CharactersConfig,
+    "Images": ImagesConfig,
+    "Finetuning": FinetuneConfig,
+}
 TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "items >=", "pattern": "matches"}
 UNIT = re.compile(r"\s*\[([^\[\]]+)\]$")

@@ -342,10 +342,13 @@ def _recipe_file(place: str | Path) -> str | Path:
 
 def _launcher(recipe: dict) -> str:
     """Which script the recipe is for. The tasks of finetuning have other names."""
-    if "task" not in recipe:
-        return "launch/pretrain.py"
-    is_of_characters = recipe["task"] == "characters"
-    return "launch/pretrain.py with task: characters" if is_of_characters else "launch/finetune.py"
+    match recipe.get("task"):
+        case None:
+            return "launch/pretrain.py"
+        case "characters" | "images" as task:
+            return f"launch/pretrain.py with task: {task}"
+        case _:
+            return "launch/finetune.py"
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -34,6 +34,7 @@ from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.process import DeviceError
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
+from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.start_weights import split_step
@@ -102,8 +103,14 @@ class Task(Protocol):
 
 def load_recipe(path: str, overrides: Iterable[str] = ()) -> PretrainingRecipe:
     """Reads a recipe of launch/pretrain.py: its `task` says which class checks it. Raises ConfigError."""
-    is_of_characters = read_recipe_file(path).get("task") == "characters"
-    return load_config(CharactersConfig if is_of_characters else RunConfig, path, overrides)
+    match read_recipe_file(path).get("task"):
+        case "characters":
+            config_class = CharactersConfig
+        case "images":
+            config_class = ImagesConfig
+        case _:
+            config_class = RunConfig
+    return load_config(config_class, path, overrides)
 
 
 def pretrain(config: PretrainingRecipe) -> Progress:
@@ -113,7 +120,13 @@ def pretrain(config: PretrainingRecipe) -> Progress:
     with start_world_of(config) as world:
         start_up.finish("process group")
         config = with_decided_precision(config, world)
-        task = Characters(config) if isinstance(config, CharactersConfig) else Pretraining(config)
+        match config:
+            case CharactersConfig():
+                task = Characters(config)
+            case ImagesConfig():
+                task = Images(config)
+            case _:
+                task = Pretraining(config)
         return run_task(task, world, start_up)
 
 

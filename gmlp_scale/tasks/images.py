@@ -1,0 +1,154 @@
+"""Classification of images, as in section 3 of the paper: recipes with `task: images`.
+
+A row is an image and a position in it is a patch. The order of the rows is that of pretraining.
+"""
+
+from collections.abc import Iterable
+from functools import cached_property, partial
+from math import isqrt
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+
+from gmlp_scale.bars import progress_bar
+from gmlp_scale.config import FREE_ON_RESUME, PretrainingRecipe
+from gmlp_scale.data.augmentation import AugmentationConfig
+from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_images_fit
+from gmlp_scale.data.image_shards import ImageManifest
+from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.image_classifier import ImageClassifier
+from gmlp_scale.train.checkpointer import CheckpointConfig
+from gmlp_scale.world import World
+
+
+class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
+    """A recipe of image classification."""
+
+    launcher: ClassVar[str] = "launch/pretrain.py with task: images"
+    free_on_resume: ClassVar[tuple[str, ...]] = (*FREE_ON_RESUME, "data.num_workers", "data.prefetch_batches")
+
+    task: Literal["images"]
+    """What tells these recipes from those of masked language modelling."""
+    model: ModelConfig
+    """Its positions are the patches, and its vocabulary is that of the labels: vocab_size is the number of classes."""
+    patch_size: PositiveInt
+    """Pixels on a side of a patch. An image has as many patches as model.sequence_length, in a square. [pixels]"""
+    survival_probability: float = Field(1.0, gt=0, le=1)
+    """Stochastic depth: how likely the last block's residual branch stays; from 1 at the first block it falls evenly.
+    [fraction]"""
+    data: ImageDataConfig
+    augmentation: AugmentationConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def image_size(self) -> int:
+        """Pixels on a side of an image."""
+        return isqrt(self.model.sequence_length) * self.patch_size
+
+    def build_model(self) -> ImageClassifier:
+        head = partial(
+            ImageClassifier,
+            patch_size=self.patch_size,
+            survival_probability=self.survival_probability,
+            label_smoothing=self.augmentation.label_smoothing,
+        )
+        return build_model(self.model, head=head, seed=None)
+
+    def flops_per_step(self) -> int:
+        """Training FLOPs of one global batch: 3 x the forward pass."""
+        with torch.device("meta"):
+            return 3 * self.build_model().flops_per_sample() * self.train.global_batch_size
+
+    def num_rows(self) -> int:
+        """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
+        manifest = ImageManifest.load(self.data.shards)
+        check_images_fit(manifest, self.data.shards, self.model.vocab_size)
+        return manifest.num_rows("train")
+
+    def mistakes(self) -> Iterable[str]:
+        yield from super().mistakes()
+        num_patches, micro_batch_size = self.model.sequence_length, self.train.micro_batch_size
+        if isqrt(num_patches) ** 2 != num_patches:
+            yield f"model.sequence_length: found {num_patches}; needed: the patches of a square image, such as 196"
+        if micro_batch_size == "auto":
+            yield "train.micro_batch_size: found auto; needed: a number with task=images"
+        elif self.augmentation.mixes and micro_batch_size % 2:
+            needed = "an even number, or augmentation.mixup_alpha=0 and augmentation.cutmix_alpha=0: pairs are mixed"
+            yield f"train.micro_batch_size: found {micro_batch_size}; needed: {needed}"
+
+
+class Images:
+    """The Task of an ImagesConfig."""
+
+    def __init__(self, config: ImagesConfig):
+        self.config, self.train, self.optimizer = config, config.train, config.optimizer
+        self.tokens_per_step = config.tokens_per_step
+        self._loader: ImageLoader | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self._loader.manifest.num_rows("train")
+
+    @cached_property
+    def flops_per_step(self) -> int:
+        return self.config.flops_per_step()
+
+    @property
+    def data(self) -> str:
+        manifest = self._loader.manifest
+        sizes = f"{self.num_rows:,} images and {manifest.num_rows('heldout'):,} held out"
+        return f"{self.config.data.shards}, {sizes}, {len(manifest.classes):,} classes"
+
+    @property
+    def fingerprint(self) -> dict[str, str | int | list[str]]:
+        return self._loader.fingerprint()
+
+    def open_loader(self, world: World) -> ImageLoader:
+        config = self.config
+        self._loader = ImageLoader(
+            config.data,
+            config.augmentation,
+            image_size=config.image_size,
+            num_classes=config.model.vocab_size,
+            seed=config.seed,
+            global_batch_size=self.train.global_batch_size,
+            micro_batch_size=self.train.micro_batch_size,
+            rank=world.rank,
+            world_size=world.size,
+        )
+        return self._loader
+
+    def build_model(self) -> ImageClassifier:
+        return self.config.build_model()
+
+    def initialise(self, model: ImageClassifier) -> None:
+        model.init_weights(torch.Generator().manual_seed(self.config.seed))
+
+    def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
+        """Held-out loss, and the shares of images whose label is the likeliest or among the five likeliest."""
+        totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, top 1, top 5, images
+        batches = self._loader.heldout_batches(self.train.num_evaluation_rows)
+        for batch, num_counted in progress_bar(
+            batches, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main
+        ):
+            batch = batch.to(world.device)
+            logits_BC, labels_B = engine.predict(batch)[:num_counted], batch.labels_B[:num_counted]
+            loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")
+            is_right_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices == labels_B[:, None]
+            counted = loss.new_tensor(num_counted)
+            totals += torch.stack([loss, is_right_BK[:, 0].sum(), is_right_BK.sum(), counted]).double()
+        loss, top_1, top_5, num_images = world.sum(totals.tolist())
+        return {
+            "eval/loss": loss / num_images,
+            "eval/accuracy": top_1 / num_images,
+            "eval/top_5_accuracy": top_5 / num_images,
+        }
+
+    def finish(self, engine: Engine, world: World, step: int) -> None:
+        """Does nothing: the last checkpoint is the result."""

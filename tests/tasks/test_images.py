@@ -1,0 +1,93 @@
+"""The task of images: its evaluation, a run that stops and goes on, and its recipes' mistakes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gmlp_scale.config import ConfigError
+from gmlp_scale.run import load_recipe, pretrain
+from gmlp_scale.tasks.images import Images, ImagesConfig
+from gmlp_scale.train.log_files import read_metrics
+from tests.gloo_ranks import run_ranks
+from tests.written_images import prepare, write_image_folder
+
+RECIPE = Path(__file__).parents[2] / "configs" / "images" / "gmlp_ti.yaml"
+TINY = [
+    "name=tiny", "engine.kind=single", "model.num_blocks=2", "model.d_model=12", "model.d_ffn=16",
+    "model.sequence_length=9", "model.vocab_size=3", "patch_size=4", "survival_probability=0.8", "data.num_workers=1",
+    "augmentation.policy=none", "train.num_steps=6", "train.global_batch_size=8", "train.micro_batch_size=4",
+    "train.precision=float32", "train.compile=false", "train.log_every_steps=1", "train.evaluate_every_steps=6",
+    "optimizer.warmup_steps=1", "optimizer.peak_learning_rate=0.02",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    source = write_image_folder(folder / "photos")
+    prepare("--input", source, "--heldout-fraction", 0.25, "--output", folder / "shards", "--images-per-shard", 5)
+    return folder / "shards"
+
+
+def recipe(shards: Path, *overrides: str) -> ImagesConfig:
+    return load_recipe(RECIPE, [*TINY, f"data.shards={shards}", *overrides])
+
+
+def test_a_run_that_stops_goes_on_as_if_it_had_not(shards, tmp_path):
+    pretrain(recipe(shards, f"output_dir={tmp_path / 'whole'}"))
+    parts = f"output_dir={tmp_path / 'parts'}"
+    pretrain(recipe(shards, parts, "train.stop_after_step=3"))
+    pretrain(recipe(shards, parts, "data.num_workers=0", "train.micro_batch_size=4"))
+    whole, in_parts = (read_metrics(tmp_path / name / "tiny" / "metrics.jsonl") for name in ("whole", "parts"))
+    losses = [values["train/loss"] for values in whole if "train/loss" in values]
+    assert len(losses) == 6
+    assert [values["train/loss"] for values in in_parts if "train/loss" in values] == losses
+    assert in_parts[-1] == whole[-1] and 0 < whole[-1]["eval/accuracy"] <= whole[-1]["eval/top_5_accuracy"] == 1
+    assert all(0 <= values["perf/data_wait_fraction"] <= 1 for values in whole if "train/loss" in values)
+
+
+def _train(shards: Path, overrides: list[str]) -> None:
+    pretrain(recipe(shards, *overrides))
+
+
+def test_two_ranks_have_the_losses_of_one_process(shards, tmp_path):
+    places = [f"output_dir={tmp_path / 'one'}", "survival_probability=1"]
+    pretrain(recipe(shards, *places))
+    places = [f"output_dir={tmp_path / 'two'}", "survival_probability=1", "engine.kind=fsdp2"]
+    run_ranks(_train, 2, shards, places)
+    one, two = (read_metrics(tmp_path / name / "tiny" / "metrics.jsonl") for name in ("one", "two"))
+    for alone, together in zip(one, two, strict=True):
+        for tag in alone.keys() & {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}:
+            assert together[tag] == pytest.approx(alone[tag], rel=1e-5), tag
+
+
+def test_the_label_counts_among_the_likeliest_one_and_five(shards):
+    task = Images(recipe(shards, "data.num_workers=0", "train.num_evaluation_rows=5"))
+    world = SimpleNamespace(rank=0, size=1, is_main=True, device=torch.device("cpu"), sum=list)
+    loader = task.open_loader(world)
+    labels = torch.cat([batch.labels_B[:counted] for batch, counted in loader.heldout_batches(5)])
+    probabilities = torch.tensor([0.1, 0.7, 0.2])
+    engine = SimpleNamespace(predict=lambda batch: probabilities.log().expand(len(batch.labels_B), 3))
+    found = task.evaluate(engine, world, step=1)
+    assert found == {
+        "eval/loss": pytest.approx(-probabilities.log()[labels].mean().item()),
+        "eval/accuracy": (labels == 1).double().mean().item(),
+        "eval/top_5_accuracy": 1.0,
+    }
+
+
+def test_a_recipe_says_what_is_wrong_with_it(shards):
+    wrong = ["model.sequence_length=10", "train.micro_batch_size=1", "augmentation.policy=mine", "data.packing=packed"]
+    assert "needed: the patches of a square image" in _mistake(shards, *wrong[:2])
+    assert "needed: an even number, or augmentation.mixup_alpha=0" in _mistake(shards, *wrong[:2])
+    assert "'autoaugment'" in _mistake(shards, wrong[2])
+    assert "data.packing: unknown field" in _mistake(shards, wrong[3])
+    assert "found auto; needed: a number with task=images" in _mistake(shards, "train.micro_batch_size=auto")
+
+
+def _mistake(shards: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        recipe(shards, *overrides)
+    return str(caught.value)
