@@ -3,10 +3,12 @@
 python launch/plot_model.py filters --run outputs/gmlp_base --output filters.png
 python launch/plot_model.py matrices --run outputs/gmlp_base --blocks 0 5 11 --output matrices.png
 python launch/plot_model.py attention --export exports/amlp_base --text-a "He ran." --text-b "He sat." --output a.png
+python launch/plot_model.py image-filters --run outputs/gmlp_s --blocks 0 14 29 --output image_filters.png
 python launch/plot_model.py scaling --runs outputs/small outputs/base outputs/large --output scaling.png
 
 filters: what W gives the middle position, for each block (Figure 4). matrices: the whole W (Figure 9). attention: each
 pair's maximum over the tiny attentions of the first half of the blocks (appendix D), or the attention of the --blocks.
+image-filters: what W gives some patches of an image (Figure 3), of a run with task: images.
 scaling: the last held-out perplexity of runs against their parameters, with a power law (Figure 8).
 """
 
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
+from gmlp_scale.export.image_models import read_image_run
 from gmlp_scale.files import print_error
 from gmlp_scale.filters import draw_filters
 from gmlp_scale.run import USER_ERRORS, exit_code
@@ -31,6 +34,10 @@ def main() -> int:
     try:
         if options.picture == "scaling":
             figure, step = _scaling(options.runs), 0
+        elif options.picture == "image-filters":
+            trained = read_image_run(options.run, options.step)
+            matrices = arrays.chosen_blocks(arrays.image_matrices(trained), options.blocks)
+            figure, step = pictures.draw_image_filters(matrices), trained.details["step"]
         else:
             if options.export and options.step is not None:
                 raise ValueError("--step needs --run: an export has only one step")
@@ -68,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--text-a", required=True)
     attention.add_argument("--text-b", required=True)
     attention.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks, from 0 (default: the first half)")
+    image_filters = pictures_by_name.add_parser("image-filters", parents=[output])
+    image_filters.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
+    image_filters.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
+    image_filters.add_argument("--blocks", type=int, nargs="+", required=True, help="numbers of blocks, from 0")
     scaling = pictures_by_name.add_parser("scaling", parents=[output])
     scaling.set_defaults(run=None)
     scaling.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")

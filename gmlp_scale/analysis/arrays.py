@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
+from gmlp_scale.export.image_models import TrainedClassifier
 from gmlp_scale.filters import spatial_filters
-from gmlp_scale.models.gmlp import GmlpBlock
+from gmlp_scale.models.gmlp import GmlpBlock, GmlpConfig
+from gmlp_scale.models.toeplitz import toeplitz
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import TrainedModel, TrainedModelError, read_recipe
@@ -26,6 +28,14 @@ def spatial_matrices(trained: TrainedModel) -> list[np.ndarray]:
     if not all(isinstance(block, GmlpBlock) for block in model.blocks):
         raise _no_spatial_projections(trained)
     return [block.gating.spatial_weights(model.sequence_length)[0].numpy() for block in model.blocks]
+
+
+def image_matrices(trained: TrainedClassifier) -> list[np.ndarray]:
+    """W_NN of every block of an image classifier, float32. TrainedModelError if it has none."""
+    if not isinstance(trained.model, GmlpConfig):
+        raise TrainedModelError(f"{trained.name} has no spatial projections: give a gMLP or an aMLP")
+    weights = [trained.weights[f"blocks.{number}.gating.weight"] for number in range(trained.model.num_blocks)]
+    return [(toeplitz(weight) if weight.ndim == 1 else weight).numpy() for weight in weights]
 
 
 def filters_of(trained: TrainedModel) -> list[np.ndarray]:

@@ -1,6 +1,7 @@
 """Draws what arrays.py computes. Each function returns a matplotlib figure."""
 
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,9 @@ from gmlp_scale.filters import figure_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NUM_PATCHES = 8
+"""Of each block in draw_image_filters."""
+
 
 def draw_matrices(matrices: Mapping[int, np.ndarray]) -> "Figure":
     """The spatial matrices of some blocks, by the block's number, as in the paper's Figure 9."""
@@ -20,6 +24,26 @@ def draw_matrices(matrices: Mapping[int, np.ndarray]) -> "Figure":
         image = axes.imshow(matrix_NN, cmap="RdBu_r", vmin=-limit, vmax=limit)
         axes.set(title=f"block {number}", xlabel="from position", ylabel="to position")
         figure.colorbar(image, ax=axes, shrink=0.8)
+    return figure
+
+
+def draw_image_filters(matrices: Mapping[int, np.ndarray]) -> "Figure":
+    """What W gives some patches of an image, as in the paper's Figure 3: a row for each block, by its number.
+
+    The patches are NUM_PATCHES, evenly spread in reading order. Each is framed in its picture.
+    """
+    from matplotlib.patches import Rectangle
+
+    side = isqrt(len(next(iter(matrices.values()))))
+    patches = np.linspace(0, side**2 - 1, NUM_PATCHES).round().astype(int)
+    figure, grid = figure_of(len(matrices) * NUM_PATCHES, NUM_PATCHES, width=1.2, height=1.3)
+    shown = ((number, matrix_NN[patch], patch) for number, matrix_NN in matrices.items() for patch in patches)
+    for axes, (number, filter_N, patch) in zip(grid, shown, strict=True):
+        limit = np.abs(filter_N).max()
+        axes.imshow(filter_N.reshape(side, side), cmap="RdBu_r", vmin=-limit, vmax=limit)
+        axes.add_patch(Rectangle((patch % side - 0.5, patch // side - 0.5), 1, 1, fill=False))
+        axes.set_title(f"block {number}, patch {patch}", fontsize=5)
+        axes.set_axis_off()
     return figure
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 CONFIGURATION = "gmlp_scale.export.hugging_face.configuration_gmlp"
 MODELING = "gmlp_scale.export.hugging_face.modeling_gmlp"
 QUESTION_ANSWERING = "gmlp_scale.export.hugging_face.answering_pipeline"
+IMAGES = "gmlp_scale.export.hugging_face.modeling_gmlp_images"
 PLAIN_CONFIG = "gmlp_scale.export.hugging_face.plain_config"
 
 _IMPORT = re.compile(r"^from (gmlp_scale[\w.]*) import", flags=re.MULTILINE)
 
 
-def copy_sources(folder: Path) -> None:
-    """Writes the files of hugging_face/, and every module that they import, into `folder`."""
-    waiting, source_of = [CONFIGURATION, MODELING, QUESTION_ANSWERING], {}
+def copy_sources(folder: Path, modeling: str = MODELING) -> None:
+    """Writes the files of hugging_face/ for text or images, and every module that they import, into `folder`."""
+    waiting, source_of = [CONFIGURATION, modeling, *([QUESTION_ANSWERING] if modeling == MODELING else [])], {}
     while waiting:
         module = waiting.pop()
         if module not in source_of:
@@ -29,8 +30,8 @@ def copy_sources(folder: Path) -> None:
     names = {_flat_name(module) for module in source_of}
     assert len(names) == len(source_of), f"two modules of one name: {sorted(source_of)}"
     # From a local folder transformers 4 takes only the files that the modeling file imports directly.
-    others = sorted(names - {_flat_name(MODELING)})
-    source_of[MODELING] += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in others)
+    others = sorted(names - {_flat_name(modeling)})
+    source_of[modeling] += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in others)
     for module, source in source_of.items():
         flat = _IMPORT.sub(lambda found: f"from .{_flat_name(found[1])} import", source)
         (folder / f"{_flat_name(module)}.py").write_text(flat, encoding="utf-8")

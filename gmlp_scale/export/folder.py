@@ -118,7 +118,7 @@ def write_export(
     config = _transformers_config(model, head, labels) | {"row_length": row_length, "details": details}
     if document_stride:
         config["document_stride"] = document_stride
-    with _new_folder(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -192,7 +192,7 @@ def check_is_free(folder: Path) -> None:
 
 
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """A sibling that takes the folder's place if the block succeeds, and is removed if it fails."""
     check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,195 @@
+"""Image classifiers as Hugging Face folders and as files with timm's names, from a run or from timm's weights.
+
+A folder holds model.safetensors, config.json, preprocessor_config.json (the image processor: the centre crop of the
+evaluation), code that needs torch and transformers but not this package, a model card, and the checksum of each.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gmlp_scale.config import load_config
+from gmlp_scale.data.augmentation import CENTRE_CROP
+from gmlp_scale.export.carried_code import IMAGES, copy_sources
+from gmlp_scale.export.folder import new_folder, without_local_places
+from gmlp_scale.export.timm_weights import from_timm, to_timm
+from gmlp_scale.files import read_file
+from gmlp_scale.models import ModelConfig, with_kernels
+from gmlp_scale.models.gmlp import GmlpConfig
+from gmlp_scale.tasks.images import ImagesConfig
+from gmlp_scale.trained import (
+    CHECKSUMS_NAME,
+    MODEL_TYPE,
+    PREFIX,
+    WEIGHTS_NAME,
+    TrainedModelError,
+    read_weights,
+    sha256_of,
+)
+
+_BICUBIC = 3  # Pillow's number
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    name: str
+    model: ModelConfig
+    patch_size: int
+    """Pixels on a side of a patch."""
+    classes: tuple[str, ...]
+    weights: dict[str, Tensor]
+    """Float32, by the parameter names of an ImageClassifier."""
+    details: dict[str, Any]
+    """Where the weights came from; JSON-able."""
+
+    @property
+    def image_size(self) -> int:
+        return isqrt(self.model.sequence_length) * self.patch_size
+
+
+def read_image_run(run_folder: str | Path, step: int | None = None) -> TrainedClassifier:
+    """The newest good checkpoint of a run with `task: images`, or the one after `step`.
+
+    Raises:
+        TrainedModelError, CheckpointError, ConfigError: there is no such run or checkpoint, or it is of another task.
+    """
+    path = f"{run_folder}/config.yaml"
+    try:
+        read_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise TrainedModelError(
+            f"no run at {run_folder}: {path} does not exist; give OUTPUT_DIR/NAME of a run"
+        ) from None
+    config = load_config(ImagesConfig, path)
+    checkpoint, weights = read_weights(run_folder, step)
+    return TrainedClassifier(
+        name=config.name,
+        model=with_kernels(config.model, "auto"),
+        patch_size=config.patch_size,
+        classes=tuple(checkpoint.details["data"]["classes"]),
+        weights=weights,
+        details={"step": checkpoint.step, **checkpoint.details},
+    )
+
+
+def read_timm(path: Path) -> TrainedClassifier:
+    """A safetensors file of timm's gMLP. Its classes are named by their numbers.
+
+    Raises:
+        TrainedModelError, OSError: the file is not that.
+    """
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise TrainedModelError(f"{path} is no safetensors file ({error})") from error
+    weights = {name: tensor.float() for name, tensor in from_timm(state).items()}
+    blocks = {int(found[1]) for name in weights if (found := re.match(r"blocks\.(\d+)\.", name))}
+    try:
+        d_ffn, d_model = weights["blocks.0.expand.weight"].shape
+        model = GmlpConfig(
+            num_blocks=len(blocks),
+            d_model=d_model,
+            d_ffn=d_ffn,
+            spatial="dense",
+            sequence_length=len(weights["blocks.0.gating.bias"]),
+            vocab_size=len(weights["classifier.bias"]),
+        )
+    except KeyError as error:
+        raise TrainedModelError(f"{path} is not a whole gMLP of timm: it lacks our {error}") from None
+    classes = tuple(map(str, range(model.vocab_size)))
+    return TrainedClassifier(
+        path.stem, model, state["stem.proj.weight"].shape[-1], classes, weights, {"timm": path.name}
+    )
+
+
+def write_timm(trained: TrainedClassifier, path: Path) -> None:
+    """Writes a safetensors file with timm's names. TrainedModelError if timm has no such model."""
+    state = to_timm(trained.weights, trained.patch_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
+
+
+def write_image_export(trained: TrainedClassifier, folder: Path) -> None:
+    """Writes the folder whole or not at all. ExportError if it is not empty."""
+    with new_folder(folder) as unfinished:
+        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in trained.weights.items()}
+        save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
+        for name, content in (("config", _config(trained)), ("preprocessor_config", _processor(trained))):
+            (unfinished / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)  # safetensors gives it to its owner only
+        copy_sources(unfinished, modeling=IMAGES)
+        (unfinished / "README.md").write_text(_card(trained), encoding="utf-8")
+        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
+        (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
+
+
+def _config(trained: TrainedClassifier) -> dict[str, Any]:
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": ["GmlpScaleForImageClassification"],
+        "auto_map": {
+            "AutoConfig": "configuration_gmlp.GmlpScaleConfig",
+            "AutoModelForImageClassification": "modeling_gmlp_images.GmlpScaleForImageClassification",
+        },
+        "dtype": "float32",
+        **trained.model.model_dump(mode="json", exclude={"kernels"}),
+        "patch_size": trained.patch_size,
+        "image_size": trained.image_size,
+        "id2label": dict(enumerate(trained.classes)),
+        "label2id": {label: number for number, label in enumerate(trained.classes)},
+        "details": without_local_places(trained.details),
+    }
+
+
+def _processor(trained: TrainedClassifier) -> dict[str, Any]:
+    """The evaluation's: the shorter side to image_size / 0.875, and then the centre."""
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": round(trained.image_size / CENTRE_CROP)},
+        "resample": _BICUBIC,
+        "do_center_crop": True,
+        "crop_size": {"height": trained.image_size, "width": trained.image_size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+
+
+def _card(trained: TrainedClassifier) -> str:
+    num_parameters = sum(tensor.numel() for tensor in trained.weights.values())
+    model, size = trained.model, trained.image_size
+    return f"""---
+library_name: transformers
+pipeline_tag: image-classification
+tags:
+- {model.kind}
+---
+
+# {trained.name}
+
+A {model.display_name} for images of {size} x {size} in patches of {trained.patch_size} x {trained.patch_size}
+("Pay Attention to MLPs", section 3): {num_parameters:,} parameters, {model.num_blocks} blocks and
+{len(trained.classes):,} classes.
+
+```python
+from transformers import AutoImageProcessor, pipeline
+
+processor = AutoImageProcessor.from_pretrained("THIS_FOLDER")
+classify = pipeline("image-classification", "THIS_FOLDER", image_processor=processor, trust_remote_code=True)
+print(classify("photo.jpg"))
+```
+
+The image processor takes the centre of the image, {CENTRE_CROP} of its shorter side, as the evaluation in training did.
+"""

@@ -1,0 +1,104 @@
+"""Image classifiers leave a run for transformers and timm, and come back from timm's weights."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+from gmlp_scale.data.augmentation import centre_crop
+from gmlp_scale.data.batch import ImageBatch
+from gmlp_scale.run import load_recipe, pretrain
+from gmlp_scale.trained import copy_weights, read_weights
+from launch import export_images, plot_model
+from tests.written_images import CLASSES, prepare, write_image_folder
+
+RECIPE = Path(__file__).parents[2] / "configs" / "images" / "mnist.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    source = write_image_folder(folder / "photos", size=(50, 40))
+    prepare("--input", source, "--heldout-fraction", 0.25, "--output", folder / "shards")
+    sizes = [
+        "model.num_blocks=2", "model.d_model=12", "model.d_ffn=16", "model.vocab_size=3", "data.num_workers=0",
+        "train.num_steps=2", "train.global_batch_size=4", "train.micro_batch_size=4", "optimizer.warmup_steps=1",
+    ]  # fmt: skip
+    pretrain(load_recipe(RECIPE, [*sizes, f"data.shards={folder / 'shards'}", f"output_dir={folder}"]))
+    return folder / "mnist"
+
+
+def launched(*arguments: object) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["export_images.py", *map(str, arguments)])
+        return export_images.main()
+
+
+def our_logits(run: Path, jpeg: bytes) -> torch.Tensor:
+    config = load_recipe(run / "config.yaml")
+    model = config.build_model().eval()
+    copy_weights(model, read_weights(run)[1])
+    with torch.no_grad():
+        return model.predict(ImageBatch(centre_crop(jpeg, config.image_size)[None], None, None, None))
+
+
+def photo(run: Path) -> Path:
+    return run.parent / "photos/bee/0.jpg"
+
+
+def test_transformers_gives_the_same_logits_and_names(run, tmp_path):
+    folder = tmp_path / "export"
+    assert launched("--run", run, "--output", folder) == 0
+    expected = our_logits(run, photo(run).read_bytes())
+    processor = AutoImageProcessor.from_pretrained(folder)
+    model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)
+    inputs = processor(Image.open(photo(run)), return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+        loss = model(**inputs, labels=torch.tensor([1])).loss
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(expected, torch.tensor([1])))
+    classify = pipeline("image-classification", model=model, image_processor=processor)
+    found = {answer["label"]: answer["score"] for answer in classify(str(photo(run)))}
+    assert found == pytest.approx(dict(zip(CLASSES, expected.softmax(-1)[0].tolist(), strict=True)), abs=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again/model.safetensors")
+    assert saved.keys() == load_file(folder / "model.safetensors").keys()
+
+
+def test_weights_go_to_timm_and_come_back(run, tmp_path):
+    assert launched("--run", run, "--output-timm", tmp_path / "timm.safetensors") == 0
+    state = load_file(tmp_path / "timm.safetensors")
+    assert state["stem.proj.weight"].shape == (12, 3, 4, 4)
+    assert state["blocks.1.mlp_channels.gate.proj.weight"].shape == (49, 49)
+    assert launched("--timm", tmp_path / "timm.safetensors", "--output", tmp_path / "export") == 0
+    back = load_file(tmp_path / "export/model.safetensors")
+    weights = read_weights(run)[1]
+    assert back.keys() == {f"model.{name}" for name in weights}
+    assert all(torch.equal(back[f"model.{name}"], weight) for name, weight in weights.items())
+
+
+def test_a_picture_of_what_blocks_give_to_patches(run, tmp_path, monkeypatch):
+    path = tmp_path / "filters.png"
+    words = ["plot_model.py", "image-filters", "--run", str(run), "--blocks", "0", "1", "--output", str(path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert plot_model.main() == 0
+    with Image.open(path) as picture:
+        assert min(picture.size) > 200 and len(picture.getcolors(10**7)) > 50
+
+
+def test_mistakes_are_one_clear_message(run, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/a").touch()
+    (tmp_path / "no.safetensors").write_bytes(b"no")
+    for arguments, found in (
+        (["--run", tmp_path / "nothing", "--output", tmp_path / "a"], "no run at"),
+        (["--run", run, "--output", tmp_path / "full"], "is there already"),
+        (["--run", run, "--step", 1, "--output", tmp_path / "a"], "has no checkpoint of step 1"),
+        (["--timm", tmp_path / "no.safetensors", "--output", tmp_path / "a"], "is no safetensors file"),
+    ):
+        assert launched(*arguments) == 2
+        assert found in capsys.readouterr().err
