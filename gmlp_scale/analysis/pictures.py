@@ -12,9 +12,6 @@ from gmlp_scale.filters import figure_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NUM_PATCHES = 8
-"""Of each block in draw_image_filters."""
-
 
 def draw_matrices(matrices: Mapping[int, np.ndarray]) -> "Figure":
     """The spatial matrices of some blocks, by the block's number, as in the paper's Figure 9."""
@@ -30,13 +27,14 @@ def draw_matrices(matrices: Mapping[int, np.ndarray]) -> "Figure":
 def draw_image_filters(matrices: Mapping[int, np.ndarray]) -> "Figure":
     """What W gives some patches of an image, as in the paper's Figure 3: a row for each block, by its number.
 
-    The patches are NUM_PATCHES, evenly spread in reading order. Each is framed in its picture.
+    The patches are nine that are spread over the image. Each is framed in its picture.
     """
     from matplotlib.patches import Rectangle
 
     side = isqrt(len(next(iter(matrices.values()))))
-    patches = np.linspace(0, side**2 - 1, NUM_PATCHES).round().astype(int)
-    figure, grid = figure_of(len(matrices) * NUM_PATCHES, NUM_PATCHES, width=1.2, height=1.3)
+    places = (side // 6, side // 2, side - 1 - side // 6)
+    patches = [row * side + column for row in places for column in places]
+    figure, grid = figure_of(len(matrices) * len(patches), len(patches), width=1.2, height=1.3)
     shown = ((number, matrix_NN[patch], patch) for number, matrix_NN in matrices.items() for patch in patches)
     for axes, (number, filter_N, patch) in zip(grid, shown, strict=True):
         limit = np.abs(filter_N).max()

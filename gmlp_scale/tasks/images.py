@@ -5,6 +5,7 @@ A row is an image and a position in it is a patch. The order of the rows is that
 
 from collections.abc import Iterable
 from functools import cached_property, partial
+from importlib.util import find_spec
 from math import isqrt
 from typing import ClassVar, Literal
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
 from gmlp_scale.bars import progress_bar
-from gmlp_scale.config import FREE_ON_RESUME, PretrainingRecipe
+from gmlp_scale.config import FREE_ON_RESUME, ConfigError, PretrainingRecipe
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_images_fit
 from gmlp_scale.data.image_shards import ImageManifest
@@ -111,6 +112,8 @@ class Images:
 
     def open_loader(self, world: World) -> ImageLoader:
         config = self.config
+        if not find_spec("kornia"):
+            raise ConfigError(config.name, ["augmentation: found no kornia; needed: it, or the extra `images`"])
         self._loader = ImageLoader(
             config.data,
             config.augmentation,

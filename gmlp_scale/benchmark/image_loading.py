@@ -1,0 +1,134 @@
+"""The loader of images beside a plain torch DataLoader over JPEG files, with the same transforms and one worker each.
+
+Images are counted per second of CPU time of the process and its worker, so other programs on the machine matter less.
+"""
+
+import io
+import resource
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from gmlp_scale.data.augmentation import Augmentation
+from gmlp_scale.data.batch import ImageBatch
+from gmlp_scale.data.image_loader import ImageLoader
+from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
+from gmlp_scale.data.shards import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.files import write_file, write_text
+from gmlp_scale.tasks.images import ImagesConfig
+from gmlp_scale.trained import sha256_of
+
+IMAGE_SIZE = (500, 375)
+"""Width and height, the commonest of ImageNet."""
+IMAGES_PER_SHARD = 32
+BATCH_SIZE = 16
+
+
+def measure_image_loading(run: ImagesConfig, num_images: int, num_rounds: int) -> dict:
+    """Images per second and core of both loaders, medians of rounds in which they take turns, and their ratio."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_images(folder, num_images, run.model.vocab_size)
+        loaders = {"gmlp_scale": _ours(run, folder, num_images), "plain_dataloader": _plain(run, folder, num_images)}
+        seconds: dict[str, list[float]] = {name: [] for name in loaders}
+        for _ in range(num_rounds):
+            for name, take_all in loaders.items():
+                seconds[name].append(_cpu_seconds(take_all))
+    rates = {name: num_images / median(spent) for name, spent in seconds.items()}
+    ratio = rates["gmlp_scale"] / rates["plain_dataloader"]
+    return {"images_per_core_second": rates, "ratios": {"over_plain_dataloader": ratio}}
+
+
+def _write_images(folder: Path, num_images: int, num_classes: int) -> None:
+    """The same smooth pictures as shards and as files."""
+    noise, images = np.random.default_rng(0), []
+    for number in range(num_images):
+        coarse = Image.fromarray(noise.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+        file = io.BytesIO()
+        coarse.resize(IMAGE_SIZE, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+        images.append(StoredImage(file.getvalue(), number % num_classes))
+        (folder / f"{number:06d}.jpg").write_bytes(file.getvalue())
+    splits = {}
+    for split in ("train", "heldout"):
+        shards = []
+        for first in range(0, num_images if split == "train" else 1, IMAGES_PER_SHARD):
+            part = images[first : first + IMAGES_PER_SHARD] if split == "train" else images[:1]
+            path = folder / f"shards/{split}/{split}-{first:06d}.tar"
+            write_file(path, pack_images(part))
+            facts = {"rows": len(part), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            shards.append(Shard(name=f"{split}/{path.name}", **facts))
+        splits[split] = tuple(shards)
+    classes = tuple(map(str, range(num_classes)))
+    manifest = ImageManifest(classes=classes, total_rows={"train": num_images, "heldout": 1}, splits=Splits(**splits))
+    write_text(folder / "shards" / MANIFEST_NAME, manifest.to_json())
+
+
+def _ours(run: ImagesConfig, folder: Path, num_images: int) -> Callable[[], None]:
+    data = run.data.model_copy(update={"shards": str(folder / "shards"), "num_workers": 1})
+    loader = ImageLoader(
+        data,
+        run.augmentation,
+        image_size=run.image_size,
+        num_classes=run.model.vocab_size,
+        seed=0,
+        global_batch_size=BATCH_SIZE,
+        micro_batch_size=BATCH_SIZE,
+        rank=0,
+        world_size=1,
+    )
+
+    def take_all() -> None:
+        for _ in loader.steps(0, num_images // BATCH_SIZE):
+            pass
+
+    return take_all
+
+
+class _Files(Dataset):
+    """Augmented images of a folder, as people write a Dataset."""
+
+    def __init__(self, folder: Path, augmentation: Augmentation, num_classes: int):
+        self.paths, self.augmentation, self.num_classes = sorted(folder.glob("*.jpg")), augmentation, num_classes
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.augmentation.image(self.paths[index].read_bytes(), 0, index), index % self.num_classes
+
+
+def _plain(run: ImagesConfig, folder: Path, num_images: int) -> Callable[[], None]:
+    augmentation = Augmentation(run.augmentation, run.image_size, seed=0)
+
+    def collated(samples: list[tuple[torch.Tensor, int]]) -> ImageBatch:
+        labels_B = torch.tensor([label for _, label in samples])
+        images_B3HW = torch.stack([image for image, _ in samples])
+        batch = ImageBatch(images_B3HW, labels_B, labels_B, torch.ones(len(samples)))
+        return augmentation.mixed(batch, np.zeros(len(samples), np.int64), np.arange(len(samples)))
+
+    files = _Files(folder, augmentation, run.model.vocab_size)
+
+    def take_all() -> None:
+        options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": collated}
+        for _ in DataLoader(files, BATCH_SIZE, shuffle=True, **options):
+            pass
+
+    return take_all
+
+
+def _cpu_seconds(function: Callable[[], None]) -> float:
+    """Of this process and of the workers that end within the call."""
+    before = _cpu_seconds_so_far()
+    function()
+    return _cpu_seconds_so_far() - before
+
+
+def _cpu_seconds_so_far() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
