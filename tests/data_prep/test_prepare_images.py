@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import os
+import signal
 import struct
 import sys
 import tarfile
@@ -18,6 +20,8 @@ from PIL import Image
 from data_prep import verify_shards
 from gmlp_scale.data.image_shards import ImageManifest
 from gmlp_scale.data.shards import ShardError
+from gmlp_scale.prepare.job_folder import JobFolder
+from tests.forked import fork
 from tests.written_images import CLASSES, prepare, stored_images, write_image_folder
 
 
@@ -123,17 +127,32 @@ def test_shards_of_images_are_verified(folder, tmp_path, monkeypatch, capsys):
     assert "heldout/heldout-000001.tar is corrupt" in lines[1]
 
 
-def test_a_job_goes_on_and_writes_the_same_bytes(folder, tmp_path, capsys):
+def _prepare_and_die(arguments: list, num_receipts: int) -> None:
+    """Is killed when it has so many receipts and would write the next."""
+    write = JobFolder.write
+
+    def dying_write(job: JobFolder, name: str, content: object) -> None:
+        if name.startswith("receipts/") and len(job.read_all("receipts")) == num_receipts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(job, name, content)
+
+    JobFolder.write = dying_write
+    prepare(*arguments)
+
+
+def test_a_killed_job_goes_on_and_writes_the_same_bytes(folder, tmp_path, capsys):
     command = ["--input", folder, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output"]
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert prepare(*command, undisturbed, "--workers", 2) == prepare(*command, disturbed) == 0
-    # A job that was killed has neither a manifest nor the receipts of the shards that it was writing.
-    (disturbed / "manifest.json").unlink()
-    (disturbed / "job/receipts/train-train-000001.tar.json").unlink()
-    (disturbed / "train/train-000001.tar").unlink()
-    kept = (disturbed / "train/train-000002.tar").stat().st_mtime_ns
+    assert prepare(*command, undisturbed, "--workers", 2) == 0
+    for num_receipts in (1, 4):
+        job = fork(_prepare_and_die, [*command, disturbed], num_receipts)
+        job.join()
+        assert job.exitcode == -signal.SIGKILL
+        assert not (disturbed / "manifest.json").exists()
+        assert len(list((disturbed / "job/receipts").iterdir())) == num_receipts
+    written = {path: path.stat().st_mtime_ns for path in (disturbed / "train").glob("*.tar")}
     assert prepare(*command, disturbed) == 0
-    assert (disturbed / "train/train-000002.tar").stat().st_mtime_ns == kept
+    assert sum(path.stat().st_mtime_ns == time for path, time in written.items()) >= 3  # those with a receipt
     names = ["manifest.json", *(f"{path.parent.name}/{path.name}" for path in undisturbed.glob("*/*.tar"))]
     assert len(names) == 7
     assert all((undisturbed / name).read_bytes() == (disturbed / name).read_bytes() for name in names)
