@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from gmlp_scale.export.carried_code import IMAGES, copy_sources
 from gmlp_scale.export.folder import new_folder, without_local_places
 from gmlp_scale.export.timm_weights import from_timm, to_timm
 from gmlp_scale.files import read_file
-from gmlp_scale.models import ModelConfig, with_kernels
+from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.gmlp import GmlpConfig
+from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.tasks.images import ImagesConfig
 from gmlp_scale.trained import (
     CHECKSUMS_NAME,
@@ -31,6 +33,7 @@ from gmlp_scale.trained import (
     PREFIX,
     WEIGHTS_NAME,
     TrainedModelError,
+    copy_weights,
     read_weights,
     sha256_of,
 )
@@ -53,6 +56,12 @@ class TrainedClassifier:
     @property
     def image_size(self) -> int:
         return isqrt(self.model.sequence_length) * self.patch_size
+
+    def build(self) -> ImageClassifier:
+        """The model in float32, on the CPU, in evaluation mode."""
+        model = build_model(self.model, head=partial(ImageClassifier, patch_size=self.patch_size), seed=None)
+        copy_weights(model, self.weights)
+        return model.eval()
 
 
 def read_image_run(run_folder: str | Path, step: int | None = None) -> TrainedClassifier:

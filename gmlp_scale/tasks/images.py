@@ -3,7 +3,7 @@
 A row is an image and a position in it is a patch. The order of the rows is that of pretraining.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from importlib.util import find_spec
 from math import isqrt
@@ -12,10 +12,12 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveInt
+from torch import Tensor
 
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.config import FREE_ON_RESUME, ConfigError, PretrainingRecipe
 from gmlp_scale.data.augmentation import AugmentationConfig
+from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_images_fit
 from gmlp_scale.data.image_shards import ImageManifest
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
@@ -134,24 +136,31 @@ class Images:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
-        """Held-out loss, and the shares of images whose label is the likeliest or among the five likeliest."""
-        totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, top 1, top 5, images
         batches = self._loader.heldout_batches(self.train.num_evaluation_rows)
-        for batch, num_counted in progress_bar(
-            batches, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main
-        ):
-            batch = batch.to(world.device)
-            logits_BC, labels_B = engine.predict(batch)[:num_counted], batch.labels_B[:num_counted]
-            loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")
-            is_right_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices == labels_B[:, None]
-            counted = loss.new_tensor(num_counted)
-            totals += torch.stack([loss, is_right_BK[:, 0].sum(), is_right_BK.sum(), counted]).double()
-        loss, top_1, top_5, num_images = world.sum(totals.tolist())
-        return {
-            "eval/loss": loss / num_images,
-            "eval/accuracy": top_1 / num_images,
-            "eval/top_5_accuracy": top_5 / num_images,
-        }
+        return {f"eval/{name}": value for name, value in evaluate_images(engine.predict, batches, world).items()}
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
         """Does nothing: the last checkpoint is the result."""
+
+
+def evaluate_images(
+    predict: Callable[[ImageBatch], Tensor], batches: Iterable[tuple[ImageBatch, int]], world: World
+) -> dict[str, float]:
+    """The loss, and the shares of images whose label is the likeliest (accuracy) or among the five likeliest.
+
+    Args:
+        predict: an engine's or a model's; returns logits_BC.
+        batches: this rank's, as ImageLoader.heldout_batches gives them. All ranks must have equally many.
+    """
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, top 1, top 5, images
+    for batch, num_counted in progress_bar(
+        batches, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main
+    ):
+        batch = batch.to(world.device)
+        logits_BC, labels_B = predict(batch)[:num_counted], batch.labels_B[:num_counted]
+        loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")
+        is_right_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices == labels_B[:, None]
+        counted = loss.new_tensor(num_counted)
+        totals += torch.stack([loss, is_right_BK[:, 0].sum(), is_right_BK.sum(), counted]).double()
+    loss, top_1, top_5, num_images = world.sum(totals.tolist())
+    return {"loss": loss / num_images, "accuracy": top_1 / num_images, "top_5_accuracy": top_5 / num_images}

@@ -1,5 +1,6 @@
 """Image classifiers leave a run for transformers and timm, and come back from timm's weights."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 
 from gmlp_scale.data.augmentation import centre_crop
 from gmlp_scale.data.batch import ImageBatch
+from gmlp_scale.export.image_models import read_image_run
 from gmlp_scale.run import load_recipe, pretrain
-from gmlp_scale.trained import copy_weights, read_weights
-from launch import export_images, plot_model
+from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.trained import read_weights
+from launch import evaluate_images, export_images, plot_model
 from tests.written_images import CLASSES, prepare, write_image_folder
 
 RECIPE = Path(__file__).parents[2] / "configs" / "images" / "mnist.yaml"
@@ -39,11 +42,9 @@ def launched(*arguments: object) -> int:
 
 
 def our_logits(run: Path, jpeg: bytes) -> torch.Tensor:
-    config = load_recipe(run / "config.yaml")
-    model = config.build_model().eval()
-    copy_weights(model, read_weights(run)[1])
+    trained = read_image_run(run)
     with torch.no_grad():
-        return model.predict(ImageBatch(centre_crop(jpeg, config.image_size)[None], None, None, None))
+        return trained.build().predict(ImageBatch(centre_crop(jpeg, trained.image_size)[None], None, None, None))
 
 
 def photo(run: Path) -> Path:
@@ -67,6 +68,15 @@ def test_transformers_gives_the_same_logits_and_names(run, tmp_path):
     model.save_pretrained(tmp_path / "again")
     saved = load_file(tmp_path / "again/model.safetensors")
     assert saved.keys() == load_file(folder / "model.safetensors").keys()
+
+
+def test_an_evaluation_is_that_of_the_run(run, tmp_path, monkeypatch):
+    words = ["evaluate_images.py", "--run", str(run), "--shards", str(run.parent / "shards"), "--workers", "0"]
+    monkeypatch.setattr(sys, "argv", [*words, "--batch-size", "5", "--output", str(tmp_path / "scores.json")])
+    assert evaluate_images.main() == 0
+    found, expected = json.loads((tmp_path / "scores.json").read_text()), read_metrics(run / "metrics.jsonl")[-1]
+    assert found.pop("images") == 6 and expected.pop("step") == 2
+    assert {f"eval/{name}": value for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
 
 
 def test_weights_go_to_timm_and_come_back(run, tmp_path):

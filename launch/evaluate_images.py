@@ -1,0 +1,74 @@
+"""Evaluates an image classifier on the held-out images of shards: loss, top-1 and top-5 accuracy on the centre crop.
+
+python launch/evaluate_images.py --run outputs/gmlp_s --shards data/imagenet
+python launch/evaluate_images.py --timm gmlp_s16_224.safetensors --shards data/imagenet --output scores.json
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from gmlp_scale.data.augmentation import AugmentationConfig
+from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
+from gmlp_scale.export.image_models import TrainedClassifier, read_image_run, read_timm
+from gmlp_scale.files import print_error, write_text
+from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.tasks.images import evaluate_images
+from gmlp_scale.world import World, start_world
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="of a recipe with task: images")
+    source.add_argument("--timm", type=Path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
+    parser.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
+    parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="a folder of prepare_images.py")
+    parser.add_argument("--cache-dir", metavar="DIR", help="for copies of the shards; a URL needs one (default: none)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images at once (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that decode (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    options = parser.parse_args()
+    if options.step is not None and options.timm:
+        parser.error("--step needs --run")
+    if options.batch_size < 1 or options.workers < 0:
+        parser.error("--batch-size must be at least 1, and --workers not negative")
+    try:
+        trained = read_timm(options.timm) if options.timm else read_image_run(options.run, options.step)
+        with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
+            if world.size > 1:
+                raise ValueError("launch/evaluate_images.py is one process: start it without torchrun or deepspeed")
+            scores = _evaluate(trained, options, world)
+        text = json.dumps(scores, indent=1)
+        print(text)
+        if options.output:
+            write_text(options.output, text + "\n")
+    except (*USER_ERRORS, ValueError) as error:
+        print_error(error)
+        return exit_code(error)
+    return 0
+
+
+@torch.no_grad()
+def _evaluate(trained: TrainedClassifier, options: argparse.Namespace, world: World) -> dict[str, float]:
+    loader = ImageLoader(
+        ImageDataConfig(shards=options.shards, cache_dir=options.cache_dir, num_workers=options.workers),
+        AugmentationConfig(),
+        image_size=trained.image_size,
+        num_classes=len(trained.classes),
+        seed=0,
+        global_batch_size=options.batch_size,
+        micro_batch_size=options.batch_size,
+        rank=0,
+        world_size=1,
+    )
+    num_images = loader.manifest.num_rows("heldout")
+    model = trained.build().to(world.device)
+    return {"images": num_images, **evaluate_images(model.predict, loader.heldout_batches(num_images), world)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
