@@ -11,10 +11,10 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 faults: .venv/ready
-	$(BIN)/python -m pytest --faults docs/faults.md
+	$(BIN)/python -m pytest --faults=docs/faults.md
 
 hosts: .venv/ready
-	$(BIN)/python -m pytest -n0 --hosts docs/many-nodes.md
+	$(BIN)/python -m pytest -n0 --hosts=docs/many-nodes.md
 
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict
