@@ -54,5 +54,6 @@ def test_pretraining_commands_pass_a_dry_run(command):
 @pytest.mark.parametrize("options", re.findall(r"python -m pytest (-.*)", (ROOT / "Makefile").read_text()))
 def test_options_of_the_makefile_are_known(options):
     """`--faults FILE` was not, once the file was there: pytest then took it for a folder of tests."""
-    done = subprocess.run([sys.executable, "-m", "pytest", *options.split(), "--markers"], cwd=ROOT, capture_output=True)
+    command = [sys.executable, "-m", "pytest", *options.split(), "--markers"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
