@@ -11,6 +11,7 @@ import sys
 from gmlp_scale.config import ConfigError
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.plan.describe import describe
+from gmlp_scale.plan.layouts import describe_fit
 from gmlp_scale.run import USER_ERRORS, exit_code, load_recipe, pretrain
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.telling import leave_without_others, tell
@@ -22,17 +23,24 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
     parser.add_argument("--dry-run", action="store_true", help="print what the run would be and leave")
     parser.add_argument("--ranks", type=int, help="of --dry-run (default: as many as are started)")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="of --dry-run: says whether the run fits into it"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         parser.error("--ranks is a positive number and needs --dry-run")
+    if options.gpu_memory is not None and (options.gpu_memory <= 0 or not options.dry_run):
+        parser.error("--gpu-memory is a positive number and needs --dry-run")
     world_size = options.ranks or launched_world_size()
     try:
         run = load_recipe(options.config, options.overrides)
         run.rows_per_rank(world_size)
         if options.dry_run:
             print(describe(run, world_size))
+            if options.gpu_memory:
+                print(describe_fit(run, world_size, options.gpu_memory))
             return 0
     except (ConfigError, DataError, ShardError, OSError) as error:
         tell(error)

@@ -3,11 +3,13 @@
 Nothing here was measured on a GPU. `Assumptions` are what the times rest on.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
-from gmlp_scale.config import ConfigError, RunConfig
+from gmlp_scale.config import ConfigError, PretrainingRecipe, RunConfig
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
@@ -96,14 +98,8 @@ def _layout(
     run: RunConfig, assumed: Assumptions, model: nn.Module, row_bytes: dict[str, float], name: str, engine: EngineConfig
 ) -> Layout:
     rows, precision, num_gpus = run.train.global_batch_size // assumed.num_gpus, run.train.precision, assumed.num_gpus
-
-    def memory(num_rows: int) -> dict[str, float]:
-        states = engine.state_bytes(model, precision, num_gpus, accumulates=num_rows < rows)
-        return states | {part: num_rows * size for part, size in row_bytes.items()}
-
-    room = (1 - MEMORY_MARGIN) * assumed.gpu.memory_gb * 1e9
-    divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
-    fitting = next((number for number in divisors if sum(memory(number).values()) <= room), 0)
+    memory = partial(_memory, run, engine, model, row_bytes, num_gpus)
+    fitting = _most_rows(rows, memory, assumed.gpu.memory_gb)
     carried = engine.carried_bytes(model, precision, rows // max(1, fitting))
     wire = sum(passes * carried[kind] for kind, passes in COLLECTIVES.items()) * (num_gpus - 1) / num_gpus
     # Recomputing a block is a forward pass more: 4 instead of 3. `selective` computes no matrix product again.
@@ -117,6 +113,41 @@ def _layout(
         work / assumed.flops_per_second(precision),
         wire / assumed.ring_bytes_per_second,
     )
+
+
+def _memory(
+    run: RunConfig, engine: EngineConfig, model: nn.Module, row_bytes: dict[str, float], num_gpus: int, num_rows: int
+) -> dict[str, float]:
+    """Bytes by part on a rank with micro-batches of `num_rows`."""
+    accumulates = num_rows < run.train.global_batch_size // num_gpus
+    states = engine.state_bytes(model, run.train.precision, num_gpus, accumulates=accumulates)
+    return states | {part: num_rows * size for part, size in row_bytes.items()}
+
+
+def _most_rows(rows: int, memory: Callable[[int], dict[str, float]], memory_gb: float) -> int:
+    """The largest divisor of `rows` that fits; 0 if not even one row does."""
+    room = (1 - MEMORY_MARGIN) * memory_gb * 1e9
+    divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
+    return next((number for number in divisors if sum(memory(number).values()) <= room), 0)
+
+
+def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> str:
+    """Whether the recipe's engine and micro-batch fit into GPUs of `memory_gb`, and the largest micro-batch that does.
+
+    Raises:
+        ConfigError: the recipe does not fit the ranks, or is of another task.
+    """
+    if not isinstance(run, RunConfig):
+        raise ConfigError(run.name, [f"task: found {run.task}; --gpu-memory is for recipes of text"])
+    run = run.with_precision("bf16") if run.train.precision == "auto" else run
+    memory = partial(_memory, run, run.engine, meta_model(run), _row_bytes(run), num_ranks)
+    most = _most_rows(run.rows_per_rank(num_ranks), memory, memory_gb)
+    found = f"at most {most} rows fit in a micro-batch" if most else "not even a micro-batch of one row fits"
+    if (rows := run.train.micro_batch_size) != "auto":
+        takes = sum(memory(rows).values()) / 1e9
+        verdict = "fits" if rows <= most else "does not fit"
+        found = f"the recipe's {rows} rows take {takes:.1f} GB, which {verdict}; {found}"
+    return f"{f'GPUs of {memory_gb:g} GB':<23} {found} ({1 - MEMORY_MARGIN:.2f} of it is used; activations in plain PyTorch)"
 
 
 def _row_bytes(run: RunConfig) -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gmlp_scale.config import ConfigError, load_run_config
-from gmlp_scale.plan.layouts import Assumptions, layouts, table
+from gmlp_scale.plan.layouts import Assumptions, describe_fit, layouts, table
 from gmlp_scale.train.devices import GPUS
 from launch import plan
 
@@ -71,3 +71,14 @@ def test_the_table_says_what_it_rests_on(capsys, monkeypatch):
 def test_ranks_must_divide_the_global_batch():
     with pytest.raises(ConfigError, match=r"train.global_batch_size: found 256; must be a multiple .* GPUs, 512"):
         layouts(XLARGE, Assumptions(GPUS["h200"], num_gpus=512, num_nodes=64))
+
+
+def test_a_dry_run_says_whether_the_recipe_fits_and_what_would():
+    of_fsdp2 = next(one for one in layouts(XLARGE, Assumptions(GPUS["h100"], 8, 1)) if one.name == "fsdp2")
+    most = of_fsdp2.micro_batch_size
+    run = load_run_config(RECIPES / "gmlp_xlarge.yaml", [f"train.micro_batch_size={most}"])
+    takes = sum(of_fsdp2.memory.values()) / 1e9
+    assert f"the recipe's {most} rows take {takes:.1f} GB, which fits; at most {most} rows" in describe_fit(run, 8, 80)
+    assert "which does not fit; not even a micro-batch of one row fits" in describe_fit(run, 8, 4)
+    found = describe_fit(load_run_config(RECIPES / "gmlp_xlarge.yaml", ["train.micro_batch_size=auto"]), 8, 80)
+    assert f"GPUs of 80 GB           at most {most} rows fit in a micro-batch" in found
