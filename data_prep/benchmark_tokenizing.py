@@ -17,7 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from gmlp_scale.data.loader import DataConfig, Loader
+from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.files import print_error

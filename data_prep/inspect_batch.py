@@ -2,8 +2,8 @@
 
 python data_prep/inspect_batch.py --config configs/pretrain/gmlp_base.yaml --step 1000 data.shards=SHARDS_DIR
 
-For each row it prints the row's place in the order, its epoch, its shard and its number there; the text, with <mask>
-where training masks it; and the masked tokens as `position:original>shown`.
+For each row it prints the row's place in the order, its source in a mixture, its epoch, its shard and its number
+there; the text, with <mask> where training masks it; and the masked tokens as `position:original>shown`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> int:
             raise ValueError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")
         run = run.with_micro_batch_size(run.train.global_batch_size)  # the whole batch at once
         loader = build_loader(run, rank=0, world_size=1)
-        tokenizer = Tokenizer(f"{run.data.shards}/tokenizer")
+        tokenizer = Tokenizer(run.data.tokenizer_folder)
     except (ValueError, OSError) as error:
         print_error(error)
         return 2
@@ -43,11 +43,14 @@ def main() -> int:
 def print_batch(loader: Loader, tokenizer: Tokenizer, step: int, num_rows: int | None) -> None:
     (batch,) = loader.micro_batches(step)
     addresses = loader.addresses(step)
+    sources = [loader.sources[place] for place in loader.sources_of_rows(step)]
     positions = loader.positions(step)
     for index in range(min(num_rows or len(positions), len(positions))):
-        shard = loader.manifest.splits.train[addresses.shard[index]]
+        source = sources[index]
+        shard = source.manifest.splits.train[addresses.shard[index]]
+        told = f"source {source.config.name}  " if loader.config.is_mixture else ""
         print(
-            f"position {positions[index]}  epoch {addresses.epoch[index]}  {shard.name} "
+            f"position {positions[index]}  {told}epoch {addresses.epoch[index]}  {shard.name} "
             f"row {addresses.row_index[index]}  global row {addresses.global_row_index[index]}"
         )
         token_ids = batch.token_ids_BN[index].tolist()

@@ -91,6 +91,11 @@ def unit(meaning: str) -> str:
     return bracket[1] if bracket else ""
 
 
+def is_section(field: FieldInfo) -> bool:
+    """Whether the field can hold nothing but sections, or null."""
+    return bool(sections(field)) and str not in _parts(field.annotation)
+
+
 def is_number(field: FieldInfo) -> bool:
     return not {int, float}.isdisjoint(_parts(field.annotation))
 
@@ -101,8 +106,8 @@ def _table(place: str, config_class: type[BaseModel]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- |"
     meaning_of = meanings(config_class)
     for name, field in config_class.model_fields.items():
-        if sections(field):
-            continue  # each has a table of its own
+        if is_section(field):
+            continue  # it has a table of its own
         meaning = meaning_of[name]
         cells = (
             f"`{section}{'.' if section else ''}{name}`", _type(field), _default(field), unit(meaning),
@@ -131,6 +136,8 @@ def _words(annotation: Any) -> str:
         return f"list of {_words(arguments[0])}"
     if origin is tuple:
         return f"list of {len(arguments)}: {', '.join(map(_words, arguments))}"
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return "section"
     return TYPES.get(annotation, "path")
 
 

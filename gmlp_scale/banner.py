@@ -18,7 +18,7 @@ def banner(
     train: TrainConfig,
     optimizer: OptimizerConfig,
     num_parameters: int,
-    num_rows: int,
+    epochs: str,
     tokens_per_step: int,
     data: str,
     checkpoint: str | None,
@@ -28,7 +28,7 @@ def banner(
 
     Args:
         train, optimizer: with what was left to the data or to the memory filled in.
-        num_rows: training rows in an epoch.
+        epochs: of the whole schedule, in words.
         data: the data in a line.
         checkpoint: the one that the run resumes from.
         init_from: where a new run's weights are from.
@@ -44,8 +44,7 @@ def banner(
         "engine": f"{config.engine.kind}, {train.precision}{compiled}",
         "batch": f"{batch_size:,} rows, {tokens_per_step:,} tokens; each rank "
         f"{train.num_micro_batches(world.size)} x {train.micro_batch_size} rows",
-        "steps": f"{num_steps:,}, {optimizer.warmup_steps:,} of them warm-up; "
-        f"{num_steps * batch_size / num_rows:.4g} epochs of {num_rows:,} rows{stop}",
+        "steps": f"{num_steps:,}, {optimizer.warmup_steps:,} of them warm-up; {epochs}{stop}",
         "data": data,
         "output": config.run_folder,
         "resuming from" if checkpoint else "resuming": checkpoint or new_run,

@@ -18,8 +18,9 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.data.loader import DataConfig, check_fit
-from gmlp_scale.data.shards import Manifest
+from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.loader import load_manifests
+from gmlp_scale.data.mixture import Mixture, SourceConfig, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.files import is_url, open_filesystem, read_file, redacted
 from gmlp_scale.models import ModelConfig, build_model
@@ -232,9 +233,17 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def num_rows(self) -> int:
         """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
-        manifest = Manifest.load(self.data.shards)
-        check_fit(manifest, self.data, self.model.sequence_length, self.model.vocab_size)
-        return manifest.num_rows("train")
+        return sum(self._rows_of_sources())
+
+    def epochs(self) -> dict[str, float]:
+        """How often the run sees the rows of each source, by its name. Raises as num_rows()."""
+        counts = Mixture(self.data.sources, self.train.global_batch_size).counts(self.train.num_steps).tolist()
+        sources = zip(self.data.sources, counts, self._rows_of_sources(), strict=True)
+        return {source.name: count / num_rows for source, count, num_rows in sources}
+
+    def _rows_of_sources(self) -> list[int]:
+        manifests = load_manifests(self.data, self.model.sequence_length, self.model.vocab_size)
+        return [manifest.num_rows("train") for manifest in manifests]
 
     def with_micro_batch_size(self, num_rows: int) -> "RunConfig":
         """This run with a number instead of `auto`. Raises ConfigError if it is 0, as not even one row fits."""
@@ -247,6 +256,8 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def mistakes(self) -> Iterable[str]:
         yield from super().mistakes()
+        if self.data.is_mixture:
+            yield from mixture_mistakes(self.data.sources, self.train.num_steps)
         if self.train.micro_batch_size == "auto" and self.train.device == "cpu":
             yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
 
@@ -403,6 +414,8 @@ def _unknown_exceptions(run: AnyConfig) -> Iterable[str]:
 def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
     """One pydantic error as `field: what was found; what is needed`."""
     location = [str(part) for part in mistake["loc"]]
+    if location[:2] == ["data", "shards"]:
+        del location[2:3]  # pydantic puts "folder" or "list" after the field's name
     fields = config_class.model_fields
     if location and location[0] in _UNIONS:  # pydantic puts the kind after the section's name
         classes = _UNIONS[location[0]]
@@ -410,6 +423,8 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
             fields = classes[location.pop(1)].model_fields
     elif len(location) > 1:
         fields = config_class.model_fields[location[0]].annotation.model_fields
+    if location[:2] == ["data", "shards"] and len(location) > 3:
+        fields = SourceConfig.model_fields
     name = ".".join(location)
     match mistake["type"]:
         case "extra_forbidden":

@@ -20,11 +20,10 @@ from gmlp_scale.config import (
     PretrainingRecipe,
     Recipe,
     RunConfig,
-    check_unchanged,
     load_config,
     read_recipe_file,
-    with_defaults,
 )
+from gmlp_scale.continuing import check_continues
 from gmlp_scale.data.shards import CorruptShardError, ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
@@ -169,7 +168,9 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         stack.callback(checkpointer.close)
         checkpoint = checkpointer.newest()
         if checkpoint:
-            check_continues(config, str(checkpoint.path), checkpoint.details, checkpointer.details)
+            check_continues(
+                config, str(checkpoint.path), checkpoint.details, checkpointer.details, step=checkpoint.step
+            )
         elif isinstance(config, PretrainingRecipe) and config.branch_from:
             checkpoint = _branch_point(config, checkpointer.details)
         start_up.finish("checkpoint")
@@ -235,31 +236,11 @@ def _branch_point(config: Recipe, details: dict[str, Any]) -> Checkpoint:
     """The checkpoint of another run that a new run goes on from. Raises ConfigError, TrainedModelError."""
     run_folder, step = split_step(config.branch_from)
     checkpoint = open_checkpoint(LocalCheckpoints(Path(run_folder) / "checkpoints"), run_folder, step)
-    check_continues(config, config.branch_from, checkpoint.details, details, FREE_IN_BRANCH)
+    check_continues(config, config.branch_from, checkpoint.details, details, step=checkpoint.step, free=FREE_IN_BRANCH)
     if config.train.num_steps <= checkpoint.step:
         found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
         raise ConfigError(config.name, [f"train.num_steps: {found}"])
     return checkpoint
-
-
-def check_continues(config: Recipe, place: str, before: dict, now: dict, free: tuple[str, ...] | None = None) -> None:
-    """Raises ConfigError with every difference that makes this another run than the one at `place`.
-
-    free: the fields that may differ; a resumed run's if not given.
-    """
-    free = free or config.free_on_resume
-    allowed = tuple(config.train.allow_changed_on_resume)
-    config_before = with_defaults(before["config"], config)
-    changed = check_unchanged(config_before, now["config"], free + allowed)
-    differences = [*changed, *(f"data {line}" for line in check_unchanged(before["data"], now["data"]))]
-    if differences:
-        needed = "give the run another name=..., or the old values and data"
-        if changed:
-            fields = ", ".join((*allowed, *(line.partition(":")[0] for line in changed)))
-            needed += f"; or, to go on with the new values, 'train.allow_changed_on_resume=[{fields}]'"
-        raise ConfigError(f"{place} belongs to another run", differences, needed)
-    for field in allowed:
-        log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
 
 
 def _evaluate(task: Task, engine: Engine, world: World, metrics: Metrics, step: int) -> dict[str, float]:
@@ -292,12 +273,26 @@ def _banner(task: Task, world: World, checkpoint: Checkpoint | None) -> str:
         train=task.train,
         optimizer=task.optimizer,
         num_parameters=num_parameters,
-        num_rows=task.num_rows,
+        epochs=_told_epochs(task),
         tokens_per_step=task.tokens_per_step,
         data=task.data,
         checkpoint=str(checkpoint.path) if checkpoint else None,
         init_from=config.init_from if isinstance(config, RunConfig) else None,
     )
+
+
+def _epochs(task: Task, step: int) -> dict[str, float]:
+    """How often the training rows were seen in the steps up to `step`, by tag. Pretraining may have several sources."""
+    if isinstance(task, Pretraining):
+        return task.loader.epochs(step)
+    return {"data/epoch": step * task.train.global_batch_size / task.num_rows}
+
+
+def _told_epochs(task: Task) -> str:
+    epochs = _epochs(task, task.train.num_steps)
+    if "data/epoch" in epochs:
+        return f"{epochs['data/epoch']:.4g} epochs of {task.num_rows:,} rows"
+    return ", ".join(f"{number:.4g} epochs of {tag.removeprefix('data/epoch/')}" for tag, number in epochs.items())
 
 
 def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp) -> Metrics:
@@ -309,7 +304,7 @@ def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp)
         task.config.fields(),
         start_step=start_step,
         tokens_per_step=task.tokens_per_step,
-        rows_per_epoch=task.num_rows,
+        epochs=lambda step: _epochs(task, step),
         flops_per_step=task.flops_per_step,
         peak_tflops_per_device=config.peak_tflops_per_device or peak_tflops(world.device, config.precision),
         start_up=start_up,

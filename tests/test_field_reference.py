@@ -1,13 +1,13 @@
 """The site's page of recipe fields: each has its meaning, and each number its unit, in the class that defines it."""
 
-from docs.field_reference import RECIPES, config_classes, is_number, meanings, page, sections, unit
+from docs.field_reference import RECIPES, config_classes, is_number, is_section, meanings, page, unit
 
 CLASSES = {config_class for recipe in RECIPES.values() for _, config_class in config_classes(recipe)}
 FIELDS = {
     f"{config_class.__name__}.{name}": (field, meanings(config_class).get(name, ""))
     for config_class in CLASSES
     for name, field in config_class.model_fields.items()
-    if not sections(field)
+    if not is_section(field)
 }
 
 
@@ -26,6 +26,8 @@ def test_the_page_shows_type_default_unit_and_meaning():
         "| `train.compile` | `true` or `false` or `reduce-overhead` | `true` |  | torch.compile for each",
         "| `optimizer.betas` | list of 2: number, number | `[0.9, 0.999]` | fraction | ",
         "| `engine.deepspeed_config` | path or null | `null` |  | ",
+        "| `data.shards` | text or list of section | *needed* |  | Folder that ",
+        "| `data.shards.weight` | number, `> 0` | *needed* | no unit | Of each step's rows ",
         "| `grid.peak_learning_rate` | list of number, `items >= 1` | *needed* | no unit | ",
     ):
         assert f"\n{row}" in text

@@ -19,7 +19,7 @@ ORDER = [
     ("engine",),
     ("train",),
     ("config",),
-    ("plan", "trained"),
+    ("plan", "trained", "continuing"),
     ("tasks", "banner", "filters"),
     ("run",),
     ("export",),

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from gmlp_scale import telling
-from gmlp_scale.config import load_run_config
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.export.card import Publication, model_card
+from gmlp_scale.plan.describe import describe
 from gmlp_scale.run import pretrain
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.log_files import read_metrics
@@ -233,6 +235,29 @@ def test_a_run_that_is_another_is_not_resumed(forty_rows, tmp_path, trials):
     output = finish(start([*changed, *allowed]))
     assert "optimizer.peak_learning_rate may differ" in output
     trials("other data, tokenizer, seed or model on resume", 3)
+
+
+def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):
+    """The first source alone until the stop; then the same rows as in a run whose mixture was there from the start."""
+    write_tiny_shards(tmp_path / "other", [12], [4], sequence_length=32, seed=5)
+    both = f"[{{shards: {forty_rows}, weight: 2}}, {{shards: {tmp_path / 'other'}, weight: 1, from_step: 3}}]"
+    recipe = [*RECIPE, f"output_dir={tmp_path}", "train.num_steps=6"]
+    run_in_turn(1, [*recipe, *SINGLE, f"data.shards={both}", "name=whole"])
+    run_in_turn(1, [*recipe, *SINGLE, f"data.shards={forty_rows}", "train.stop_after_step=3"])
+    joined = [*recipe, *FSDP2, f"data.shards={both}"]
+    run_in_turn(2, [*joined, "train.allow_changed_on_resume=[data.shards]"])
+    whole, resumed = logged(tmp_path / "whole"), logged(tmp_path / "smoke")
+    assert resumed[2]["data/epoch"] == whole[2][f"data/epoch/{forty_rows.name}"] == 24 / 40
+    assert whole[-2]["data/epoch/other"] == resumed[-2]["data/epoch/other"] == 8 / 12
+    rows, others = ([{k: v for k, v in row.items() if "epoch" not in k} for row in run] for run in (resumed, whole))
+    assert_close(rows, others)
+    with pytest.raises(ConfigError, match="no source has rows for step 0"):
+        load_run_config(SMOKE, [*recipe, f"data.shards=[{{shards: {forty_rows}, weight: 2, from_step: 1}}]"])
+    trained = read_run(tmp_path / "whole")
+    card = model_card(trained.config, 1, trained.head, None, trained.details, Publication())
+    assert f"{forty_rows} (weight 2), " in card and "| manifest of other | sha256 " in card
+    epochs = f"epochs of the run       1.00 of {forty_rows.name}, 0.67 of other"
+    assert epochs in describe(load_run_config(SMOKE, joined), 2)
 
 
 def test_what_a_run_leaves_behind(forty_rows, tmp_path):

@@ -81,25 +81,26 @@ def _read_heldout(
     others = {"shards": shards, "on_corrupt_shard": "error", "max_corrupt_shards": 0}
     recipe = trained.recipe.model_copy(update={"data": trained.recipe.data.model_copy(update=others)})
     with closing(build_loader(recipe, rank=0, world_size=1)) as loader:
-        manifest = loader.manifest
+        manifest = loader.sources[0].manifest
         if manifest.tokenizer_sha256 != trained.tokenizer_sha256:
             raise ShardError(
                 f"{shards} was written with another tokenizer than that of {trained.place}: write shards with "
                 f"{trained.tokenizer_folder}"
             )
-        num_rows = min(num_rows or trained.num_evaluation_rows, manifest.num_rows("heldout"))
+        num_rows = min(num_rows or trained.num_evaluation_rows, loader.num_heldout_rows)
         content = {
             "shards": redacted(shards),
             "num_rows": num_rows,
             "training_differs": _differences(trained, manifest.sha256, num_rows),
         }
-        return content, list(loader.heldout_batches(num_rows)), torch.from_numpy(loader.token_counts(num_rows * 10))
+        counts_V = torch.from_numpy(loader.sources[0].token_counts(num_rows * 10))
+        return content, list(loader.heldout_batches(num_rows)), counts_V
 
 
 def _differences(trained: TrainedModel, manifest_sha256: str, num_rows: int) -> list[str]:
     """In what the run's own evaluation at the step, which the model's card shows, differs from this one."""
     differences, precision = [], trained.details["config"]["train"]["precision"]
-    if trained.details["data"]["manifest_sha256"] != manifest_sha256:
+    if trained.details["data"].get("manifest_sha256") != manifest_sha256:
         differences.append("other shards")
     if trained.num_evaluation_rows != num_rows:
         differences.append(f"{trained.num_evaluation_rows:,} rows")

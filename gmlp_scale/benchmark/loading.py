@@ -154,7 +154,7 @@ def gmlp_scale(run: RunConfig, shards: Path) -> Iterator:
 def gmlp_scale_unmasked(run: RunConfig, shards: Path) -> Iterator:
     """The same rows without masks, as webdataset gives them."""
     loader = loader_of(run, shards)
-    train = loader.manifest.splits.train
+    train = loader.sources[0].manifest.splits.train
     opened = OpenShards(
         ShardFiles(str(shards), None, max_bytes=run.data.cache_max_bytes),
         train,

@@ -2,74 +2,34 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field, model_validator
 
 from gmlp_scale.data.batch import IGNORED, MaskedBatch, num_masked_positions
 from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.fingerprint import fingerprint
 from gmlp_scale.data.masking import mask_rows
-from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
-from gmlp_scale.data.order import RowAddresses, RowOrder
-from gmlp_scale.data.shards import Manifest, Shard, ShardError
-
-_HELDOUT_SEED = 0
-_CACHE_MAX_BYTES = 500_000_000_000
-
-
-class DataConfig(BaseModel, frozen=True, extra="forbid"):
-    shards: str
-    """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
-    cache_dir: str | None = None
-    """Local folder that shards are copied to when they are first read; a URL needs one. With room for all shards a node
-    fetches each once, else most of them in every epoch."""
-    cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
-    """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
-    a node. [bytes]"""
-    packing: Literal["packed", "document"] = "packed"
-    """How documents were put into rows; the shards must have been written so."""
-    masked_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """How much of each row is masked (BERT's 15 %, as in the paper). [fraction]"""
-    shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
-    """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups in memory. [bytes]"""
-    prefetch_steps: int = Field(default=64, ge=1)
-    """How many steps' batches are made ahead; they take 10 bytes of host memory per token. [steps]"""
-    on_corrupt_shard: Literal["error", "skip"] = "error"
-    """A shard whose checksum does not hold: end the run, or go on without its rows."""
-    max_corrupt_shards: int = Field(default=0, ge=0)
-    """How many distinct corrupt shards a run may skip. [shards]"""
-
-    @property
-    def padded(self) -> bool:
-        """Whether attention must ignore <pad>. Packed rows have nearly none: a writer fills all but its last."""
-        return self.packing == "document"
-
-    @model_validator(mode="after")
-    def _settings_take_effect(self):
-        if (self.on_corrupt_shard == "skip") != (self.max_corrupt_shards > 0):
-            raise ValueError(
-                f"on_corrupt_shard={self.on_corrupt_shard} with max_corrupt_shards={self.max_corrupt_shards}: "
-                "skip needs max_corrupt_shards of at least 1, error needs 0"
-            )
-        if self.cache_dir is None and self.cache_max_bytes != _CACHE_MAX_BYTES:
-            raise ValueError(
-                f"cache_max_bytes={self.cache_max_bytes} without a cache_dir has nothing to limit: set cache_dir, or "
-                f"leave cache_max_bytes at {_CACHE_MAX_BYTES}"
-            )
-        return self
+from gmlp_scale.data.mixture import Mixture, Pattern, SourceConfig
+from gmlp_scale.data.open_shards import SkipCorruptShards
+from gmlp_scale.data.order import RowAddresses
+from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardError
+from gmlp_scale.data.source import Source
 
 
 class Loader:
     """The batches of a run for one rank.
 
     Step t, counted from 0, takes the rows at [t*B, (t+1)*B) of the order, whatever the number of ranks. This rank takes
-    its consecutive slice of them. Every batch is a pure function of the step.
+    its consecutive slice of them. Every batch is a pure function of the step. A mixture's rows stand in the batch as
+    its pattern has them, so that every micro-batch has nearly the shares of the batch; which rows of a source they are
+    is shuffled.
 
     run_dir: where the corrupt shards that were skipped are recorded.
     Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
@@ -93,40 +53,48 @@ class Loader:
                 f"train.global_batch_size={global_batch_size} does not divide by world size {world_size} x "
                 f"train.micro_batch_size={micro_batch_size}: change one of the three"
             )
-        self.manifest = Manifest.load(config.shards)
-        check_fit(self.manifest, config, sequence_length, vocab_size)
-        self.rows = self.manifest.num_rows("train")
-        self.steps_per_epoch = self.rows / global_batch_size
+        manifests = load_manifests(config, sequence_length, vocab_size)
+        self.config = config
         self.wait_seconds = 0.0
         """How long the caller of `steps` has waited for batches so far."""
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
-        self._seed = seed
         self._prefetch_steps = config.prefetch_steps
         self._vocab_size = vocab_size
         self._padded = config.padded
         self._num_masked = num_masked_positions(sequence_length, config.masked_fraction)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._files = ShardFiles(config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
+        self._mixture = Mixture(config.sources, global_batch_size)
+        self.sources = [
+            Source(
+                source,
+                manifest,
+                ShardFiles(source.shards, config.cache_dir, max_bytes=config.cache_max_bytes),
+                place=place,
+                seed=seed,
+                shuffle_group_bytes=config.shuffle_group_bytes,
+                skip_corrupt=_skip_corrupt(config, source, run_dir),
+            )
+            for place, (source, manifest) in enumerate(zip(config.sources, manifests, strict=True))
+        ]
+        self.num_rows = sum(source.num_rows for source in self.sources)
+        """Training rows of all sources."""
+        num_heldout = [manifest.num_rows("heldout") for manifest in manifests]
+        lasting = [source.weight if source.until_step is None else 0.0 for source in config.sources]
+        weights = [weight if rows else 0.0 for weight, rows in zip(lasting, num_heldout, strict=True)]
+        self._heldout = Pattern(weights) if any(weights) else None
+        self.num_heldout_rows = self._heldout.num_rows_of(num_heldout) if self._heldout else 0
+        """As many as can be taken in the shares of `heldout_batches`."""
 
-        shards = self.manifest.splits.train
-        shards_per_group = max(1, config.shuffle_group_bytes * len(shards) // sum(shard.bytes for shard in shards))
-        self._order = RowOrder(_rows_per_shard(shards), shards_per_group=shards_per_group, seed=seed)
-        self._shards = OpenShards(
-            self._files,
-            shards,
-            sequence_length,
-            num_open=2 * shards_per_group + 8,
-            skip_corrupt=SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards)
-            if config.on_corrupt_shard == "skip"
-            else None,
-        )
-
-    def epoch(self, step: int) -> int:
-        """Epoch of the first row of `step`."""
-        return step * self._global_batch_size // self.rows
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often the rows of each source have been seen before the batch of `step`, by the metrics' tags."""
+        counts = self._mixture.counts(step)
+        epochs = [count / source.num_rows for count, source in zip(counts.tolist(), self.sources, strict=True)]
+        if not self.config.is_mixture:
+            return {"data/epoch": epochs[0]}
+        return {f"data/epoch/{s.config.name}": epoch for s, epoch in zip(self.sources, epochs, strict=True)}
 
     def positions(self, step: int) -> range:
         """Positions in the training order whose rows this rank takes at `step`."""
@@ -134,15 +102,20 @@ class Loader:
         first = step * self._global_batch_size + self._rank * num_own
         return range(first, first + num_own)
 
+    def sources_of_rows(self, step: int) -> np.ndarray:
+        """Which of `sources` each row of `positions(step)` is from, int64 [P]."""
+        return self._mixture.locate(np.array(self.positions(step)))[0]
+
     def addresses(self, step: int) -> RowAddresses:
-        """Where the rows of `positions(step)` are stored."""
-        return self._order.locate(np.array(self.positions(step)))
+        """Where the rows of `positions(step)` are stored in their sources."""
+        chosen, positions = self._mixture.locate(np.array(self.positions(step)))
+        return _by_source(chosen, lambda place, own: self.sources[place].locate(positions[own]))
 
     def micro_batches(self, step: int) -> list[MaskedBatch]:
         """This rank's micro-batches of `step`, in order. CorruptShardError if a corrupt shard is not skipped."""
-        addresses = self.addresses(step)
-        rows_BN = self._shards.read(addresses.shard, addresses.row_index)
-        batch = self._mask(rows_BN, addresses.epoch, addresses.global_row_index, seed=self._seed)
+        seeds = [source.seed for source in self.sources]
+        readers = [source.read for source in self.sources]
+        batch = self._masked(self.sources_of_rows(step), self.addresses(step), readers, seeds)
         return batch.split(self._micro_batch_size)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
@@ -153,10 +126,12 @@ class Loader:
 
         def make(step: int) -> list[MaskedBatch]:
             micro_batches = self.micro_batches(step)
-            last_position, stop = self.positions(step)[-1], stop_step * self._global_batch_size
-            self._shards.open_ahead(self._order.shards_ahead(last_position, stop))
+            chosen, positions = self._mixture.locate(np.array(self.positions(step)))
+            for place in np.unique(chosen).tolist():
+                self.sources[place].open_ahead(int(positions[chosen == place][-1]), int(stops[place]))
             return micro_batches
 
+        stops = self._mixture.counts(stop_step)
         coming = deque()
         next_step = start_step
         try:
@@ -175,69 +150,93 @@ class Loader:
     def close(self) -> None:
         """End the threads behind `steps`."""
         self._thread.shutdown(cancel_futures=True)
-        self._shards.close()
+        for source in self.sources:
+            source.close()
 
     def heldout_batches(self, num_rows: int) -> Iterator[MaskedBatch]:
         """This rank's share of the first `num_rows` held-out rows (or of all, if there are fewer), in micro-batches.
 
-        Rows and masks are the same at every evaluation, for every seed and world size. Every rank has the same number
-        of batches; the rows that fill up the last ones have all their labels IGNORED.
+        They are of all sources that have some and last to the run's end, in the shares of their weights. Rows and masks
+        are the same at every evaluation, for every seed and world size. Every rank has the same number of batches; the
+        rows that fill up the last ones have all their labels IGNORED.
         """
-        shards = self.manifest.splits.heldout
-        if not shards:
+        if not self._heldout:
             raise ShardError("the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction")
-        num_rows = min(num_rows, self.manifest.num_rows("heldout"))
-        first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(shards))])
-        num_own = self._micro_batch_size
-        opened = OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
-        with closing(opened):
+        num_rows = min(num_rows, self.num_heldout_rows)
+        num_own, seeds = self._micro_batch_size, [source.heldout_seed for source in self.sources]
+        with ExitStack() as stack:
+            readers = [stack.enter_context(closing(source.open_heldout())).read for source in self.sources]
             for start in range(self._rank * num_own, num_rows + self._rank * num_own, num_own * self._world_size):
-                row_indices = np.arange(start, start + num_own)
-                is_filler = row_indices >= num_rows
-                row_indices[is_filler] = 0
-                shard = np.searchsorted(first_rows, row_indices, side="right") - 1
-                rows_BN = opened.read(shard, row_indices - first_rows[shard])
-                batch = self._mask(rows_BN, np.zeros_like(row_indices), row_indices, seed=_HELDOUT_SEED)
+                positions = np.arange(start, start + num_own)
+                is_filler = positions >= num_rows
+                positions[is_filler] = 0
+                chosen, rows = self._heldout.locate(positions)
+                addresses = _by_source(chosen, lambda place, own, rows=rows: self._locate_heldout(place, rows[own]))
+                batch = self._masked(chosen, addresses, readers, seeds)
                 batch.labels_BM.numpy()[is_filler] = IGNORED
                 yield batch
 
-    def token_counts(self, num_rows: int) -> np.ndarray:
-        """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
-        counts_V = np.zeros(self._vocab_size, np.int64)
-        for index, shard in enumerate(self.manifest.splits.train):
-            num_taken = min(num_rows, shard.rows)
-            rows_BN = self._shards.read(np.full(num_taken, index), np.arange(num_taken))
-            counts_V += np.bincount(rows_BN.reshape(-1), minlength=self._vocab_size)
-            num_rows -= num_taken
-            if not num_rows:
-                break
-        return counts_V
-
-    def fingerprint(self) -> dict[str, str | int]:
+    def fingerprint(self) -> dict[str, Any]:
         """Facts of the data that a resumed run must find again."""
-        manifest = self.manifest
-        return {
-            "manifest_sha256": manifest.sha256,
-            "tokenizer_sha256": manifest.tokenizer_sha256,
-            "sequence_length": manifest.sequence_length,
-            "vocab_size": manifest.vocab_size,
-            "packing": manifest.packing,
-            "train_rows": manifest.num_rows("train"),
-            "heldout_rows": manifest.num_rows("heldout"),
-        }
+        return fingerprint(self.sources, self.num_heldout_rows, self.config.is_mixture)
 
-    def _mask(self, rows_BN: np.ndarray, epochs_B: np.ndarray, row_indices_B: np.ndarray, *, seed: int) -> MaskedBatch:
+    def _locate_heldout(self, place: int, row_indices: np.ndarray) -> RowAddresses:
+        return self.sources[place].locate_heldout(row_indices)
+
+    def _masked(
+        self,
+        chosen_B: np.ndarray,
+        addresses: RowAddresses,
+        readers: list[Callable[[np.ndarray, np.ndarray], np.ndarray]],
+        seeds: list[int],
+    ) -> MaskedBatch:
+        """The rows at `addresses` of the sources `chosen_B`, read by each source's reader and masked by its seed."""
+        rows_BN = np.empty((len(chosen_B), self.sources[0].manifest.sequence_length), ROW_DTYPE)
+        for place in np.unique(chosen_B).tolist():
+            own = chosen_B == place
+            rows_BN[own] = readers[place](addresses.shard[own], addresses.row_index[own])
         batch = mask_rows(
-            rows_BN, epochs_B, row_indices_B, seed=seed, num_masked=self._num_masked, vocab_size=self._vocab_size
+            rows_BN,
+            addresses.epoch,
+            addresses.global_row_index,
+            seed=np.array(seeds, np.uint64)[chosen_B],
+            num_masked=self._num_masked,
+            vocab_size=self._vocab_size,
         )
         return replace(batch, padded=self._padded)
 
 
-def _rows_per_shard(shards: tuple[Shard, ...]) -> np.ndarray:
-    return np.array([shard.rows for shard in shards])
+def _by_source(chosen: np.ndarray, locate: Callable[[int, np.ndarray], RowAddresses]) -> RowAddresses:
+    """The addresses of rows of several sources; `locate` finds those of one of them."""
+    columns = np.empty((4, len(chosen)), np.int64)
+    for place in np.unique(chosen).tolist():
+        own = chosen == place
+        found = locate(place, own)
+        columns[:, own] = found.epoch, found.shard, found.row_index, found.global_row_index
+    return RowAddresses(*columns)
 
 
-def check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+def _skip_corrupt(config: DataConfig, source: SourceConfig, run_dir: Path) -> SkipCorruptShards | None:
+    if config.on_corrupt_shard == "error":
+        return None
+    prefix = f"{source.name}/" if config.is_mixture else ""
+    return SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards, prefix)
+
+
+def load_manifests(config: DataConfig, sequence_length: int, vocab_size: int) -> list[Manifest]:
+    """The manifest of each source. Raises ShardError if one does not fit the recipe or the others."""
+    manifests = [Manifest.load(source.shards) for source in config.sources]
+    for source, manifest in zip(config.sources, manifests, strict=True):
+        _check_fit(source.shards, manifest, config, sequence_length, vocab_size)
+        if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
+            raise ShardError(
+                f"the shards at {source.shards} were written with another tokenizer than those at "
+                f"{config.sources[0].shards}: write all sources of a mixture with one"
+            )
+    return manifests
+
+
+def _check_fit(folder: str, manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
     """Raises ShardError, which names everything in which the shards and the recipe disagree."""
     compared = [
         ("model.sequence_length", sequence_length, manifest.sequence_length),
@@ -251,6 +250,6 @@ def check_fit(manifest: Manifest, config: DataConfig, sequence_length: int, voca
         mistakes.append("the shards have no training rows")
     if mistakes:
         raise ShardError(
-            f"the shards at {config.shards} do not fit the recipe: {'; '.join(mistakes)}. "
+            f"the shards at {folder} do not fit the recipe: {'; '.join(mistakes)}. "
             "Change the recipe, or write other shards with data_prep/tokenize_corpus.py"
         )

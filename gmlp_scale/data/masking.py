@@ -18,7 +18,13 @@ _ROWS_AT_A_TIME = 128  # keeps the temporary arrays in the processor's cache
 
 
 def mask_rows(
-    rows_BN: np.ndarray, epochs_B: np.ndarray, row_indices_B: np.ndarray, *, seed: int, num_masked: int, vocab_size: int
+    rows_BN: np.ndarray,
+    epochs_B: np.ndarray,
+    row_indices_B: np.ndarray,
+    *,
+    seed: int | np.ndarray,
+    num_masked: int,
+    vocab_size: int,
 ) -> MaskedBatch:
     """Choose `num_masked` positions of each row and mask them.
 
@@ -26,7 +32,8 @@ def mask_rows(
     and 10 % stay (Devlin et al. 2018, which the paper follows); all have labels. A row with fewer than `num_masked`
     ordinary tokens fills the other slots with positions of special tokens, unchanged and labelled IGNORED.
 
-    rows_BN: uint16 [B, N]. epochs_B, row_indices_B (in the whole split): integers [B].
+    rows_BN: uint16 [B, N]. epochs_B, row_indices_B (in the whole split): integers [B]. seed: one for all rows,
+    or uint64 [B].
     """
     num_rows, num_positions = rows_BN.shape
     token_ids_BN = np.empty((num_rows, num_positions), np.int64)

@@ -28,18 +28,20 @@ class SkipCorruptShards:
 
     record: Path
     max_shards: int
+    prefix: str = ""
+    """Of the names in the record, which tells a mixture's sources apart."""
 
     def note(self, error: CorruptShardError) -> None:
         """Record a corrupt shard. Raises ShardError if all ranks together have now met too many."""
-        names = self._recorded_names()
-        if error.name not in names:
-            log.warning("shard %s is corrupt and skipped: %s", error.name, error.found)
-            self._append({"shard": error.name, "found": error.found})
-            names.add(error.name)
+        names, name = self._recorded_names(), self.prefix + error.name
+        if name not in names:
+            log.warning("shard %s is corrupt and skipped: %s", name, error.found)
+            self._append({"shard": name, "found": error.found})
+            names.add(name)
         if len(names) > self.max_shards:
             raise ShardError(
                 f"{len(names)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
-                f"{self.record}, the last was {error.name} ({error.found}). Write or copy them again, or raise "
+                f"{self.record}, the last was {name} ({error.found}). Write or copy them again, or raise "
                 "data.max_corrupt_shards"
             ) from error
 

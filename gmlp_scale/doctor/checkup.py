@@ -14,13 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gmlp_scale.config import RunConfig
+from gmlp_scale.continuing import check_continues
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.doctor import machines, places, training
 from gmlp_scale.engine.known_sums import WIRE_SHARES, try_collective
 from gmlp_scale.files import is_url, redacted
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.run import USER_ERRORS, check_continues
+from gmlp_scale.run import USER_ERRORS
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.remote_checkpoints import checkpoints_of
 from gmlp_scale.train.run_folder import claimed
@@ -176,7 +177,7 @@ class Checkup:
         if newest is None:
             return f"{folder}: a new run"
         now = {"config": self.run.to_json(), "data": self._loader.fingerprint()}
-        check_continues(self.run, str(newest.path), newest.details, now)
+        check_continues(self.run, str(newest.path), newest.details, now, step=newest.step)
         return f"{folder}: would resume from step {newest.step}; {len(damaged)} newer checkpoints are damaged"
 
     def _compare_gradients(self) -> str:

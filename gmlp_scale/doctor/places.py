@@ -96,16 +96,18 @@ def check_shards(run: RunConfig, loader: Loader, world: World) -> str:
 
     Raises ShardError or OSError, which name the shards.
     """
-    shards = [*loader.manifest.splits.train, *loader.manifest.splits.heldout]
-    if world.local_rank == 0:
-        _check_all_there(run.data.shards, shards)
-    opened = set()
+    num_shards, opened = 0, set()
+    for source in loader.sources:
+        shards = [*source.manifest.splits.train, *source.manifest.splits.heldout]
+        num_shards += len(shards)
+        if world.local_rank == 0:
+            _check_all_there(source.config.shards, shards)
     for step in (0, run.train.num_steps - 1):
         loader.micro_batches(step)
-        opened |= set(loader.addresses(step).shard.tolist())
+        opened |= set(zip(loader.sources_of_rows(step).tolist(), loader.addresses(step).shard.tolist(), strict=True))
     next(loader.heldout_batches(run.train.num_evaluation_rows))
-    rows = f"{loader.manifest.num_rows('train'):,} training and {loader.manifest.num_rows('heldout'):,} held-out rows"
-    return f"{len(shards)} shards, {rows}; {len(opened)} training shards verified by rank {world.rank}"
+    rows = f"{loader.num_rows:,} training and {loader.num_heldout_rows:,} held-out rows"
+    return f"{num_shards} shards, {rows}; {len(opened)} training shards verified by rank {world.rank}"
 
 
 def _check_all_there(folder: str, shards: list[Shard]) -> None:

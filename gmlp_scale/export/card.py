@@ -179,8 +179,9 @@ def _data(details: dict[str, Any], publication: Publication) -> str:
             "rows": f"{data['train_rows']:,} for training, {data['heldout_rows']:,} held out, "
             f"of {data['sequence_length']} tokens each ({data['packing']})",
             "tokenizer": f"SentencePiece, {data['vocab_size']:,} pieces, sha256 {data['tokenizer_sha256']}",
-            "manifest of the shards": f"sha256 {data['manifest_sha256']}",
         }
+        for name, source in data.get("sources", {"the shards": data}).items():
+            rows[f"manifest of {name}"] = f"sha256 {source['manifest_sha256']}"
     return _table(rows)
 
 
@@ -233,7 +234,10 @@ def _heldout(details: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _shards_name(details: dict[str, Any]) -> str:
-    return _of_pretraining(details)["config"]["data"]["shards"]
+    shards = _of_pretraining(details)["config"]["data"]["shards"]
+    if isinstance(shards, str):
+        return shards
+    return ", ".join(f"{source['shards']} (weight {source['weight']:g})" for source in shards)
 
 
 def _of_pretraining(details: dict[str, Any]) -> dict[str, Any]:

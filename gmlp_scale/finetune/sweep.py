@@ -10,13 +10,13 @@ import statistics
 
 import torch
 
+from gmlp_scale.continuing import check_continues
 from gmlp_scale.files import read_file, redacted, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
-from gmlp_scale.run import check_continues
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.world import World
 
@@ -187,7 +187,7 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     content = world.broadcast(_read_scores(path) if world.is_main else None)
     if content is None:
         return None
-    check_continues(run, path, content, {"config": run.to_json(), "data": inputs.fingerprint})
+    check_continues(run, path, content, {"config": run.to_json(), "data": inputs.fingerprint}, step=content["step"])
     if content.get("tests", {}) != inputs.tests_fingerprint:
         return None
     log.info("%s is done", run.run_folder)

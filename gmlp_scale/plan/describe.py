@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from gmlp_scale.config import PretrainingRecipe
+from gmlp_scale.config import PretrainingRecipe, RunConfig
 from gmlp_scale.engine import EngineConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.train.checkpoint import folder_name
@@ -86,6 +86,9 @@ def _describe_data(run: PretrainingRecipe) -> str:
         num_rows = run.num_rows()
     except FileNotFoundError as error:
         return f"steps per epoch         unknown: {error}"
+    if isinstance(run, RunConfig) and run.data.is_mixture:
+        epochs = ", ".join(f"{epochs:.2f} of {name}" for name, epochs in run.epochs().items())
+        return f"epochs of the run       {epochs}"
     steps = num_rows / run.train.global_batch_size
     return (
         f"steps per epoch         {steps:,.1f} ({num_rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"

@@ -1,6 +1,7 @@
 """Masked language modelling on rows of text (section 4 of the paper)."""
 
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ class Pretraining:
 
     @property
     def num_rows(self) -> int:
-        return self.loader.rows
+        return self.loader.num_rows
 
     @cached_property
     def flops_per_step(self) -> int:
@@ -39,11 +40,11 @@ class Pretraining:
 
     @property
     def data(self) -> str:
-        num_rows = self.loader.manifest.num_rows
-        return f"{self.config.data.shards}, {num_rows('train'):,} rows and {num_rows('heldout'):,} held out"
+        folders = ", ".join(source.config.shards for source in self.loader.sources)
+        return f"{folders}, {self.num_rows:,} rows and {self.loader.num_heldout_rows:,} held out"
 
     @property
-    def fingerprint(self) -> dict[str, str | int]:
+    def fingerprint(self) -> dict[str, Any]:
         return self.loader.fingerprint()
 
     def open_loader(self, world: World) -> Loader:
@@ -51,9 +52,9 @@ class Pretraining:
         if self.config.train.micro_batch_size == "auto":
             self.config = self.config.with_micro_batch_size(largest_micro_batch_size(self.config, world))
         self.loader = build_loader(self.config, rank=world.rank, world_size=world.size)
-        if not self.loader.manifest.num_rows("heldout"):
+        if not self.loader.num_heldout_rows:
             self.loader.close()
-            shards = self.config.data.shards
+            shards = " and ".join(source.shards for source in self.config.data.sources)
             raise ShardError(f"{shards} has no held-out rows to evaluate on: write it with --heldout-fraction")
         return self.loader
 
@@ -68,7 +69,7 @@ class Pretraining:
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Held-out loss, perplexity and accuracy."""
         rows_per_batch = self.train.micro_batch_size * world.size
-        num_rows = min(self.train.num_evaluation_rows, self.loader.manifest.num_rows("heldout"))
+        num_rows = min(self.train.num_evaluation_rows, self.loader.num_heldout_rows)
         batches = progress_bar(
             self.loader.heldout_batches(num_rows),
             desc="evaluation",

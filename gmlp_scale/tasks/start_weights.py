@@ -83,7 +83,7 @@ def _check_alike(trained: TrainedModel, run: RunConfig) -> None:
 
 def _ids_of_both(trained: TrainedModel, run: RunConfig) -> tuple[Tensor, Tensor]:
     """The ids in the old vocabulary, and those in the new one, of the pieces that both have."""
-    old, new = trained.tokenizer(), Tokenizer(f"{run.data.shards}/tokenizer")
+    old, new = trained.tokenizer(), Tokenizer(run.data.tokenizer_folder)
     first = NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS  # the same in every vocabulary
     id_of = {piece: id for id, piece in enumerate(old.pieces) if id >= first}
     both = [(id_of[piece], id) for id, piece in enumerate(new.pieces) if id >= first and piece in id_of]

@@ -66,6 +66,7 @@ class Metrics:
     Args:
         config: the schedule, which the time left follows from, and the tracker.
         fields: the recipe's, by their whole names, for TensorBoard and the tracker.
+        epochs: how often each source's rows were seen in the steps up to one, by tag.
         flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
         peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
         start_up: the parts so far; the first step is the last one.
@@ -80,13 +81,13 @@ class Metrics:
         *,
         start_step: int,
         tokens_per_step: int,
-        rows_per_epoch: int,
+        epochs: Callable[[int], dict[str, float]],
         flops_per_step: int,
         peak_tflops_per_device: float | None,
         start_up: StartUp,
     ):
         self.world, self.config = world, config
-        self.tokens_per_step, self.flops_per_step, self.rows_per_epoch = tokens_per_step, flops_per_step, rows_per_epoch
+        self.tokens_per_step, self.flops_per_step, self.epochs = tokens_per_step, flops_per_step, epochs
         self.peak_tflops_per_device = peak_tflops_per_device
         self.checkpoint_stall_seconds = 0.0
         self.evaluation_seconds = 0.0
@@ -145,7 +146,7 @@ class Metrics:
             "perf/checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "memory/peak_gib": peak_memory_bytes(self.world.device) / 2**30,
             "data/samples_seen": step * self.config.global_batch_size,
-            "data/epoch": step * self.config.global_batch_size / self.rows_per_epoch,
+            **self.epochs(step),
         }
         if self.peak_tflops_per_device:
             values["perf/mfu"] = tflops / self.peak_tflops_per_device

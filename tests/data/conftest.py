@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from gmlp_scale.data.loader import DataConfig, Loader
+from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.loader import Loader
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 settings.register_profile("deterministic", deadline=None, derandomize=True)
@@ -26,15 +27,18 @@ def write_shards(tmp_path):
 
 @pytest.fixture
 def make_loader(tmp_path):
-    """make_loader(folder, data fields..., loader fields...) -> Loader, closed at the test's end."""
+    """make_loader(folder, data fields..., loader fields...) -> Loader, closed at the test's end.
+
+    Without a folder, the data fields have the shards.
+    """
     loaders = []
 
-    def make(folder, *, data=None, **fields):
+    def make(folder=None, *, data=None, **fields):
         settings = {
             "sequence_length": 16, "vocab_size": VOCAB_SIZE, "seed": 0, "global_batch_size": 8, "micro_batch_size": 2,
             "rank": 0, "world_size": 1, "run_dir": tmp_path / "run",
         }  # fmt: skip
-        loader = Loader(DataConfig(shards=str(folder), **(data or {})), **(settings | fields))
+        loader = Loader(DataConfig(**({"shards": str(folder)} | (data or {}))), **(settings | fields))
         loaders.append(loader)
         return loader
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gmlp_scale.data import open_shards
 from gmlp_scale.data.batch import IGNORED, MaskedBatch
-from gmlp_scale.data.loader import DataConfig
+from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.open_shards import OpenShards
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
 from tests.written_shards import change_manifest
@@ -78,8 +78,8 @@ def test_an_epoch_shows_every_row_once_and_positions_run_on(write_shards, make_l
     for epoch in (seen[:100], seen[100:]):
         assert sorted(map(tuple, epoch.tolist())) == expected
     assert not (seen[:100] == seen[100:]).all()
-    assert (loader.rows, loader.steps_per_epoch) == (100, 12.5)
-    assert [loader.epoch(step) for step in (0, 12, 13, 24, 25)] == [0, 0, 1, 1, 2]
+    assert loader.num_rows == 100
+    assert [loader.epochs(step) for step in (0, 12, 25)] == [{"data/epoch": epoch} for epoch in (0, 0.96, 2)]
     assert loader.positions(3) == range(24, 32)
     assert make_loader(folder, rank=1, world_size=2).positions(3) == range(28, 32)
 
@@ -136,7 +136,7 @@ def test_no_thread_is_left_behind(write_shards, make_loader):
 def test_an_error_reaches_the_consumer_at_its_step(write_shards, make_loader):
     folder, _ = write_shards([10, 10])
     loader = make_loader(folder, data={"shuffle_group_bytes": 1})
-    second = loader._order.locate(np.arange(20)).shard[-1]
+    second = loader.sources[0].locate(np.arange(20)).shard[-1]
     path = folder / Manifest.load(folder).splits.train[second].name
     path.write_bytes(b"\0" * path.stat().st_size)
     steps = loader.steps(0, 3)

@@ -97,6 +97,10 @@ def test_inspect_batch_prints_the_rows_that_training_sees(shards):
     printed = run(*command, 2, *overrides)
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("position")] == ["8", "9", "10", "11"]
     assert printed.count("<mask>") > 4 and "train/train-0000" in printed
+    overrides[2] = f"data.shards=[{{shards: {shards}, weight: 1}}]"
+    (in_mixture,) = re.findall(r"position 8 .*", run(*command, 2, "--rows", 1, *overrides))
+    assert f"source {shards.name}  " in in_mixture
+    assert in_mixture.replace(f"source {shards.name}  ", "") in printed
     overrides[1] = "model.vocab_size=999"
     assert "vocab_size is 999, the shards have 400" in run(*command, 0, *overrides, code=2)
 

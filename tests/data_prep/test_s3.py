@@ -12,7 +12,8 @@ import torch
 from botocore.exceptions import NoCredentialsError
 
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.loader import DataConfig, Loader
+from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
 from gmlp_scale.files import StoreError, read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
@@ -65,14 +66,14 @@ def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tm
     local = make_loader(shards_to_read, None, tmp_path)
     remote = make_loader("s3://bucket/shards", tmp_path / "cache", tmp_path)
     assert remote.fingerprint() == local.fingerprint()
-    num_steps = local.rows // 8
+    num_steps = local.num_rows // 8
     assert same_batches(local, remote, num_steps)
     cached = sorted(path.name for path in (tmp_path / "cache").glob("*.tar"))
-    assert cached == sorted(f"{shard.sha256}.tar" for shard in local.manifest.splits.train)
+    assert cached == sorted(f"{shard.sha256}.tar" for shard in local.sources[0].manifest.splits.train)
 
     server.fault_fraction = 1.0  # nothing is fetched a second time
     restarted = make_loader(shards_to_read, None, tmp_path)
-    restarted._shards._files = remote._files
+    restarted.sources[0]._shards._files = remote.sources[0]._files
     assert same_batches(local, restarted, num_steps)
     for loader in (local, remote, restarted):
         loader.close()
@@ -114,7 +115,7 @@ def test_a_cached_copy_that_went_bad_is_fetched_again(s3, shards_to_read, tmp_pa
         make_loader(folder, cache, tmp_path)
         for folder, cache in ((shards_to_read, None), ("s3://bucket/shards", tmp_path / "cache"))
     )
-    assert same_batches(local, remote, local.rows // 8)
+    assert same_batches(local, remote, local.num_rows // 8)
     local.close(), remote.close()
 
 

@@ -21,7 +21,8 @@ def world():
 
 
 def make_metrics(run_dir, world, start_step, **changes) -> Metrics:
-    sizes = {"tokens_per_step": 512, "rows_per_epoch": 16, "flops_per_step": 10**9, "peak_tflops_per_device": None}
+    sizes = {"tokens_per_step": 512, "flops_per_step": 10**9, "peak_tflops_per_device": None}
+    sizes["epochs"] = lambda step: {"data/epoch": step * 8 / 16}
     others = {"start_step": start_step, "start_up": StartUp(0.0), "config": train_config()}
     return Metrics(run_dir, world, fields={"name": "smoke"}, **{**sizes, **others, **changes})
 

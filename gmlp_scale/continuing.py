@@ -1,0 +1,46 @@
+"""Checks that a run goes on as the run that its checkpoint is of."""
+
+import logging
+
+from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged, with_defaults
+from gmlp_scale.data.fingerprint import changes_of_earlier_rows, comparable
+
+log = logging.getLogger(__name__)
+
+
+def check_continues(
+    config: Recipe, place: str, before: dict, now: dict, *, step: int, free: tuple[str, ...] | None = None
+) -> None:
+    """Raises ConfigError with every difference that makes this another run than the one at `place`.
+
+    step: the finished steps of the run at `place`.
+    free: the fields that may differ; a resumed run's if not given.
+    """
+    free = free or config.free_on_resume
+    allowed = tuple(config.train.allow_changed_on_resume)
+    config_before = with_defaults(before["config"], config)
+    changed = check_unchanged(config_before, now["config"], free + allowed)
+    differences = [*changed, *_data_changes(config, before, now, step)]
+    if differences:
+        needed = "give the run another name=..., or the old values and data"
+        can_be_allowed = [line.partition(":")[0] for line in changed]
+        if any(line.startswith("data sources.") for line in differences):
+            can_be_allowed.append("data.shards")
+        if can_be_allowed:
+            fields = ", ".join((*allowed, *can_be_allowed))
+            needed += f"; or, to go on with the new values, 'train.allow_changed_on_resume=[{fields}]'"
+        raise ConfigError(f"{place} belongs to another run", differences, needed)
+    for field in allowed:
+        log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
+
+
+def _data_changes(config: Recipe, before: dict, now: dict, step: int) -> list[str]:
+    """A line for each change of the data. Where data.shards may change, sources may join or leave from `step` on."""
+    old, new, earlier = before["data"], now["data"], []
+    may_change = "data.shards" in config.train.allow_changed_on_resume
+    if isinstance(config, RunConfig) and (may_change or "sources" in old or "sources" in new):
+        old, new = comparable(before), comparable(now)
+        if may_change:
+            earlier = list(changes_of_earlier_rows(before, now, step))
+    lines = check_unchanged(old, new, ("sources.",) if may_change else ())
+    return [*(f"data {line}" for line in lines), *earlier]

@@ -1,0 +1,70 @@
+"""The `data` section of a pretraining recipe."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from gmlp_scale.data.mixture import SourceConfig
+
+_CACHE_MAX_BYTES = 500_000_000_000
+
+
+class DataConfig(BaseModel, frozen=True, extra="forbid"):
+    shards: Annotated[
+        Annotated[str, Tag("folder")] | Annotated[tuple[SourceConfig, ...], Tag("list")],
+        Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "folder"),
+    ]
+    """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens. Or a mixture: a list of
+    {shards, weight}, of which each may have from_step and until_step."""
+    cache_dir: str | None = None
+    """Local folder that shards are copied to when they are first read; a URL needs one. With room for all shards a node
+    fetches each once, else most of them in every epoch."""
+    cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
+    """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
+    a node. [bytes]"""
+    packing: Literal["packed", "document"] = "packed"
+    """How documents were put into rows; the shards must have been written so."""
+    masked_fraction: float = Field(default=0.15, gt=0, lt=1)
+    """How much of each row is masked (BERT's 15 %, as in the paper). [fraction]"""
+    shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
+    """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups of each source in
+    memory. [bytes]"""
+    prefetch_steps: int = Field(default=64, ge=1)
+    """How many steps' batches are made ahead; they take 10 bytes of host memory per token. [steps]"""
+    on_corrupt_shard: Literal["error", "skip"] = "error"
+    """A shard whose checksum does not hold: end the run, or go on without its rows."""
+    max_corrupt_shards: int = Field(default=0, ge=0)
+    """How many distinct corrupt shards a run may skip. [shards]"""
+
+    @property
+    def is_mixture(self) -> bool:
+        return not isinstance(self.shards, str)
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The folders of shards that the rows come from."""
+        return self.shards if self.is_mixture else (SourceConfig(shards=self.shards, weight=1),)
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """The tokenizer's, which all sources have."""
+        return f"{self.sources[0].shards}/tokenizer"
+
+    @property
+    def padded(self) -> bool:
+        """Whether attention must ignore <pad>. Packed rows have nearly none: a writer fills all but its last."""
+        return self.packing == "document"
+
+    @model_validator(mode="after")
+    def _settings_take_effect(self):
+        if (self.on_corrupt_shard == "skip") != (self.max_corrupt_shards > 0):
+            raise ValueError(
+                f"on_corrupt_shard={self.on_corrupt_shard} with max_corrupt_shards={self.max_corrupt_shards}: "
+                "skip needs max_corrupt_shards of at least 1, error needs 0"
+            )
+        if self.cache_dir is None and self.cache_max_bytes != _CACHE_MAX_BYTES:
+            raise ValueError(
+                f"cache_max_bytes={self.cache_max_bytes} without a cache_dir has nothing to limit: set cache_dir, or "
+                f"leave cache_max_bytes at {_CACHE_MAX_BYTES}"
+            )
+        return self

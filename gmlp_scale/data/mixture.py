@@ -1,0 +1,174 @@
+"""Which source each row of training comes from: a pure function of the row's position in the order of training.
+
+The rows take their sources by a pattern that repeats. In it the next row comes from the source whose row is due first,
+and no row comes before its time. So after any number of rows each source has had its share of them to less than one
+row, for any number of sources. Where a source starts or ends, another pattern begins.
+"""
+
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from math import gcd, lcm
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from gmlp_scale.data.hashing import hash64
+
+_SOURCES = 4  # the first word of a source's key; order.py and masking.py begin their keys with 1, 2 and 3
+_LONGEST_PATTERN = 100_000
+
+
+class SourceConfig(BaseModel, frozen=True, extra="forbid"):
+    """One of several folders of shards that a run draws from."""
+
+    shards: str
+    """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens. Its last part names the
+    source, as in data/epoch/NAME."""
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """Of each step's rows it has this share, over the sum of the weights of the step's sources. [no unit]"""
+    from_step: int = Field(default=0, ge=0)
+    """The finished steps before its first rows. [steps]"""
+    until_step: int | None = Field(default=None, gt=0)
+    """The finished steps after its last rows; null for the run's end. [steps]"""
+
+    @property
+    def name(self) -> str:
+        return self.shards.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+    def is_active(self, step: int) -> bool:
+        """Whether the batch after `step` finished steps has a share of its rows."""
+        return self.from_step <= step and (self.until_step is None or step < self.until_step)
+
+
+def source_seed(seed: int, place: int) -> int:
+    """The seed of the source at this place of the list. The first one draws as if it were alone."""
+    return int(hash64(_SOURCES, seed, place)[0]) if place else seed
+
+
+class Pattern:
+    """The sources of an endless sequence of rows, in these shares. A weight of 0 gives a source no rows."""
+
+    def __init__(self, weights: Sequence[float]):
+        self._shares = np.array(_whole_numbers(weights))
+        """Rows of each source in one repetition."""
+        self._sources = _by_deadline(self._shares)
+        self._length = len(self._sources)
+        self._rows_before = np.empty(self._length, np.int64)  # of the same source, in the same repetition
+        for source, share in enumerate(self._shares):
+            self._rows_before[self._sources == source] = np.arange(share)
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of the row at each position, and how many rows of that source come before it; int64 [P]."""
+        repetitions, places = np.divmod(np.asarray(positions, np.int64), self._length)
+        sources = self._sources[places]
+        return sources, repetitions * self._shares[sources] + self._rows_before[places]
+
+    def counts(self, num_rows: int) -> np.ndarray:
+        """Rows of each source among the first `num_rows`, int64 [K]."""
+        repetitions, rest = divmod(num_rows, self._length)
+        return repetitions * self._shares + np.bincount(self._sources[:rest], minlength=len(self._shares))
+
+    def num_rows_of(self, rows_of_source: Sequence[int]) -> int:
+        """How many rows there are until a source would need more than it has."""
+        firsts_missing = []
+        for source, (num_rows, share) in enumerate(zip(rows_of_source, self._shares.tolist(), strict=True)):
+            if share:
+                places = np.flatnonzero(self._sources == source)
+                firsts_missing.append(num_rows // share * self._length + int(places[num_rows % share]))
+        return min(firsts_missing)
+
+
+def pattern_length(weights: Iterable[float]) -> int:
+    """After how many rows the pattern of these weights repeats."""
+    return sum(_whole_numbers(weights))
+
+
+def _whole_numbers(weights: Iterable[float]) -> list[int]:
+    """The smallest whole numbers in the weights' ratios; a weight is the decimal number that it is written as."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    denominator = lcm(*(weight.denominator for weight in exact))
+    numbers = [int(weight * denominator) for weight in exact]
+    return [number // gcd(*numbers) for number in numbers]
+
+
+def _by_deadline(shares: np.ndarray) -> np.ndarray:
+    """The source of each row of one repetition.
+
+    Row j of a source may come from j / w rows on, and is due at (j + 1) / w rows for its share w. Earliest deadline
+    first meets all deadlines, as it does for any such tasks on one machine.
+    """
+    length, taken = int(shares.sum()), np.zeros_like(shares)
+    sources = np.empty(length, np.int64)
+    for row in range(length):
+        may_come = taken * length < (row + 1) * shares
+        deadlines = -(-(taken + 1) * length // np.maximum(shares, 1))
+        sources[row] = source = np.argmin(np.where(may_come, deadlines, 2 * length))
+        taken[source] += 1
+    return sources
+
+
+class Mixture:
+    """The sources of a run's rows. A step's batch has all its rows from one pattern.
+
+    Memory: about 16 bytes per row of each pattern, which has at most 100,000.
+    """
+
+    def __init__(self, sources: Sequence[SourceConfig], global_batch_size: int):
+        self._global_batch_size = global_batch_size
+        self._starts = changing_steps(sources)
+        self._patterns = [Pattern(_weights_at(sources, step)) for step in self._starts]
+        self._counts = [np.zeros(len(sources), np.int64)]
+        for (start, stop), pattern in zip(pairwise(self._starts), self._patterns, strict=False):
+            self._counts.append(self._counts[-1] + pattern.counts((stop - start) * global_batch_size))
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each of one step's rows, and how many rows of that source the run has had before; int64 [P].
+
+        positions: the rows' places in the order of training, through all steps.
+        """
+        part = self._part(int(positions[0]) // self._global_batch_size)
+        sources, rows_before = self._patterns[part].locate(positions - self._starts[part] * self._global_batch_size)
+        return sources, self._counts[part][sources] + rows_before
+
+    def counts(self, step: int) -> np.ndarray:
+        """Rows that each source has given before the batch of `step`, int64 [K]."""
+        part = self._part(step)
+        rows_since = (step - self._starts[part]) * self._global_batch_size
+        return self._counts[part] + self._patterns[part].counts(rows_since)
+
+    def _part(self, step: int) -> int:
+        return bisect(self._starts, step) - 1
+
+
+def changing_steps(sources: Iterable[SourceConfig]) -> list[int]:
+    """The steps from which on other sources are active, beginning with 0."""
+    return sorted({0}.union(*({source.from_step, source.until_step or 0} for source in sources)))
+
+
+def _weights_at(sources: Iterable[SourceConfig], step: int) -> list[float]:
+    return [source.weight if source.is_active(step) else 0.0 for source in sources]
+
+
+def mixture_mistakes(sources: Sequence[SourceConfig], num_steps: int) -> Iterable[str]:
+    names = [source.name for source in sources]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"data.shards: found {names.count(name)} sources named {name}; needed: folders whose last parts differ"
+    for source in sources:
+        if source.from_step >= num_steps:
+            found = f"{source.name} has from_step {source.from_step}"
+            yield f"data.shards: {found}; needed: below train.num_steps = {num_steps}"
+        if source.until_step is not None and not source.from_step < source.until_step < num_steps:
+            needed = f"above from_step = {source.from_step} and below train.num_steps = {num_steps}, or null"
+            yield f"data.shards: {source.name} has until_step {source.until_step}; needed: {needed}"
+    for step in changing_steps(sources):
+        weights = [weight for weight in _weights_at(sources, step) if weight]
+        if not weights and step < num_steps:
+            yield f"data.shards: no source has rows for step {step}; needed: a source with from_step at most {step}"
+        elif weights and (length := pattern_length(weights)) > _LONGEST_PATTERN:
+            told = ", ".join(f"{weight:.15g}" for weight in weights)
+            yield (
+                f"data.shards: shares of {told} are whole only after {length:,} rows; needed: after at most "
+                f"{_LONGEST_PATTERN:,}, so weights with fewer digits"
+            )

@@ -1,0 +1,85 @@
+"""The rows of one source: one folder of shards, its order, its epochs and its masks."""
+
+import numpy as np
+
+from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.mixture import SourceConfig, source_seed
+from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
+from gmlp_scale.data.order import RowAddresses, RowOrder
+from gmlp_scale.data.shards import Manifest
+
+_HELDOUT_SEED = 0
+
+
+class Source:
+    """The rows of one folder of shards.
+
+    Args:
+        place: in the recipe's list, since two sources must not draw alike; 0 for a single source.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        config: SourceConfig,
+        manifest: Manifest,
+        files: ShardFiles,
+        *,
+        place: int,
+        seed: int,
+        shuffle_group_bytes: int,
+        skip_corrupt: SkipCorruptShards | None,
+    ):
+        self.config = config
+        self.manifest = manifest
+        self.num_rows = manifest.num_rows("train")
+        self.seed = source_seed(seed, place)
+        """For the order and the masks of its training rows."""
+        self.heldout_seed = source_seed(_HELDOUT_SEED, place)
+        self._files = files
+        shards = manifest.splits.train
+        shards_per_group = max(1, shuffle_group_bytes * len(shards) // sum(shard.bytes for shard in shards))
+        rows_per_shard = np.array([shard.rows for shard in shards])
+        self._order = RowOrder(rows_per_shard, shards_per_group=shards_per_group, seed=self.seed)
+        self._shards = OpenShards(
+            files, shards, manifest.sequence_length, num_open=2 * shards_per_group + 8, skip_corrupt=skip_corrupt
+        )
+
+    def locate(self, positions: np.ndarray) -> RowAddresses:
+        """Addresses of its training rows at these positions, which count its own rows through all its epochs."""
+        return self._order.locate(positions)
+
+    def read(self, shards: np.ndarray, row_indices: np.ndarray) -> np.ndarray:
+        """Training rows, uint16 [P, N], by their numbers within their shards. CorruptShardError as OpenShards.read."""
+        return self._shards.read(shards, row_indices)
+
+    def open_ahead(self, position: int, stop: int) -> None:
+        """Starts to open the shards of the group at `position` and of the next one, unless that begins at `stop`."""
+        self._shards.open_ahead(self._order.shards_ahead(position, stop))
+
+    def locate_heldout(self, row_indices: np.ndarray) -> RowAddresses:
+        """Addresses of its held-out rows with these numbers in the split."""
+        first_rows = np.cumsum([0, *(shard.rows for shard in self.manifest.splits.heldout)])
+        shards = np.searchsorted(first_rows, row_indices, side="right") - 1
+        return RowAddresses(np.zeros_like(row_indices), shards, row_indices - first_rows[shards], row_indices)
+
+    def open_heldout(self) -> OpenShards:
+        """The shards of its held-out rows, to be closed by the caller."""
+        shards = self.manifest.splits.heldout
+        return OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
+
+    def token_counts(self, num_rows: int) -> np.ndarray:
+        """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
+        counts_V = np.zeros(self.manifest.vocab_size, np.int64)
+        for index, shard in enumerate(self.manifest.splits.train):
+            num_taken = min(num_rows, shard.rows)
+            rows_BN = self._shards.read(np.full(num_taken, index), np.arange(num_taken))
+            counts_V += np.bincount(rows_BN.reshape(-1), minlength=self.manifest.vocab_size)
+            num_rows -= num_taken
+            if not num_rows:
+                break
+        return counts_V
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._shards.close()

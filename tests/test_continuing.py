@@ -1,0 +1,105 @@
+"""Which runs go on from a checkpoint of a mixture."""
+
+from pathlib import Path
+
+import pytest
+
+from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.continuing import check_continues
+from gmlp_scale.tasks.pretraining import build_loader
+from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
+
+SMOKE = Path(__file__).parent.parent / "configs" / "pretrain" / "smoke.yaml"
+STEP = 6
+
+
+@pytest.fixture
+def continues(tmp_path):
+    """continues(old sources, new ones, allowed) -> what a run with the new ones is told at step 6 of one with the old.
+
+    A source is (name, weight, from_step, until_step) as far as given; a text is a single folder.
+    """
+    for name, seed in {"a": 0, "b": 1, "c": 2, "moved/b": 1, "moved/other": 3}.items():
+        write_tiny_shards(tmp_path / name, [20], [4], sequence_length=32, seed=5 * seed)
+
+    def told(old, new, allowed: bool = True) -> str:
+        run = recipe(old)
+        before = {"config": run.to_json(), "data": fingerprint(run)}
+        run = recipe(new, *(["train.allow_changed_on_resume=[data.shards]"] if allowed else []))
+        try:
+            check_continues(run, "run", before, {"config": run.to_json(), "data": fingerprint(run)}, step=STEP)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def recipe(sources, *overrides):
+        fields = ("shards", "weight", "from_step", "until_step")
+        if not isinstance(sources, str):
+            listed = [dict(zip(fields, (str(tmp_path / of[0]), *of[1:]), strict=False)) for of in sources]
+        sizes = ["model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}"]
+        shards = str(tmp_path / sources) if isinstance(sources, str) else listed
+        return load_run_config(SMOKE, [*sizes, f"data.shards={shards}", *overrides])
+
+    def fingerprint(run):
+        loader = build_loader(run.with_micro_batch_size(1), rank=0, world_size=1)
+        loader.close()
+        return loader.fingerprint()
+
+    return told
+
+
+A, B = ("a", 3), ("b", 1)
+
+
+def test_the_same_sources_go_on_wherever_they_lie(continues):
+    assert not continues([A, B], [A, B], allowed=False)
+    assert not continues([A, B], [A, ("moved/b", 1)], allowed=False)
+
+
+def test_a_change_is_refused_in_words_that_name_the_source(continues):
+    told = continues("a", [("a", 1), ("b", 0.25, STEP)], allowed=False)
+    assert "1 mistake" in told and "'train.allow_changed_on_resume=[data.shards]'" in told
+    assert (
+        "data sources.b: the checkpoint was trained with None; the run says 'weight 0.25 from step 6 to the end" in told
+    )
+    assert "data sources.b: the checkpoint was trained with 'weight 1 " in continues([A, B], [A], allowed=False)
+    told = continues([A, B], [A, ("b", 2)], allowed=False)
+    assert "with 'weight 1 from" in told and "says 'weight 2 from" in told
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("a", [("a", 1), ("b", 0.25, STEP)]),  # a second source joins
+        ([A, B], [A, B, ("c", 2, STEP + 1)]),
+        ([A, B], [("a", 6), ("b", 2)]),  # the same shares
+        ([A, B], [A, ("b", 1, 0, STEP)]),  # one ends now
+        ([A, ("b", 1, 0, 4)], [A, ("b", 1, 0, 4), ("c", 1, 9)]),
+        ([A, ("b", 1, 9)], [A, ("c", 7, 8)]),  # one that had not begun is replaced
+    ],
+)  # fmt: skip
+def test_sources_may_join_and_leave_from_the_checkpoint_on(continues, old, new):
+    assert not continues(old, new)
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("a", [("a", 1), ("b", 0.25, STEP - 1)], "gives step 5 0.8 of a (place 0, manifest"),
+        ([A, B], [A, ("b", 2)], "gives step 0 0.6 of a"),
+        ([A, B], [A], "gives step 0 1 of a"),
+        ([A, B], [B, A], "gives step 0 0.25 of b (place 0"),
+        ([A, B], [A, ("b", 1, 0, STEP - 1)], "gives step 5 1 of a"),
+        ([A, ("b", 1, 0, 4), ("c", 1)], [A, ("c", 1)], "gives step 0 0.75 of a"),
+        ([A, B], [A, ("moved/other", 1)], "of other (place 1"),
+    ],
+)  # fmt: skip
+def test_rows_before_the_checkpoint_stay_as_they_were(continues, old, new, words):
+    told = continues(old, new)
+    assert words in told and "as before the checkpoint" in told and "from_step of at least 6" in told
+
+
+def test_another_tokenizer_is_never_allowed(continues, tmp_path):
+    for name in "bc":
+        change_manifest(tmp_path / name, tokenizer_sha256="1" * 64)
+    assert "data tokenizer_sha256: the checkpoint was trained with" in continues("a", [B, ("c", 1, STEP)])
