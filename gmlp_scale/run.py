@@ -75,7 +75,7 @@ class Task(Protocol):
     """The config's `train` section, with what was left to the data or to the memory filled in."""
     optimizer: OptimizerConfig
     num_rows: int
-    """Training rows in an epoch."""
+    """Training rows in an epoch; of all sources together, if there are several."""
     tokens_per_step: int
     flops_per_step: int
     """Training FLOPs of one global batch: 3 x the forward pass."""
