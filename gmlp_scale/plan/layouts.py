@@ -147,7 +147,8 @@ def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> st
         takes = sum(memory(rows).values()) / 1e9
         verdict = "fits" if rows <= most else "does not fit"
         found = f"the recipe's {rows} rows take {takes:.1f} GB, which {verdict}; {found}"
-    return f"{f'GPUs of {memory_gb:g} GB':<23} {found} ({1 - MEMORY_MARGIN:.2f} of it is used; activations in plain PyTorch)"
+    used = f"{1 - MEMORY_MARGIN:.2f} of it is used; activations in plain PyTorch"
+    return f"{f'GPUs of {memory_gb:g} GB':<23} {found} ({used})"
 
 
 def _row_bytes(run: RunConfig) -> dict[str, float]:
