@@ -40,7 +40,10 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 
 
-FREE_IN_BRANCH = (*FREE_ON_RESUME, "optimizer.", "train.num_steps", "init_from", "branch_from")
+FREE_IN_BRANCH = ("optimizer.", "train.num_steps", "init_from", "branch_from")
+"""Beside those of a resumed run."""
+
+_OF_TEXT = "launch/pretrain.py without a task, so of text"
 
 _RECIPES = Path(__file__).parent / "configs"  # in a checkout a link to the repository's folder
 
@@ -212,6 +215,8 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
 class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """One run of masked language modelling."""
 
+    launcher: ClassVar[str] = _OF_TEXT
+
     init_from: Annotated[str | None, BeforeValidator(plain_path)] = None
     """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and
     the vocabulary may differ. A path or a URL."""
@@ -312,6 +317,12 @@ def read_recipe_file(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def split_step(place: str) -> tuple[str, int | None]:
+    """RUN and STEP of RUN@STEP; None for the step if none is given."""
+    found = re.fullmatch(r"(.+)@(\d+)", place)
+    return (found[1], int(found[2])) if found else (place, None)
+
+
 def with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
     """A checkpoint's resolved config with the fields that such recipes have got since, and with `config`'s engine."""
     try:
@@ -352,10 +363,10 @@ def _recipe_file(place: str | Path) -> str | Path:
 
 
 def _launcher(recipe: dict) -> str:
-    """Which script the recipe is for. The tasks of finetuning have other names."""
-    match recipe.get("task"):
-        case None:
-            return "launch/pretrain.py"
+    """Which script the recipe is for. A recipe of finetuning may leave its task open, with null."""
+    if "task" not in recipe:
+        return _OF_TEXT
+    match recipe["task"]:
         case "characters" | "images" as task:
             return f"launch/pretrain.py with task: {task}"
         case _:

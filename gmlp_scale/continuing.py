@@ -9,17 +9,16 @@ log = logging.getLogger(__name__)
 
 
 def check_continues(
-    config: Recipe, place: str, before: dict, now: dict, *, step: int, free: tuple[str, ...] | None = None
+    config: Recipe, place: str, before: dict, now: dict, *, step: int, free: tuple[str, ...] = ()
 ) -> None:
     """Raises ConfigError with every difference that makes this another run than the one at `place`.
 
     step: the finished steps of the run at `place`.
-    free: the fields that may differ; a resumed run's if not given.
+    free: fields that may differ beside those of a resumed run.
     """
-    free = free or config.free_on_resume
     allowed = tuple(config.train.allow_changed_on_resume)
     config_before = with_defaults(before["config"], config)
-    changed = check_unchanged(config_before, now["config"], free + allowed)
+    changed = check_unchanged(config_before, now["config"], config.free_on_resume + free + allowed)
     differences = [*changed, *_data_changes(config, before, now, step)]
     if differences:
         needed = "give the run another name=..., or the old values and data"

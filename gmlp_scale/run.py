@@ -22,6 +22,7 @@ from gmlp_scale.config import (
     RunConfig,
     load_config,
     read_recipe_file,
+    split_step,
 )
 from gmlp_scale.continuing import check_continues
 from gmlp_scale.data.shards import CorruptShardError, ShardError
@@ -36,7 +37,6 @@ from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.tasks.start_weights import split_step
 from gmlp_scale.telling import set_up_logging
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError
 from gmlp_scale.train.checkpointer import Checkpointer
@@ -172,7 +172,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
                 config, str(checkpoint.path), checkpoint.details, checkpointer.details, step=checkpoint.step
             )
         elif isinstance(config, PretrainingRecipe) and config.branch_from:
-            checkpoint = _branch_point(config, checkpointer.details)
+            checkpoint = branch_point(config, checkpointer.details)
         start_up.finish("checkpoint")
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
         log.info(_banner(task, world, checkpoint))
@@ -232,7 +232,7 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
     return build_engine(model, world, engine=task.config.engine, train=task.train, optimizer=task.optimizer)
 
 
-def _branch_point(config: Recipe, details: dict[str, Any]) -> Checkpoint:
+def branch_point(config: Recipe, details: dict[str, Any]) -> Checkpoint:
     """The checkpoint of another run that a new run goes on from. Raises ConfigError, TrainedModelError."""
     run_folder, step = split_step(config.branch_from)
     checkpoint = open_checkpoint(LocalCheckpoints(Path(run_folder) / "checkpoints"), run_folder, step)

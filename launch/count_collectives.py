@@ -11,6 +11,7 @@ import sys
 
 from gmlp_scale.benchmark.collectives import table
 from gmlp_scale.config import load_run_config
+from gmlp_scale.files import print_error
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.run import USER_ERRORS
 from gmlp_scale.world import start_world
@@ -28,7 +29,7 @@ def main() -> int:
             if world.is_main:
                 print(lines)
     except USER_ERRORS as error:
-        print(error, file=sys.stderr)
+        print_error(error)
         return 2
     return 0
 

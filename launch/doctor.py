@@ -17,10 +17,9 @@ import sys
 
 from gmlp_scale.config import ConfigError, load_run_config
 from gmlp_scale.doctor.checkup import Checkup
-from gmlp_scale.files import print_error
 from gmlp_scale.run import USER_ERRORS, exit_code
-from gmlp_scale.telling import set_up_logging
-from gmlp_scale.world import start_world
+from gmlp_scale.telling import leave_without_others, set_up_logging, tell
+from gmlp_scale.world import LostRankError, start_world
 
 
 def main() -> int:
@@ -32,7 +31,7 @@ def main() -> int:
     try:
         run = load_run_config(options.config, options.overrides)
     except ConfigError as error:
-        print_error(error)
+        tell(error)
         return 2
     try:
         needs_group = run.engine.needs_process_group
@@ -45,7 +44,9 @@ def main() -> int:
             if world.is_main:
                 print(f"{checkup.num_failed} checks FAIL" if checkup.num_failed else "the run can start")
     except USER_ERRORS as error:
-        print_error(error)
+        tell(error)
+        if isinstance(error, LostRankError):
+            leave_without_others(exit_code(error))
         return exit_code(error)
     return 1 if checkup.num_failed else 0
 

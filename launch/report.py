@@ -10,12 +10,12 @@ import argparse
 import sys
 from datetime import UTC, datetime
 
-from gmlp_scale.analysis.arrays import filters_of
 from gmlp_scale.analysis.run_records import RunRecord, RunRecordError, read_run_records
 from gmlp_scale.analysis.run_report import Filters, filter_paths, page
 from gmlp_scale.files import print_error, redacted, write_text
+from gmlp_scale.filters import spatial_filters
 from gmlp_scale.run import USER_ERRORS, exit_code
-from gmlp_scale.trained import TrainedModelError, read_run
+from gmlp_scale.trained import read_weights
 
 
 def main() -> int:
@@ -46,10 +46,9 @@ def _filters(folders: list[str], records: list[RunRecord]) -> list[Filters]:
         if record.config.get("model.kind") not in ("gmlp", "amlp"):
             continue
         try:
-            trained = read_run(folder)
-            paths = filter_paths(filters_of(trained))
-            filters.append(Filters(number, trained.step, paths))
-        except (*USER_ERRORS, TrainedModelError) as error:
+            checkpoint, weights = read_weights(folder)
+            filters.append(Filters(number, checkpoint.step, filter_paths(spatial_filters(weights.items()))))
+        except USER_ERRORS as error:
             filters.append(Filters(number, reason=redacted(str(error))))
     return filters
 

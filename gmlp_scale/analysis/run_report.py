@@ -157,6 +157,12 @@ Column = tuple[str, Callable[[RunRecord], str]]
 """A heading, and what stands below it for a run; empty if nothing is known."""
 
 
+def _epochs(record: RunRecord) -> str:
+    """Of a mixture, those of every source."""
+    tags = sorted({tag for line in record.lines for tag in line if tag.startswith("data/epoch")})
+    return ", ".join(_last(record, tag, ".3g") for tag in tags)
+
+
 def _result_columns(tags: Sequence[str]) -> list[Column]:
     titles = {plot.tag: plot.title.lower() for plot in LEARNING}
     scores = [tag for tag in tags if tag.startswith("eval/")]
@@ -166,7 +172,7 @@ def _result_columns(tags: Sequence[str]) -> list[Column]:
         ("training loss", lambda record: _last(record, "train/loss")),
         ("parameters", lambda record: f"{record.newest.num_parameters:,}" if record.newest else ""),
         ("rows seen", lambda record: _last(record, "data/samples_seen", ",.0f")),
-        ("epochs", lambda record: _last(record, "data/epoch", ".3g")),
+        ("epochs", _epochs),
     ]
 
 

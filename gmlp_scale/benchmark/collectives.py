@@ -47,7 +47,7 @@ def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_bat
     batch = random_batch(run, world.device)
     num_rows = num_micro_batches * world.size * len(batch.token_ids_BN)
     train = run.train.model_copy(update={"global_batch_size": num_rows})
-    task = Pretraining(run.model_copy(update={"engine": engine, "train": train}))
+    task = Pretraining(run.model_copy(update={"engine": engine, "train": train, "init_from": None}))
     with LiveBytes() as live:
         built = build_engine_of(task, world, is_new=True)
         live.peak = 0

@@ -84,7 +84,7 @@ def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict
     commands = {
         "python": ["-c", ""],
         "import_torch": ["-c", "import torch"],
-        "dry_run": ["launch/pretrain.py", "--config", recipe, "--dry-run", *overrides],
+        "dry_run": ["-m", "gmlp_scale.launch.pretrain", "--config", recipe, "--dry-run", *overrides],
     }
     calls = {name: lambda command=command: run_python(command) for name, command in commands.items()}
     seconds = medians(time_in_turns(turns_of(calls, torch.device("cpu")), num_rounds))

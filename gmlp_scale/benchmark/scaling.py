@@ -80,7 +80,7 @@ def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float)
 def time_steps(run: RunConfig, engine: EngineConfig, world: World, num_rounds: int) -> tuple[float, float, float]:
     """(median seconds of a step, share of it in which a collective is under way, when the first step ended)."""
     train = run.train.model_copy(update={"global_batch_size": world.size * run.train.micro_batch_size})
-    task = Pretraining(run.model_copy(update={"engine": engine, "train": train}))
+    task = Pretraining(run.model_copy(update={"engine": engine, "train": train, "init_from": None}))
     batch, built = random_batch(run, world.device), build_engine_of(task, world, is_new=True)
 
     def step() -> float:

@@ -142,7 +142,8 @@ def plain(run: RunConfig, *, compile: bool) -> RunConfig:
 def our_engine(run: RunConfig, world: World) -> Engine:
     """The engine of pretraining, with one micro-batch per step."""
     one_micro_batch = run.train.model_copy(update={"global_batch_size": run.train.micro_batch_size})
-    return build_engine_of(Pretraining(run.model_copy(update={"train": one_micro_batch})), world, is_new=True)
+    task = Pretraining(run.model_copy(update={"train": one_micro_batch, "init_from": None}))
+    return build_engine_of(task, world, is_new=True)
 
 
 def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:

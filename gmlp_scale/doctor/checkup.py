@@ -21,7 +21,7 @@ from gmlp_scale.engine.known_sums import WIRE_SHARES, try_collective
 from gmlp_scale.files import is_url, redacted
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.run import USER_ERRORS, branch_point, check_packages
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.remote_checkpoints import checkpoints_of
 from gmlp_scale.train.run_folder import claimed
@@ -115,6 +115,7 @@ class Checkup:
 
     def _fit_to_ranks(self) -> str:
         self.run.rows_per_rank(self.world.size)
+        check_packages(self.run.name, self.run.train)
         self.run = with_decided_precision(self.run, self.world)
         if self.run.train.micro_batch_size == "auto":
             self.run = self.run.with_micro_batch_size(largest_micro_batch_size(self.run, self.world))
@@ -174,9 +175,12 @@ class Checkup:
                 pass
         with checkpoints_of(folder) as checkpoints:
             newest, damaged = checkpoints.newest()
+        now = {"config": self.run.to_json(), "data": self._loader.fingerprint()}
+        if newest is None and self.run.branch_from:
+            branch_point(self.run, now)
+            return f"{folder}: would begin from {self.run.branch_from}"
         if newest is None:
             return f"{folder}: a new run"
-        now = {"config": self.run.to_json(), "data": self._loader.fingerprint()}
         check_continues(self.run, str(newest.path), newest.details, now, step=newest.step)
         return f"{folder}: would resume from step {newest.step}; {len(damaged)} newer checkpoints are damaged"
 

@@ -21,8 +21,17 @@ _USAGE: dict[Head, tuple[str, str]] = {
     "question_answering": ("question-answering", 'question="Who wrote it?", context="It was written by her."'),
 }
 """Of each head: the pipeline, and what its call is given in the example."""
-_METRICS = ("perplexity", "accuracy", "exact_match", "exact", "f1")
-"""The figures that model-index tells, by the names that the Hub has for them; the sections show the others too."""
+_METRICS = {
+    "perplexity": "perplexity",
+    "accuracy": "accuracy",
+    "exact_match": "exact_match",
+    "exact": "exact",
+    "f1": "f1",
+    "matthews": "matthews_correlation",
+    "pearson": "pearsonr",
+    "spearman": "spearmanr",
+}
+"""The figures that model-index tells, and what the Hub's `evaluate` calls them. The sections show the others too."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ def _metadata(model: ModelConfig, head: Head, details: dict[str, Any], publicati
             dataset_type=data_name,
             dataset_name=data_name,
             dataset_split=part,
-            metric_type=name,
+            metric_type=_METRICS[name],
             metric_value=figures[name],
             **facts,
         )

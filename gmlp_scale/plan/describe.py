@@ -45,7 +45,7 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
         describe_states(meta_model(run), planned.train.precision, run.engine, world_size, accumulates=accumulates),
         _describe_activations(planned),
         _describe_data(run),
-        describe_resume(run.run_folder),
+        describe_resume(run.run_folder, run.branch_from or "nothing: a new run"),
     ]
     return "\n".join(lines)
 
@@ -95,9 +95,10 @@ def _describe_data(run: PretrainingRecipe) -> str:
     )
 
 
-def describe_resume(run_folder: str) -> str:
+def describe_resume(run_folder: str, start: str = "nothing: a new run") -> str:
+    """`start`: where the run begins if it has no checkpoint of its own."""
     steps = saved_steps(run_folder)
-    newest = f"{run_folder}/checkpoints/{folder_name(steps[-1])}" if steps else "nothing: a new run"
+    newest = f"{run_folder}/checkpoints/{folder_name(steps[-1])}" if steps else start
     return f"would resume from       {newest}"
 
 

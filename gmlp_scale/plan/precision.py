@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from gmlp_scale.config import PretrainingRecipe, read_recipe_file
+from gmlp_scale.config import PretrainingRecipe, read_recipe_file, split_step
 from gmlp_scale.engine.vectors import round_matrices
 from gmlp_scale.files import read_file
 from gmlp_scale.models import build_model
@@ -33,13 +33,15 @@ def with_decided_precision(run: PretrainingRecipe, world: World) -> PretrainingR
 
 
 def _precision_so_far(run: PretrainingRecipe) -> str | None:
-    """What the run folder's config.yaml says; None for a new run."""
-    path = f"{run.run_folder}/config.yaml"
-    try:
-        read_file(path)
-    except FileNotFoundError:
-        return None
-    return read_recipe_file(path)["train"]["precision"]
+    """What the config.yaml of the run, or of the run that it branches off, says; None for a new run."""
+    branched_off = [split_step(run.branch_from)[0]] if run.branch_from else []
+    for folder in [run.run_folder, *branched_off]:
+        try:
+            read_file(f"{folder}/config.yaml")
+        except FileNotFoundError:
+            continue
+        return read_recipe_file(f"{folder}/config.yaml")["train"]["precision"]
+    return None
 
 
 def _faster_precision(run: PretrainingRecipe, device: torch.device) -> str:

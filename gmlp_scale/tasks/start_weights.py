@@ -5,12 +5,11 @@ that fit both lengths. Another vocabulary keeps the embeddings of the pieces tha
 """
 
 import logging
-import re
 
 import torch
 from torch import Tensor
 
-from gmlp_scale.config import ConfigError, RunConfig
+from gmlp_scale.config import ConfigError, RunConfig, split_step
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
 from gmlp_scale.models.backbone import Backbone
@@ -35,12 +34,6 @@ def read_start(place: str) -> TrainedModel:
         return read_export(place)
     except FileNotFoundError:
         return read_run(place)
-
-
-def split_step(place: str) -> tuple[str, int | None]:
-    """RUN and STEP of RUN@STEP; None for the step if none is given."""
-    found = re.fullmatch(r"(.+)@(\d+)", place)
-    return (found[1], int(found[2])) if found else (place, None)
 
 
 @torch.no_grad()

@@ -118,3 +118,12 @@ def test_a_config_that_rank_0_cannot_read_ends_all_ranks(tmp_path):
     (tmp_path / "auto" / "config.yaml").write_text("{")
     recipe = ["engine.kind=fsdp2", "engine.timeout_seconds=300", "name=auto", f"output_dir={tmp_path}"]
     assert run_ranks(_train_beside_a_broken_file, 2, recipe) == ["ConfigError", "OtherRankError"]
+
+
+def test_a_branch_has_the_precision_of_its_trunk(tmp_path):
+    trunk = smoke("train.precision=bf16", "name=trunk", f"output_dir={tmp_path}")
+    (tmp_path / "trunk").mkdir()
+    (tmp_path / "trunk" / "config.yaml").write_text(trunk.to_yaml())
+    branch = smoke("name=branch", f"output_dir={tmp_path}", f"branch_from={tmp_path / 'trunk'}@2")
+    assert with_decided_precision(branch, world_on("cpu")).train.precision == "bf16"
+    assert "would resume from       " + f"{tmp_path / 'trunk'}@2" in describe(branch, world_size=1)

@@ -141,3 +141,11 @@ def _mistake(function, *arguments) -> str:
     with pytest.raises(ConfigError) as caught:
         function(*arguments)
     return str(caught.value)
+
+
+def test_a_branch_may_read_the_same_text_elsewhere(text_path, tmp_path):
+    pretrain(recipe("gmlp", text_path, f"output_dir={tmp_path}", "checkpoint.save_every_steps=2"))
+    (tmp_path / "copy.txt").write_text(TEXT)
+    branch = ["name=branch", f"branch_from={tmp_path / 'gmlp'}@4", "train.num_steps=5"]
+    pretrain(recipe("gmlp", tmp_path / "copy.txt", f"output_dir={tmp_path}", *branch))
+    assert _losses(tmp_path / "branch") == _losses(tmp_path / "gmlp")[4:5]
