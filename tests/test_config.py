@@ -151,7 +151,7 @@ def test_a_recipe_of_the_other_kind_is_told_as_one():
         "is a recipe of launch/finetune.py; needed is one of launch/pretrain.py without a task, so of text"
     ]
     with pytest.raises(
-        ConfigError, match=r"1 mistake\n  is a recipe of launch/pretrain.py; needed is one of launch/fine"
+        ConfigError, match=r"1 mistake\n  is a recipe of launch/pretrain.py .*; needed is one of launch/fine"
     ):
         load_config(FinetuneConfig, SMOKE)
 
