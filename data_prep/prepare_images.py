@@ -42,9 +42,9 @@ def main() -> int:
     parser.add_argument(
         "--output", required=True, metavar="SHARDS_DIR", help="a path or a URL: new, or of the same job"
     )
-    parser.add_argument("--images-per-shard", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--max-bad-images", type=int, default=0, help="that may be left out; default: %(default)s")
-    parser.add_argument("--workers", type=int, default=1, help="processes; default: %(default)s")
+    parser.add_argument("--images-per-shard", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--max-bad-images", type=int, default=0, help="that may be left out (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
     options = parser.parse_args()
     if options.images_per_shard < 1 or options.workers < 1:
         parser.error("--images-per-shard and --workers must be at least 1")

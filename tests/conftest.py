@@ -1,12 +1,20 @@
 """Options and fixtures that every test may use."""
 
+import atexit
 import logging
+import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from gmlp_scale import claim
+
+# transformers copies the code of an export to one folder for all processes of a user: two suites would mix theirs up.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="gmlp_scale-modules-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 NEEDS_S3 = "needs s3fs and moto's server"
 STARTED = time.monotonic()

@@ -67,7 +67,7 @@ def test_parquet(tmp_path):
 
 
 def tar_file(path, members: dict[str, bytes]) -> None:
-    with webdataset.TarWriter(str(path)) as writer:
+    with path.open("wb") as file, webdataset.TarWriter(file) as writer:
         for name, content in members.items():
             key, _, ending = name.partition(".")
             writer.write({"__key__": key, ending: content})
@@ -99,7 +99,7 @@ def test_tar_files_of_webdataset(pack, tmp_path):
 
 
 def test_the_text_of_a_sample_is_its_txt_and_a_json_beside_it_is_metadata(tmp_path):
-    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+    with (tmp_path / "a.tar").open("wb") as file, webdataset.TarWriter(file) as writer:
         writer.write({"__key__": "a/0", "json": b'{"text": "title"}', "txt": b"the text", "cls": b"3"})
         writer.write({"__key__": "b/0", "json": b'{"text": "alone"}'})
     assert [record.text for record in read(tmp_path / "a.tar")] == ["the text", "alone"]
