@@ -37,12 +37,14 @@ def tell(error: BaseException) -> None:
     """Prints the error that ends this process: once for all ranks, and as late as the launcher allows.
 
     Most errors are of every rank. So rank 0 tells at once and leaves, upon which the launcher ends the others; a rank
-    that lives on has something of its own to tell. Where ranks were lost, rank 0 may be one of them, so all tell at
-    once. torchrun prints its own report last, so the message goes into that.
+    that lives on has something of its own to tell. torchrun prints its own report last, so the message goes into that.
+    Where ranks were lost, rank 0 may be one of them, and a launcher that was cut off prints no report: so all tell at
+    once and by themselves.
     """
-    if int(os.environ.get("RANK", 0)) and not isinstance(error, LostRankError):
+    is_lost = isinstance(error, LostRankError)
+    if int(os.environ.get("RANK", 0)) and not is_lost:
         time.sleep(OTHERS_TELL_AFTER_SECONDS)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not is_lost:
         content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": content}), encoding="utf-8")
     else:

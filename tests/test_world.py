@@ -232,6 +232,15 @@ def test_rank_0_tells_an_error_at_once_and_the_others_only_if_they_live_on(monke
     assert capsys.readouterr().err == "no shards at s3://***@bucket/c4\n" * 2
 
 
+def test_a_lost_rank_is_told_at_once_and_without_the_launcher(monkeypatch, capsys, tmp_path):
+    """The launcher of a host that was cut off stands still, so its report never comes."""
+    monkeypatch.setattr(telling.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell(LostRankError("rank 0 (host n1) does not answer"))
+    assert capsys.readouterr().err == "rank 0 (host n1) does not answer\n" and not list(tmp_path.iterdir())
+
+
 def test_torchrun_ends_its_report_with_our_error(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     tell(ConfigError("smoke.yaml", ["seed: found 'x'; needed: a valid integer"]))
