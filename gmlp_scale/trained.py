@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import AnyConfig, RunConfig, load_config
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.files import download_file, is_url, list_files, read_file, redacted
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
@@ -109,8 +109,11 @@ def copy_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
         parameters[name].copy_(weight)
 
 
-def read_recipe(run_folder: str | Path) -> RunConfig:
-    """The recipe of a pretraining run. TrainedModelError if there is no run; ConfigError if it cannot be read."""
+def read_recipe(run_folder: str | Path, config_class: type[AnyConfig] = RunConfig) -> AnyConfig:
+    """The recipe of a run of launch/pretrain.py, of text if no class is given.
+
+    TrainedModelError if there is no run; ConfigError if it cannot be read or is of another task.
+    """
     path = f"{run_folder}/config.yaml"
     try:
         read_file(path)
@@ -118,7 +121,7 @@ def read_recipe(run_folder: str | Path) -> RunConfig:
         raise TrainedModelError(
             f"no run at {run_folder}: {path} does not exist; give OUTPUT_DIR/NAME of a run of launch/pretrain.py"
         ) from None
-    return load_run_config(path)
+    return load_config(config_class, path)
 
 
 def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from gmlp_scale.config import ConfigError, load_config
-from gmlp_scale.files import read_file
+from gmlp_scale.config import ConfigError
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
 from gmlp_scale.tasks.characters import CharactersConfig
-from gmlp_scale.trained import TrainedModelError, copy_weights, read_weights
+from gmlp_scale.trained import copy_weights, read_recipe, read_weights
 
 
 def read_model(run_folder: str | Path, step: int | None = None) -> tuple[NextTokenModel, str]:
@@ -21,14 +20,7 @@ def read_model(run_folder: str | Path, step: int | None = None) -> tuple[NextTok
     Raises:
         TrainedModelError, CheckpointError, ConfigError: there is no such run or checkpoint, or it is of another task.
     """
-    path = f"{run_folder}/config.yaml"
-    try:
-        read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise TrainedModelError(
-            f"no run at {run_folder}: {path} does not exist; give OUTPUT_DIR/NAME of a run"
-        ) from None
-    config = load_config(CharactersConfig, path)
+    config = read_recipe(run_folder, CharactersConfig)
     checkpoint, weights = read_weights(run_folder, step)
     model = config.build_model()
     copy_weights(model, weights)

@@ -17,12 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gmlp_scale.config import load_config
 from gmlp_scale.data.augmentation import CENTRE_CROP
 from gmlp_scale.export.carried_code import IMAGES, copy_sources
 from gmlp_scale.export.folder import new_folder, without_local_places
 from gmlp_scale.export.timm_weights import from_timm, to_timm
-from gmlp_scale.files import read_file
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.image_classifier import ImageClassifier
@@ -34,6 +32,7 @@ from gmlp_scale.trained import (
     WEIGHTS_NAME,
     TrainedModelError,
     copy_weights,
+    read_recipe,
     read_weights,
     sha256_of,
 )
@@ -70,14 +69,7 @@ def read_image_run(run_folder: str | Path, step: int | None = None) -> TrainedCl
     Raises:
         TrainedModelError, CheckpointError, ConfigError: there is no such run or checkpoint, or it is of another task.
     """
-    path = f"{run_folder}/config.yaml"
-    try:
-        read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise TrainedModelError(
-            f"no run at {run_folder}: {path} does not exist; give OUTPUT_DIR/NAME of a run"
-        ) from None
-    config = load_config(ImagesConfig, path)
+    config = read_recipe(run_folder, ImagesConfig)
     checkpoint, weights = read_weights(run_folder, step)
     return TrainedClassifier(
         name=config.name,
