@@ -42,7 +42,7 @@ def main() -> int:
     try:
         with TemporaryDirectory() as temporary:
             _export(options, options.output or Path(temporary, "export"))
-    except (*USER_ERRORS, ValueError, OSError) as error:
+    except (*USER_ERRORS, ValueError) as error:
         print_error(error)
         return exit_code(error)
     return 0
