@@ -94,13 +94,17 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
         }
 
     def carried_bytes(self, model: nn.Module, precision: str, num_micro_batches: int) -> dict[str, float]:
-        """Stages 2 and 3 reduce after every micro-batch; stage 3 gathers for each one, the others once a step."""
+        """Stages 2 and 3 reduce after every micro-batch; stage 3 gathers for each one, the others once a step.
+
+        In bf16 stage 1 is DeepSpeed's BF16_Optimizer, which all-reduces. Everything else reduces to owners.
+        """
         num_in_vectors, num_others = count_vectors_and_others(model, precision)
         reduced = num_others * 4 * (num_micro_batches if self.stage > 1 else 1)
         gathered = num_others * (2 if precision == "bf16" else 4) * (num_micro_batches if self.stage == 3 else 1)
+        is_all_reduced = self.stage == 1 and precision == "bf16"
         return {
-            "all_reduce": num_in_vectors * 4 + (reduced if self.stage == 1 else 0),
-            "reduce": reduced if self.stage > 1 else 0,
+            "all_reduce": num_in_vectors * 4 + (reduced if is_all_reduced else 0),
+            "reduce": 0 if is_all_reduced else reduced,
             "gather": gathered,
         }
 

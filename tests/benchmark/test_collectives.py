@@ -19,6 +19,7 @@ RUN = load_run_config(
         "train.micro_batch_size=1", "train.precision=bf16",
     ],
 )  # fmt: skip
+FLOAT32 = RUN.model_copy(update={"train": RUN.train.model_copy(update={"precision": "float32"})})
 
 
 def _engines(world_size: int) -> dict:
@@ -57,6 +58,18 @@ def test_every_engine_carries_and_holds_what_its_plan_says(world_size, nums_micr
         peak = max(counted[name, num][1] for counted in ranks)
         # Within 10 % on a calm machine; on a busy one gloo's threads free their buffers later (12 % seen).
         assert sum(states.values()) == pytest.approx(peak, rel=0.2), (name, num, states)
+
+
+def _count_in_float32(name: str) -> dict[str, float]:
+    with start_world(60, "cpu", init_group=True) as world:
+        return _counts(*count_step(FLOAT32, ENGINES[name], world, 1))[0]
+
+
+def test_in_float32_stage_1_reduces_to_owners():
+    """In bf16 it all-reduces, which is twice the bytes."""
+    found = run_ranks(_count_in_float32, 2, "zero, stage 1")[0]
+    wanted = ENGINES["zero, stage 1"].carried_bytes(meta_model(FLOAT32), "float32", 1)
+    assert found == pytest.approx(wanted, rel=0.02, abs=1000)
 
 
 def test_fake_ranks_carry_and_hold_what_the_plan_says():
