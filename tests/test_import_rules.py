@@ -25,7 +25,7 @@ ORDER = [
     ("export",),
     ("finetune",),
     ("analysis", "benchmark"),
-    ("doctor",),
+    ("doctor", "science"),
 ]
 # Narrower than the order: package or module -> all that it may import of the project.
 ALLOWED = {

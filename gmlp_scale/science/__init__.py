@@ -1,0 +1,1 @@
+"""The paper's claims on small models with several seeds: which runs, in which order, and what they tell."""

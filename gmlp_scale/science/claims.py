@@ -1,0 +1,167 @@
+"""The claims: the models that are trained, the parts of the table, and what each claim measures on every seed."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gmlp_scale.analysis.arrays import spatial_matrices
+from gmlp_scale.trained import read_run
+
+MODELS: dict[str, tuple[str, ...]] = {
+    "gmlp": ("compare_gmlp",),
+    "amlp": ("compare_amlp",),
+    "bert": ("compare_bert",),
+    "bert_absolute": ("compare_bert", "model.positions=absolute"),
+    "bert_relative_only": ("compare_bert", "model.positions=relative_only"),
+    "mixer": ("compare_gmlp", "model.kind=mixer", "model.num_blocks=7", "model.d_spatial=64", "model.d_ffn=384"),
+    "gmlp_multiplicative": ("compare_gmlp", "model.gating=multiplicative", "model.d_ffn=384"),
+    "gmlp_additive": ("compare_gmlp", "model.gating=additive", "model.d_ffn=384"),
+    "gmlp_linear": ("compare_gmlp", "model.gating=linear", "model.d_ffn=384"),
+    "gmlp_dense": ("compare_gmlp", "model.spatial=dense"),
+    "gmlp_6": ("compare_gmlp", "model.num_blocks=6"),
+    "amlp_16": ("compare_amlp", "model.d_attn=16"),
+    "amlp_32": ("compare_amlp", "model.d_attn=32"),
+    "amlp_128": ("compare_amlp", "model.d_attn=128"),
+    "gmlp_4": ("compare_gmlp", "model.num_blocks=4"),
+    "gmlp_16": ("compare_gmlp", "model.num_blocks=16"),
+    "bert_2": ("compare_bert", "model.num_blocks=2"),
+    "bert_8": ("compare_bert", "model.num_blocks=8"),
+}
+"""A recipe and its overrides for each model. An unsplit gating has two thirds of d_ffn, so as many parameters."""
+
+SCHEDULE = (
+    "train.num_steps=4000", "optimizer.warmup_steps=400", "train.evaluate_every_steps=500",
+    "train.log_every_steps=100", "checkpoint.keep_last=1",
+)  # fmt: skip
+"""Of every run: 16.4 M tokens in the recipes' batches of 32 rows of 128."""
+
+RATES = (7.5e-4, 1.5e-3, 3e-3)
+
+GMLP_DEPTHS, BERT_DEPTHS = ("gmlp_4", "gmlp", "gmlp_16"), ("bert_2", "bert", "bert_8")
+PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "b": ("Models (Tables 3 and 6)", ("gmlp", "amlp", "bert", "bert_absolute", "bert_relative_only", "mixer")),
+    "a": ("Gatings (Table 3)", ("gmlp", "gmlp_multiplicative", "gmlp_additive", "gmlp_linear")),
+    "d": ("Dense and Toeplitz W (section 4, Figure 9)", ("gmlp", "gmlp_dense")),
+    "e": ("Width of the tiny attention (section 4.3)", ("gmlp_6", "amlp_16", "amlp_32", "amlp", "amlp_128")),
+    "c": ("Depth at fixed width (Table 4, Figure 5)", (*GMLP_DEPTHS, *BERT_DEPTHS)),
+}
+"""Title and models by letter, in the order in which they are trained: the most telling first."""
+
+ALIKE = math.log(4.35 / 4.26)
+"""The paper calls this difference of the loss, between gMLP and the best BERT of Table 3, insignificant."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a finished run gave. A loss that was not finite is infinite."""
+
+    loss: float
+    num_parameters: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Quantity:
+    part: str
+    text: str
+    models: tuple[str, ...]
+    value: Callable[..., float]
+    """Of the models' runs with one seed, one Trained each, in the order of `models`."""
+    claim: str | None = None
+    """What holds if the quantity is above zero; None for one that is only reported."""
+
+
+def below(part: str, better: str, worse: str, claim: str, margin: float = 0.0) -> Quantity:
+    """The claim that one model's loss is below another's, or above it by less than `margin`."""
+    allowed = f" + {margin:.3f}" if margin else ""
+    text = f"loss of {worse} - loss of {better}{allowed}"
+    return Quantity(part, text, (better, worse), lambda one, other: other.loss - one.loss + margin, claim)
+
+
+def slope(*runs: Trained) -> float:
+    """Least squares: the change of the loss when the parameters, embeddings included, double."""
+    x = np.log2([run.num_parameters for run in runs])
+    return float((x - x.mean()) @ np.array([run.loss for run in runs]) / ((x - x.mean()) ** 2).sum())
+
+
+def toeplitz_share(weight_NN: np.ndarray) -> float:
+    """The part of a matrix's energy, its sum of squares, that the nearest Toeplitz matrix has: its diagonals' means.
+
+    Noise has (2n - 1) / n^2.
+    """
+    diagonals = [np.diagonal(weight_NN, offset) for offset in range(1 - len(weight_NN), len(weight_NN))]
+    return float(sum(len(diagonal) * diagonal.mean() ** 2 for diagonal in diagonals) / (weight_NN**2).sum())
+
+
+def mean_share(run: Trained) -> float:
+    """The mean of the blocks' shares."""
+    if not math.isfinite(run.loss):
+        return math.nan
+    return float(np.mean([toeplitz_share(matrix_NN) for matrix_NN in spatial_matrices(read_run(run.folder))]))
+
+
+QUANTITIES = (
+    below("b", "gmlp", "bert", "gMLP is level with BERT with relative positions (paper: 4.35 and 4.26)", ALIKE),
+    below("b", "gmlp", "bert_absolute", "gMLP is level with BERT with absolute positions (4.35 and 4.37)", ALIKE),
+    below("b", "amlp", "bert", "aMLP beats BERT with relative positions (base models of Table 6: 3.95 and 4.17)"),
+    below("b", "amlp", "gmlp", "aMLP beats gMLP (Table 6: 3.95 and 4.28)"),
+    below("b", "bert", "bert_absolute", "Relative positions beat absolute ones in BERT (4.26 and 4.37)"),
+    below("b", "gmlp", "bert_relative_only", "gMLP beats relative positions alone (4.35 and 5.64)"),
+    below("b", "gmlp", "mixer", "gMLP beats MLP-Mixer (4.35 and 5.34, the latter from memory)"),
+    below("a", "gmlp", "gmlp_multiplicative", "The split gating beats the multiplicative one (4.35 and 4.53)"),
+    below("a", "gmlp_multiplicative", "gmlp_additive", "The multiplicative gating beats the additive (4.53 and 4.97)"),
+    below("a", "gmlp_additive", "gmlp_linear", "The additive gating beats the linear one (4.97 and 5.14)"),
+    below("d", "gmlp", "gmlp_dense", "W can be Toeplitz without loss (the paper: quality-neutral)", ALIKE),
+    Quantity("d", "Toeplitz share of the energy of a learned dense W, mean of the blocks", ("gmlp_dense",), mean_share),
+    Quantity(
+        "d", "that share - 1/2", ("gmlp_dense",), lambda run: mean_share(run) - 0.5,
+        "A dense W becomes Toeplitz-like by itself, with most of its energy",
+    ),
+    below("e", "amlp_16", "gmlp_6", "A tiny attention of width 16 beats none"),
+    Quantity(
+        "e", "loss won by width 16 - what widths from 16 to 128 win", ("gmlp_6", "amlp_16", "amlp_128"),
+        lambda none, narrow, wide: (none.loss - narrow.loss) - (narrow.loss - wide.loss),
+        "The tiny attention's presence matters more than its capacity",
+    ),
+    below("e", "amlp_128", "amlp", "Width 128 beats the paper's 64"),
+    Quantity("c", "change of gMLP's loss per doubling of its parameters", GMLP_DEPTHS, slope),
+    Quantity("c", "change of BERT's loss per doubling of its parameters", BERT_DEPTHS, slope),
+    Quantity(
+        "c", "BERT's slope - gMLP's slope", (*BERT_DEPTHS, *GMLP_DEPTHS),
+        lambda *runs: slope(*runs[:3]) - slope(*runs[3:]),
+        "gMLP's loss falls at least as steeply with its parameters as BERT's",
+    ),
+)  # fmt: skip
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Two-sided p of Student's t-test that the mean is zero; of paired runs, give their differences.
+
+    The distribution is Abramowitz and Stegun's 26.7.3 (odd degrees of freedom) and 26.7.4 (even).
+    """
+    freedom = len(values) - 1
+    if freedom < 1 or not np.isfinite(values).all():
+        return 1.0
+    deviation = float(np.std(values, ddof=1))
+    if deviation == 0.0:
+        return float(np.mean(values) == 0.0)
+    angle = math.atan(abs(float(np.mean(values))) / deviation * math.sqrt((freedom + 1) / freedom))
+    is_odd = freedom % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for index in range(1 + is_odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * index / (index + 1)
+    within = 2 / math.pi * (angle + math.sin(angle) * total) if is_odd else math.sin(angle) * total
+    return max(0.0, 1.0 - within)
+
+
+def verdict(values: Sequence[float], num_seeds: int) -> str:
+    """Of a claim, from its quantity on the seeds that have all their runs. 5 % is the level."""
+    if len(values) < num_seeds:
+        return "not run"
+    if p_value(values) >= 0.05:
+        return "cannot be told"
+    return "holds" if np.mean(values) > 0 else "does not hold"

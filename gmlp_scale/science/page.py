@@ -1,0 +1,97 @@
+"""docs/science.md: what the runs that are done tell of each claim. A run that is missing is never filled in."""
+
+import math
+import shlex
+from collections.abc import Sequence
+
+import numpy as np
+
+from gmlp_scale.science.claims import ALIKE, PARTS, QUANTITIES, RATES, Quantity, p_value, verdict
+from gmlp_scale.science.table import Table, arguments
+
+_HEAD = """# The paper's claims, small and with seeds
+
+Models of about 2 M parameters, each trained on {tokens:,} tokens of English text. A model is tried at three learning
+rates with seed 0. It takes the one with the lowest loss (bold; a better one may lie beyond), and {seeds} seeds there.
+A seed draws the initial weights, the order of the rows and their masks. The loss is that of the last checkpoint on all
+held-out rows, in float32, with the same masks for every model; ± is the seeds' standard deviation.
+
+A claim is tested by a two-sided t-test of differences paired by seed, at 5 %, without a correction for the number of
+claims. With three seeds it tells differences of more than 2.5 standard deviations. Where the paper calls models level,
+the loss may be higher by {alike:.3f}: Table 3's difference that it calls insignificant. Numbers in brackets are the
+paper's perplexities. Small models after few tokens tell how such models start, not where the paper's end.
+
+```bash
+python launch/science.py --output outputs/science --shards data/compare/shards
+python launch/science.py --output outputs/science --table docs/science.md
+```
+
+The first command prints what is left to do, trains it, skips what is done and goes on with what was stopped; two of
+them share the runs. `--part b` trains one part, `--dry-run` nothing. The second writes this page from what is done.
+"""
+
+_COMMANDS = """## Commands
+
+Each run is an ordinary one of launch/pretrain.py. Here is that of seed 0 at the chosen rate, once it is chosen; the
+others differ in the rate, the seed and the name. Each run's config.yaml has its shards, folder and precision.
+"""
+
+
+def document(table: Table, picture: str | None) -> str:
+    """The page. `picture`: the file beside it with the matrices of gmlp_dense, if it is trained."""
+    run = table.run(table.models[0], RATES[0], 0)
+    tokens = run.tokens_per_step * run.train.num_steps
+    lines = [_HEAD.format(tokens=tokens, seeds=table.num_seeds, alike=ALIKE)]
+    for part in (part for part in PARTS if part in table.parts):
+        title, models = PARTS[part]
+        grid = ", ".join(f"{rate:g}" for rate in RATES)
+        lines += [f"## {title}", "", f"| model | parameters | loss of seed 0 at {grid} | loss | perplexity |"]
+        lines += ["| --- | --- | --- | --- | --- |", *(_row(table, model) for model in models), ""]
+        lines += [_told(table, quantity) for quantity in QUANTITIES if quantity.part == part]
+        if part == "d" and picture:
+            lines += ["", f"![the matrices W of gmlp_dense, seed 0]({picture})"]
+        lines.append("")
+    rates = {model: table.chosen_rate(model) for model in table.models}
+    commands = [_command(table, model, rate) for model, rate in rates.items() if rate]
+    return "\n".join([*lines, _COMMANDS, "```bash", *commands, "```", ""])
+
+
+def sentence(quantity: Quantity, values: Sequence[float], counts: str, num_seeds: int) -> str:
+    """What the quantity's values on the seeds tell. `counts` says how many runs of its models are done."""
+    told = verdict(values, num_seeds)
+    found = f"{quantity.text}: {spread(values)}" if values else quantity.text
+    if told == "not run":
+        detail = f" (done: {counts})"
+    elif quantity.claim is None:
+        return f"- {found}."
+    elif not np.isfinite(values).all():
+        detail = " (a loss was not finite)"
+    else:
+        detail = f" (p = {p_value(values):.2g})"
+    return f"- **{told.capitalize()}**: {f'{quantity.claim}. ' if quantity.claim else ''}{found}{detail}."
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation."""
+    is_spread = len(values) > 1 and np.isfinite(values).all()
+    return f"{np.mean(values):.3f}" + (f" ± {np.std(values, ddof=1):.3f}" if is_spread else "")
+
+
+def _row(table: Table, model: str) -> str:
+    chosen, losses = table.chosen_rate(model), [*table.losses(model).values()]
+    grid = {rate: "not run" if loss is None else f"{loss:.3f}" for rate, loss in table.grid(model).items()}
+    tried = ", ".join(f"**{text}**" if rate == chosen else text for rate, text in grid.items())
+    shown = f"not run ({len(losses)} of {table.num_seeds} seeds are done) | |"
+    if len(losses) == table.num_seeds:
+        shown = f"{spread(losses)} | {math.exp(np.mean(losses)):.1f} |"
+    return f"| {model} | {table.num_parameters(model):,} | {tried} | {shown}"
+
+
+def _told(table: Table, quantity: Quantity) -> str:
+    counts = ", ".join(f"{model} {len(table.losses(model))} of {table.num_seeds}" for model in quantity.models)
+    return sentence(quantity, table.values(quantity), counts, table.num_seeds)
+
+
+def _command(table: Table, model: str, rate: float) -> str:
+    recipe, *fields = arguments(model, rate, 0)
+    return shlex.join(["python", "launch/pretrain.py", "--config", recipe, *fields, *table.overrides])

@@ -1,0 +1,168 @@
+"""The runs of the table: their order, what is done, and training the rest."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+
+from gmlp_scale.analysis.heldout import evaluate_models
+from gmlp_scale.config import ConfigError, RunConfig, check_unchanged, load_run_config
+from gmlp_scale.data.shards import Manifest
+from gmlp_scale.files import create_file, read_file, write_text
+from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.run import run_task
+from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.train.run_folder import RunFolderError
+from gmlp_scale.train.step_guard import NotFiniteError
+from gmlp_scale.trained import read_run
+from gmlp_scale.world import World
+
+log = logging.getLogger(__name__)
+
+HELDOUT_ROWS = 10_000
+"""Of the evaluation that counts, after the end of a run: the first ones, or all if there are fewer."""
+
+
+def arguments(model: str, rate: float, seed: int) -> list[str]:
+    """The recipe's name and the fields that make one of its runs."""
+    recipe, *fields = MODELS[model]
+    name = f"{model}_rate_{rate:g}_seed_{seed}"
+    return [recipe, *SCHEDULE, *fields, f"optimizer.peak_learning_rate={rate:g}", f"seed={seed}", f"name={name}"]
+
+
+@cache
+def _load(model: str, rate: float, seed: int, overrides: tuple[str, ...]) -> RunConfig:
+    recipe, *fields = arguments(model, rate, seed)
+    return load_run_config(recipe, [*fields, *overrides])
+
+
+@dataclass(frozen=True)
+class Table:
+    output: str
+    """The folder of the runs' folders."""
+    parts: tuple[str, ...]
+    num_seeds: int
+    overrides: tuple[str, ...]
+    """Fields of every run, but for those that say where it is."""
+    shards: str | None = None
+    """None to read what is done."""
+
+    @property
+    def models(self) -> list[str]:
+        """Of the parts, in the order in which they are trained."""
+        return list(dict.fromkeys(model for part in PARTS if part in self.parts for model in PARTS[part][1]))
+
+    def run(self, model: str, rate: float, seed: int) -> RunConfig:
+        places = (f"output_dir={self.output}", *([f"data.shards={self.shards}"] if self.shards else []))
+        return _load(model, rate, seed, (*self.overrides, *places))
+
+    def num_parameters(self, model: str) -> int:
+        return count_parameters(self.run(model, RATES[0], 0))
+
+    def runs(self) -> Iterator[RunConfig]:
+        """Seed 0 of all models at all rates; then, where the rate is chosen, seed 1 of all, and so on."""
+        for model in self.models:
+            for rate in RATES:
+                yield self.run(model, rate, 0)
+        for seed in range(1, self.num_seeds):
+            for model in self.models:
+                if rate := self.chosen_rate(model):
+                    yield self.run(model, rate, seed)
+
+    def result(self, run: RunConfig) -> dict | None:
+        """What result.json says of a run that is done. ConfigError if the run there was another."""
+        try:
+            content = json.loads(read_file(f"{run.run_folder}/result.json"))
+        except FileNotFoundError:
+            return None
+        if changed := check_unchanged(content["config"], run.to_json(), (*run.free_on_resume, "train.precision")):
+            needed = "needed are the fields of before, or another --output"
+            raise ConfigError(f"{run.run_folder} holds another run", changed, needed)
+        return content
+
+    def grid(self, model: str) -> dict[float, float | None]:
+        """The loss of seed 0 at each rate; None where the run is not done."""
+        results = {rate: self.result(self.run(model, rate, 0)) for rate in RATES}
+        return {rate: result and result["loss"] for rate, result in results.items()}
+
+    def chosen_rate(self, model: str) -> float | None:
+        """The one with the lowest loss, once all the rates are done."""
+        grid = self.grid(model)
+        return None if None in grid.values() else min(grid, key=grid.__getitem__)
+
+    def losses(self, model: str) -> dict[int, float]:
+        """At the chosen rate, by seed, of the seeds that are done."""
+        if not (rate := self.chosen_rate(model)):
+            return {}
+        results = {seed: self.result(self.run(model, rate, seed)) for seed in range(self.num_seeds)}
+        return {seed: result["loss"] for seed, result in results.items() if result}
+
+    def num_left(self, model: str) -> int:
+        """The runs that are not done. Seed 0 at the chosen rate is one of the grid's."""
+        return [*self.grid(model).values()].count(None) + self.num_seeds - max(1, len(self.losses(model)))
+
+    def trained(self, model: str, seed: int) -> Trained:
+        folder = self.run(model, self.chosen_rate(model), seed).run_folder
+        return Trained(self.losses(model)[seed], self.num_parameters(model), folder)
+
+    def values(self, quantity: Quantity) -> list[float]:
+        """The quantity for each seed of which all the runs are done."""
+        done = set.intersection(*(set(self.losses(model)) for model in quantity.models))
+        return [quantity.value(*(self.trained(model, seed) for model in quantity.models)) for seed in sorted(done)]
+
+    def check_equal(self) -> None:
+        """ConfigError unless all runs that are done had the same text and precision."""
+        found = {}
+        for run in self.runs():
+            if result := self.result(run):
+                found[f"shards {result['shards_sha256']}, {result['config']['train']['precision']}"] = run.name
+        if len(found) > 1:
+            needed = "needed are runs on one text in one precision: delete those that differ, or give another --output"
+            raise ConfigError(self.output, [f"{name}: {setting}" for setting, name in found.items()], needed)
+
+
+def with_one_precision(table: Table, world: World, *, keep: bool) -> Table:
+    """The table with train.precision decided for all runs alike. The first start decides, and keeps it in a file."""
+    path, first = f"{table.output}/precision", next(table.runs())
+    if first.train.precision != "auto":
+        return table
+    try:
+        decided = read_file(path)
+    except FileNotFoundError:
+        decided = with_decided_precision(first, world).train.precision.encode()
+        if keep:
+            with suppress(FileExistsError):  # another process has decided meanwhile
+                create_file(path, decided)
+            decided = read_file(path)
+    return replace(table, overrides=(*table.overrides, f"train.precision={decided.decode()}"))
+
+
+def train_all(table: Table, world: World) -> bool:
+    """Trains what is not done, and goes on with what was stopped. Returns False if a signal stopped it.
+
+    A run that another process trains is left to it, so several can share the work.
+    """
+    elsewhere: set[str] = set()
+    while run := next((r for r in table.runs() if r.name not in elsewhere and not table.result(r)), None):
+        content = {"config": run.to_json(), "shards_sha256": Manifest.load(run.data.shards).sha256}
+        try:
+            progress = run_task(Pretraining(run), world, StartUp(time.perf_counter()))
+            if not progress.finished:
+                return False
+            evaluated = evaluate_models([read_run(run.run_folder)], run.data.shards, HELDOUT_ROWS, world)
+            content["loss"] = evaluated["models"][0]["loss"]
+        except RunFolderError as error:
+            log.info("left to the process that trains it: %s", error)
+            elsewhere.add(run.name)
+            continue
+        except NotFiniteError as error:
+            log.warning("%s counts as infinitely bad: %s", run.name, error)
+            content["loss"] = float("inf")
+        write_text(f"{run.run_folder}/result.json", json.dumps(content, indent=2) + "\n")
+    return True

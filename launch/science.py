@@ -1,0 +1,73 @@
+"""Tests the paper's claims on small models with several seeds; run again, it skips what is done and resumes the rest.
+
+python launch/science.py --output outputs/science --shards data/compare/shards --dry-run
+python launch/science.py --output outputs/science --shards data/compare/shards --part b
+python launch/science.py --output outputs/science --table docs/science.md
+
+It prints first what is left to do and how long that takes. Several processes with one --output share the runs.
+"""
+
+import argparse
+import logging
+import math
+import sys
+from pathlib import Path
+
+from gmlp_scale.analysis.arrays import spatial_matrices
+from gmlp_scale.analysis.pictures import draw_matrices
+from gmlp_scale.files import print_error, write_text
+from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
+from gmlp_scale.science.budget import budget
+from gmlp_scale.science.claims import PARTS
+from gmlp_scale.science.page import document
+from gmlp_scale.science.table import Table, train_all, with_one_precision
+from gmlp_scale.trained import read_run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder of the runs' folders")
+    parser.add_argument("--shards", metavar="SHARDS_DIR", help="needed to train")
+    titles = "; ".join(f"{part}: {title}" for part, (title, _) in PARTS.items())
+    parser.add_argument("--part", action="append", choices=PARTS, help=f"may be repeated (default: all). {titles}")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="(default: %(default)s)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry-run", action="store_true", help="print what is left to do and leave")
+    what.add_argument("--table", type=Path, metavar="FILE.md", help="write the page, and FILE.png, of what is done")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of every run")
+    options = parser.parse_intermixed_args()
+    if options.seeds < 1:
+        parser.error("--seeds is a positive number")
+    if not (options.shards or options.table):
+        parser.error("--shards is needed, but for --table")
+    table = Table(options.output, tuple(options.part or PARTS), options.seeds, tuple(options.overrides), options.shards)
+    try:
+        table.check_equal()
+        if options.table:
+            _write(options.table, table)
+            return 0
+        with start_world_of(next(table.runs())) as world:
+            if world.size > 1:
+                raise ValueError("launch/science.py is one process: start it without torchrun or deepspeed")
+            table = with_one_precision(table, world, keep=not options.dry_run)
+            print(budget(table, world), flush=True)
+            if not options.dry_run and train_all(table, world):
+                logging.getLogger("gmlp_scale").info("nothing is left to start: %s", options.output)
+    except (*USER_ERRORS, ValueError) as error:
+        print_error(error)
+        return exit_code(error)
+    return 0
+
+
+def _write(path: Path, table: Table) -> None:
+    is_trained = "gmlp_dense" in table.models and math.isfinite(table.losses("gmlp_dense").get(0, math.inf))
+    picture = path.with_suffix(".png") if is_trained else None
+    if picture:
+        matrices = spatial_matrices(read_run(table.trained("gmlp_dense", 0).folder))
+        draw_matrices(dict(enumerate(matrices))).savefig(picture, dpi=80, format="png")
+    write_text(path, document(table, picture and picture.name))
+    print(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""launch/science.py on tiny models: stopped, started again, and its page; and the sentences of each kind."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.science import page
+from gmlp_scale.science.claims import (
+    MODELS,
+    PARTS,
+    QUANTITIES,
+    RATES,
+    Quantity,
+    Trained,
+    p_value,
+    slope,
+    toeplitz_share,
+)
+from gmlp_scale.science.page import sentence
+from gmlp_scale.science.table import Table
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.run_folder import claimed
+from tests.forked import Script
+from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
+
+TINY = [
+    "model.num_blocks=2", "model.d_model=8", "model.d_ffn=16", "model.sequence_length=16",
+    f"model.vocab_size={VOCAB_SIZE}", "train.num_steps=4", "train.global_batch_size=4", "train.micro_batch_size=4",
+    "train.precision=float32", "train.evaluate_every_steps=4", "optimizer.warmup_steps=1",
+]  # fmt: skip
+NUM_RUNS = 2 * (len(RATES) + 1)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("science") / "shards"
+    write_tiny_shards(folder, [32], [8], sequence_length=16)
+    add_tokenizer(folder)
+    return folder
+
+
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def stop_in_the_third_run() -> None:
+    one_thread()
+    started, open_loader = [], Pretraining.open_loader
+
+    def signalled(task, world):
+        started.append(task)
+        if len(started) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return open_loader(task, world)
+
+    Pretraining.open_loader = signalled
+
+
+def start(output: Path, *arguments: object, prepare=one_thread) -> tuple[str, str]:
+    """Part d with two seeds; what it printed, and its log."""
+    options = ["--output", output, "--part", "d", "--seeds", 2, *arguments, *TINY]
+    code, printed, errors = Script("launch/science.py", options, prepare=prepare).end()
+    assert code == 0, errors
+    return printed, errors
+
+
+def done(output: Path) -> dict[str, str]:
+    return {path.parent.name: path.read_text() for path in output.glob("*/result.json")}
+
+
+def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_path):
+    output, places = tmp_path / "runs", ["--shards", shards]
+    printed, _ = start(output, *places, "--dry-run")
+    assert re.search(rf"^d +2 +{NUM_RUNS} ", printed, re.MULTILINE) and not output.exists()
+    _, log = start(output, *places, prepare=stop_in_the_third_run)
+    first = done(output)
+    assert set(first) == {f"gmlp_rate_{rate:g}_seed_0" for rate in RATES[:2]} and "the same command resumes" in log
+    _, log = start(output, *places)
+    assert log.count("resuming from") == 1 and log.count("finished at step 4") == NUM_RUNS - 2
+    every = done(output)
+    assert len(every) == NUM_RUNS and first.items() <= every.items()
+    printed, log = start(output, *places)
+    assert re.search(r"^d +2 +0 ", printed, re.MULTILINE) and "finished" not in log and done(output) == every
+
+    start(output, "--table", tmp_path / "science.md")
+    text = (tmp_path / "science.md").read_text()
+    for model in ("gmlp", "gmlp_dense"):
+        losses = {name: json.loads(content)["loss"] for name, content in every.items() if name.startswith(f"{model}_r")}
+        best = min((name for name in losses if name.endswith("seed_0")), key=losses.__getitem__)
+        seeds = [losses[best], losses[best.replace("seed_0", "seed_1")]]
+        shown = f"| {np.mean(seeds):.3f} ± {np.std(seeds, ddof=1):.3f} |"
+        assert any(line.startswith(f"| {model} |") and shown in line for line in text.splitlines())
+        assert "launch/pretrain.py --config compare_gmlp " in text and f"name={best}" in text
+    assert matplotlib.image.imread(tmp_path / "science.png").std() > 0.01 and "(science.png)" in text
+
+    options = ["--output", output, "--part", "d", "--table", tmp_path / "other.md", *TINY, "train.num_steps=8"]
+    code, _, errors = Script("launch/science.py", options).end()
+    assert code == 2 and "train.num_steps: the checkpoint was trained with 4; the run says 8" in errors
+
+
+def test_runs_that_another_process_holds_or_that_diverge_stop_no_other(shards, tmp_path):
+    first = f"gmlp_rate_{RATES[0]:g}_seed_0"
+    with claimed(tmp_path / first):
+        _, log = start(tmp_path, "--shards", shards, "optimizer.peak_learning_rate=1e30")
+    assert f"{first} is in use by" in log and log.count("counts as infinitely bad") == len(done(tmp_path)) > 4
+    assert first not in done(tmp_path)
+    start(tmp_path, "--table", tmp_path / "science.md", "optimizer.peak_learning_rate=1e30")
+    assert "not run, inf, inf | not run (0 of 2 seeds" in (tmp_path / "science.md").read_text()
+
+
+CLAIM = Quantity("b", "loss of x - loss of y", ("y", "x"), lambda y, x: x.loss - y.loss, "y beats x")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.5, 0.51, 0.52], "- **Holds**: y beats x. loss of x - loss of y: 0.510 ± 0.010 (p = 0.00013)."),
+        ([-0.5, -0.51, -0.52], "- **Does not hold**: y beats x. loss of x - loss of y: -0.510 ± 0.010 (p = 0.00013)."),
+        ([0.5, -0.2, 0.1], "- **Cannot be told**: y beats x. loss of x - loss of y: 0.133 ± 0.351 (p = 0.58)."),
+        ([0.5, np.inf, 0.5], "- **Cannot be told**: y beats x. loss of x - loss of y: inf (a loss was not finite)."),
+        ([0.5, 0.51], "- **Not run**: y beats x. loss of x - loss of y: 0.505 ± 0.007 (done: y 2 of 3)."),
+        ([], "- **Not run**: y beats x. loss of x - loss of y (done: y 2 of 3)."),
+    ],
+)
+def test_sentences(values, expected):
+    assert sentence(CLAIM, values, "y 2 of 3", num_seeds=3) == expected
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 8, 31])
+def test_p_values_are_scipys(number):
+    values = np.random.default_rng(number).normal(0.7, 1, number)
+    assert p_value(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue, rel=1e-9)
+    assert (p_value([1.0]), p_value([0.0, 0.0]), p_value([1.0, 1.0])) == (1.0, 1.0, 0.0)
+
+
+def test_the_toeplitz_share_of_a_matrix():
+    offsets, noise = torch.randn(2 * 64 - 1), torch.randn(64, 64)
+    assert toeplitz_share(toeplitz(offsets).numpy()) == pytest.approx(1.0)
+    assert toeplitz_share(noise.numpy()) == pytest.approx((2 * 64 - 1) / 64**2, rel=0.5)
+
+
+def test_a_slope_is_the_change_per_doubling():
+    assert slope(*(Trained(5 - 0.3 * power, 2**power, "") for power in (20, 21, 23))) == pytest.approx(-0.3)
+
+
+def test_models_are_of_one_size_but_for_the_depths_and_every_part_s_quantities_are_of_its_models():
+    table = Table("x", tuple(PARTS), 3, ())
+    assert set(table.models) == set(MODELS)
+    for model in (*PARTS["b"][1], *PARTS["a"][1], *PARTS["e"][1]):
+        assert 1.6e6 < table.num_parameters(model) < 2.2e6, model
+    assert len({table.num_parameters(model) // 10_000 for model in PARTS["a"][1]}) == 1
+    for quantity in QUANTITIES:
+        assert set(quantity.models) <= set(PARTS[quantity.part][1])
+    assert {run.train.num_steps * run.tokens_per_step for run in table.runs()} == {16_384_000}
+    assert "RATE" not in page.document(Table("x", ("b",), 3, ()), None)
