@@ -20,7 +20,7 @@ from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
 from gmlp_scale.science.budget import budget
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
-from gmlp_scale.science.table import Table, train_all, with_one_precision
+from gmlp_scale.science.runs import Table, train_all, with_one_precision
 from gmlp_scale.trained import read_run
 
 

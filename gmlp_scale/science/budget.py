@@ -5,7 +5,7 @@ from gmlp_scale.benchmark.timing import seconds_of
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.science.claims import PARTS, RATES
-from gmlp_scale.science.table import HELDOUT_ROWS, Table
+from gmlp_scale.science.runs import HELDOUT_ROWS, Table
 from gmlp_scale.world import World
 
 

@@ -76,7 +76,7 @@ class Quantity:
 def below(part: str, better: str, worse: str, claim: str, margin: float = 0.0) -> Quantity:
     """The claim that one model's loss is below another's, or above it by less than `margin`."""
     allowed = f" + {margin:.3f}" if margin else ""
-    text = f"loss of {worse} - loss of {better}{allowed}"
+    text = f"Loss of {worse} - loss of {better}{allowed}"
     return Quantity(part, text, (better, worse), lambda one, other: other.loss - one.loss + margin, claim)
 
 
@@ -116,18 +116,18 @@ QUANTITIES = (
     below("d", "gmlp", "gmlp_dense", "W can be Toeplitz without loss (the paper: quality-neutral)", ALIKE),
     Quantity("d", "Toeplitz share of the energy of a learned dense W, mean of the blocks", ("gmlp_dense",), mean_share),
     Quantity(
-        "d", "that share - 1/2", ("gmlp_dense",), lambda run: mean_share(run) - 0.5,
+        "d", "That share - 1/2", ("gmlp_dense",), lambda run: mean_share(run) - 0.5,
         "A dense W becomes Toeplitz-like by itself, with most of its energy",
     ),
     below("e", "amlp_16", "gmlp_6", "A tiny attention of width 16 beats none"),
     Quantity(
-        "e", "loss won by width 16 - what widths from 16 to 128 win", ("gmlp_6", "amlp_16", "amlp_128"),
+        "e", "Loss won by width 16 - loss won from width 16 to 128", ("gmlp_6", "amlp_16", "amlp_128"),
         lambda none, narrow, wide: (none.loss - narrow.loss) - (narrow.loss - wide.loss),
         "The tiny attention's presence matters more than its capacity",
     ),
     below("e", "amlp_128", "amlp", "Width 128 beats the paper's 64"),
-    Quantity("c", "change of gMLP's loss per doubling of its parameters", GMLP_DEPTHS, slope),
-    Quantity("c", "change of BERT's loss per doubling of its parameters", BERT_DEPTHS, slope),
+    Quantity("c", "Change of gMLP's loss per doubling of its parameters", GMLP_DEPTHS, slope),
+    Quantity("c", "Change of BERT's loss per doubling of its parameters", BERT_DEPTHS, slope),
     Quantity(
         "c", "BERT's slope - gMLP's slope", (*BERT_DEPTHS, *GMLP_DEPTHS),
         lambda *runs: slope(*runs[:3]) - slope(*runs[3:]),

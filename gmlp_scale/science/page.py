@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gmlp_scale.science.claims import ALIKE, PARTS, QUANTITIES, RATES, Quantity, p_value, verdict
-from gmlp_scale.science.table import Table, arguments
+from gmlp_scale.science.runs import Table, arguments
 
 _HEAD = """# The paper's claims, small and with seeds
 
@@ -32,7 +32,7 @@ them share the runs. `--part b` trains one part, `--dry-run` nothing. The second
 
 _COMMANDS = """## Commands
 
-Each run is an ordinary one of launch/pretrain.py. Here is that of seed 0 at the chosen rate, once it is chosen; the
+Each run is an ordinary one of launch/pretrain.py. Here are those of seed 0 at the rates that are chosen; the
 others differ in the rate, the seed and the name. Each run's config.yaml has its shards, folder and precision.
 """
 
@@ -53,7 +53,9 @@ def document(table: Table, picture: str | None) -> str:
         lines.append("")
     rates = {model: table.chosen_rate(model) for model in table.models}
     commands = [_command(table, model, rate) for model, rate in rates.items() if rate]
-    return "\n".join([*lines, _COMMANDS, "```bash", *commands, "```", ""])
+    if commands:
+        lines += [_COMMANDS, "```bash", *commands, "```", ""]
+    return "\n".join(lines)
 
 
 def sentence(quantity: Quantity, values: Sequence[float], counts: str, num_seeds: int) -> str:
