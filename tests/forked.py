@@ -70,4 +70,5 @@ def _call_main(words: list[str], prepare: Callable | None) -> None:
         prepare()
     os.chdir(ROOT)
     sys.argv = words
+    sys.path.insert(0, str((ROOT / words[0]).parent))
     sys.exit(importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main())
