@@ -11,6 +11,7 @@ import torch
 
 from gmlp_scale.engine import Piece
 from gmlp_scale.train import checkpoint_files
+from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from gmlp_scale.train.checkpoint_files import FileRecord
 from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
@@ -105,6 +106,7 @@ class Killer:
 def save_until_killed(directory: Path, log: Path, fatal_event: int) -> None:
     """Steps 1 and 2 undisturbed, then step 3, whose retention deletes step 1, with the kill."""
     torch.set_num_threads(1)
+    checkpointer_module.POLL_SECONDS = 0.001
     checkpoint_files.FILE_BYTES = 1000
     checkpointers = start_ranks(directory)
     save_step(checkpointers, 1)
@@ -125,7 +127,8 @@ def run_in_child(function, *arguments) -> int:
     return child.exitcode
 
 
-def test_killed_at_every_event_of_a_save(tmp_path, trials):
+def test_killed_at_every_event_of_a_save(tmp_path, monkeypatch, trials):
+    monkeypatch.setattr(checkpointer_module, "POLL_SECONDS", 0.001)
     assert run_in_child(save_until_killed, tmp_path / "whole", tmp_path / "whole.log", -1) == 0
     events = (tmp_path / "whole.log").read_text().splitlines()
     phases = ["stage", "mkdir step_", "half of file rank_00001"]
