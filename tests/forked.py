@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,6 +41,31 @@ def _run(function: Callable, arguments: tuple, environment: dict[str, str], file
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)
+
+
+def fork_server() -> None:
+    """Starts this process's own forkserver, as a fork of this process: its workers need not import anything either.
+
+    To be called before there are threads.
+    """
+    start, util.spawnv_passfds = util.spawnv_passfds, _fork_and_run
+    forkserver.ensure_running()
+    util.spawnv_passfds = start
+
+
+def _fork_and_run(_program: str, words: list[str], files: list[int]) -> int:
+    """Does what a new Python does that has these words on its command line, of which the last is a program."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in files:
+                with suppress(OSError):  # the listing's own
+                    os.close(number)
+        exec(words[-1])
+    finally:
+        os._exit(0)
 
 
 class Script:

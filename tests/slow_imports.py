@@ -13,6 +13,7 @@ for name in (
     "gmlp_scale.run",
     "data_prep.tokenize_corpus",
     "pyarrow.compute",
+    "pandas",  # by pyarrow's first array
     "pytest",
 ):
     importlib.import_module(name)

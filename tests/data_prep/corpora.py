@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.forked import Script
+from tests.forked import Script, fork_server
 
 REPOSITORY = Path(__file__).parents[2]
 SENTENCE = "the cat and a dog went over to see what some people of that town had done with their old ship at sea"
@@ -43,7 +43,7 @@ def start(script: str, *arguments: object, **options) -> subprocess.Popen:
 
 def run(script: str, *arguments: object, code: int = 0, **options) -> str:
     """Output of a script that must end with `code`."""
-    found, printed, errors = Script(f"data_prep/{script}", arguments, **options).end()
+    found, printed, errors = Script(f"data_prep/{script}", arguments, prepare=fork_server, **options).end()
     assert found == code, f"{printed}\n{errors}"
     assert "Traceback" not in errors
     return printed + errors

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_prep import tokenize_corpus
 from gmlp_scale.prepare import executors
-from tests.forked import fork
+from tests.forked import fork, fork_server
 
 _BY_THE_CLOCK = ("/job/claims/", "/job/progress-")  # written every few seconds, so their number is not the job's own
 
@@ -28,6 +28,7 @@ def _run_job(arguments: list[str], marks: Path, kill_at: int, kills_job: bool) -
     sys.argv = ["tokenize_corpus.py", *arguments]
     sys.stderr = open(f"{marks}.errors", "w")  # noqa: SIM115
     victim = os.getpid() if kills_job else None
+    fork_server()
     executors._start_worker = partial(_start_worker, marks, kill_at, victim)
     _count_files(marks, kill_at, victim)
     sys.exit(tokenize_corpus.main())
