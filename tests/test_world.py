@@ -259,9 +259,9 @@ def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
         start_world(30, "cpu")
 
 
-def _join(runs: list[str]) -> str:
+def _join(runs: list[str], timeout_seconds: float = 3) -> str:
     try:
-        start_world(3, "cpu", run=runs[int(os.environ["RANK"])])
+        start_world(timeout_seconds, "cpu", run=runs[int(os.environ["RANK"])])
     except (LauncherError, LostRankError) as error:
         return f"{type(error).__name__}: {error}"
     return "joined"
@@ -291,7 +291,7 @@ def test_a_port_of_another_job_is_an_error_that_says_so():
 
 def _reach_nobody() -> str:
     os.environ |= {"WORLD_SIZE": "2", "RANK": "1"}
-    return _join(["", "outputs/mine"])
+    return _join(["", "outputs/mine"], timeout_seconds=0.5)
 
 
 def test_a_rank_that_does_not_reach_the_first_says_so():

@@ -1,8 +1,6 @@
 """The kernels' benchmark: both forms of a kernel compute the same, and the launcher prints figures of each."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,8 @@ import torch
 
 from gmlp_scale.benchmark.kernel_times import pieces_of
 from gmlp_scale.config import load_run_config
+from launch.benchmark_kernels import main
+from tests.forked import Script
 from tests.triton_interpreter import run_interpreted
 
 ROOT = Path(__file__).parents[2]
@@ -43,17 +43,14 @@ def test_both_forms_of_a_kernel_compute_the_same(recipe, spatial):
         torch.testing.assert_close(fused[: len(plain)], plain, rtol=1e-4, atol=1e-5)  # the norm's kernel gives more
 
 
-def launch(device: str = "cpu", **environment: str) -> subprocess.CompletedProcess:
-    recipe = "configs/pretrain/gmlp_base.yaml"
-    command = [sys.executable, "launch/benchmark_kernels.py", "--config", recipe, "--device", device, "--rounds", "1"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
+OPTIONS = ["--config", str(ROOT / "configs/pretrain/gmlp_base.yaml"), "--rounds", "1", "--device"]
 
 
 def test_launcher_prints_figures_of_every_kernel():
-    done = launch(TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    script = Script("launch/benchmark_kernels.py", [*OPTIONS, "cpu"], environment={"TRITON_INTERPRET": "1"})
+    code, printed, errors = script.end()
+    assert code == 0, errors
+    report = json.loads(printed)
     assert len(report["kernels"]) == 5
     for figures in report["kernels"].values():
         assert figures["seconds"].keys() == {"fused", "plain", "compiled", "floor"}
@@ -61,14 +58,27 @@ def test_launcher_prints_figures_of_every_kernel():
         assert figures["fraction_of_floor"] == pytest.approx(fraction)
 
 
-def test_launcher_tells_what_launches_take_where_there_is_no_gpu():
-    report = json.loads(launch("none").stdout)
+@pytest.fixture
+def launched_here(monkeypatch, capsys):
+    """launched_here(device) -> (exit code, what it printed, its error) of the launcher in this process, where Triton
+    does not interpret."""
+
+    def launch(device: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["benchmark_kernels.py", *OPTIONS, device])
+        return main(), *capsys.readouterr()
+
+    return launch
+
+
+def test_launcher_tells_what_launches_take_where_there_is_no_gpu(launched_here):
+    _, printed, _ = launched_here("none")
+    report = json.loads(printed)
     assert 0 < report["host_seconds"]["forward"] < 1 and 0 < report["host_seconds"]["backward"] < 1
     tiles = [found for found in report["compiled_for_sm_90"] if found["kernel"] == "spatial_gate"]
     assert len(tiles) == 4 and tiles[0]["tile"]["BLOCK_G"] == 64
     assert all(found["registers"] and found["programs_per_multiprocessor"] for found in report["compiled_for_sm_90"])
 
 
-def test_launcher_says_what_a_cpu_needs():
-    done = launch()
-    assert done.returncode == 2 and "--device cpu needs TRITON_INTERPRET=1" in done.stderr
+def test_launcher_says_what_a_cpu_needs(launched_here):
+    code, _, error = launched_here("cpu")
+    assert code == 2 and "--device cpu needs TRITON_INTERPRET=1" in error

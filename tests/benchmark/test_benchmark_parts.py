@@ -1,7 +1,6 @@
 """Each part measures what it says: that its figures belong together, not how large they are."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.world import start_world
 from launch.benchmark import main
 from tests.benchmark.smoke_recipe import SMOKE, tiny_run
+from tests.forked import Script
 
 BASE = SMOKE.parent / "gmlp_base.yaml"
 ROOT = SMOKE.parents[2]
@@ -141,22 +141,21 @@ def test_batches_hold_the_rows_in_order():
 
 
 def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
-    def launch(*words) -> subprocess.CompletedProcess:
-        command = [sys.executable, "launch/benchmark.py", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    def launch(*words) -> tuple[int, str, str]:
+        return Script("launch/benchmark.py", words).end()
 
-    recipe = ["--config", str(SMOKE), "--rounds", "1", "--parts", "checkpoint", f"output_dir={tmp_path}"]
-    done = launch(*recipe, "--output", str(tmp_path / "before.json"))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    recipe = ["--config", SMOKE, "--rounds", "1", "--parts", "checkpoint", f"output_dir={tmp_path}"]
+    code, printed, error = launch(*recipe, "--output", tmp_path / "before.json")
+    assert code == 0, error
+    report = json.loads(printed)
     assert report == json.loads((tmp_path / "before.json").read_text())
     costs = report["recipes"]["smoke"]["checkpoint"]["costs"]
     costs.update({name: 1e-9 for name in costs})
     (tmp_path / "before.json").write_text(json.dumps(report))
-    done = launch(*recipe, "--compare", str(tmp_path / "before.json"))
-    assert done.returncode == 1 and done.stderr.count("worse: smoke checkpoint") == 3, done.stderr
-    done = launch("--config", str(SMOKE), "--parts", "step,speed")
-    assert done.returncode == 2 and "--parts: found speed; known are step, loader, checkpoint, start_up" in done.stderr
+    code, _, error = launch(*recipe, "--compare", tmp_path / "before.json")
+    assert code == 1 and error.count("worse: smoke checkpoint") == 3, error
+    code, _, error = launch("--config", SMOKE, "--parts", "step,speed")
+    assert code == 2 and "--parts: found speed; known are step, loader, checkpoint, start_up" in error
 
 
 def refused(monkeypatch, capsys, *words: str) -> str:
