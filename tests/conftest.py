@@ -14,7 +14,7 @@ import pytest
 # the benchmark's tests three times as long, not ten times. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from gmlp_scale import claim  # noqa: E402
+from gmlp_scale import claim
 
 # transformers copies the code of an export to one folder for all processes of a user: two suites would mix theirs up.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="gmlp_scale-modules-")

@@ -1,6 +1,7 @@
 """Each part measures what it says: that its figures belong together, not how large they are."""
 
 import json
+import multiprocessing
 import sys
 
 import pytest
@@ -17,7 +18,7 @@ from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.world import start_world
 from launch.benchmark import main
 from tests.benchmark.smoke_recipe import SMOKE, tiny_run
-from tests.forked import Script
+from tests.forked import CONTEXT, Script
 
 BASE = SMOKE.parent / "gmlp_base.yaml"
 ROOT = SMOKE.parents[2]
@@ -29,6 +30,12 @@ def world():
         yield world
 
 
+@pytest.fixture
+def forked_contenders(monkeypatch):
+    """Contenders in processes that need not import anything."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: CONTEXT)
+
+
 def test_step_without_peers(tmp_path, world):
     report = measure_step(tiny_run(tmp_path), world, 1, with_peers=False)
     assert sum(report["time_split"].values()) == pytest.approx(1)
@@ -38,7 +45,9 @@ def test_step_without_peers(tmp_path, world):
     assert report["contenders"] == {}
 
 
-def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(tmp_path, world, monkeypatch):
+def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(
+    tmp_path, world, monkeypatch, forked_contenders
+):
     pytest.importorskip("g_mlp_pytorch")
     (tmp_path / "transformers.py").write_text("raise ImportError('there are no transformers here')")
     monkeypatch.syspath_prepend(tmp_path)  # the peers' processes take the path over
@@ -107,7 +116,7 @@ def test_checkpoint(tmp_path, world):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loader(tmp_path, monkeypatch):
+def test_loader(tmp_path, monkeypatch, forked_contenders):
     monkeypatch.setattr(loading, "C4_SHARDS", 50)
     monkeypatch.setattr(loading, "C4_ROWS_PER_SHARD", 300)
     monkeypatch.setattr(loading, "FAR_STEP", 40)
