@@ -136,9 +136,15 @@ class SlurmJob:
 
     def state(self) -> str:
         """As "COMPLETED 0:0": the state, and the exit code with the signal."""
+        return "{JobState} {ExitCode}".format(**self._fields())
+
+    def wait_for_restart(self) -> None:
+        """Until Slurm has requeued it."""
+        wait_until(lambda: self._fields()["Restarts"] == "1", lambda: f"a requeue of {self.state()} {self.printed()}")
+
+    def _fields(self) -> dict[str, str]:
         shown = self.slurm.call("scontrol", "show", "job", self.number)
-        fields = dict(field.split("=", 1) for field in shown.split() if "=" in field)
-        return f"{fields['JobState']} {fields['ExitCode']}"
+        return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
     def end(self) -> str:
         """Waits for its end and returns its state."""
@@ -147,13 +153,14 @@ class SlurmJob:
         return self.state()
 
 
+# cred_expire: the seconds after which Slurm starts a requeued job again; 120 by default.
 SETTINGS = """\
 ClusterName=hosts
 SlurmctldHost=login({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from tests.hosts.hosts import wait_until
 from tests.hosts.launchers import Slurm
 from tests.hosts.test_lost import FAULT_STEP, wait_for_step
 from tests.hosts.test_stopped import NEVER, assert_saved, training, training_of
@@ -27,19 +26,12 @@ def test_a_job_that_slurm_signals_saves_and_completes(options, boot, run, undist
     seen("Slurm's signals", f"scancel {' '.join(options)}: all saved, COMPLETED 0:0, and resumed")
 
 
-def requeued(slurm: Slurm, number: str) -> None:
-    """Waits until the job pends again, and starts it at once: Slurm would wait for 2 minutes."""
-    wait_until(lambda: "Restarts=1" in slurm.call("scontrol", "show", "job", number), "the job's second start")
-    wait_until(lambda: "JobState=PENDING" in slurm.call("scontrol", "show", "job", number), "the job to pend")
-    slurm.call("scontrol", "update", f"jobid={number}", "starttime=now")
-
-
 def test_a_requeued_job_goes_on(boot, run, undisturbed, tmp_path, seen):
     slurm = Slurm(*boot(2))
     job = slurm.sbatch(1, run("fsdp2", 2))
     wait_for_step(tmp_path / "run", FAULT_STEP)
     slurm.call("scontrol", "requeue", job.number)
-    requeued(slurm, job.number)
+    job.wait_for_restart()
     assert job.end() == "COMPLETED 0:0", job.printed()
     assert_close(training(tmp_path / "run"), training_of(undisturbed))
     assert len(re.findall("start-up", job.printed())) == 2, job.printed()  # both starts are in the one file
@@ -52,7 +44,7 @@ def test_a_job_whose_host_is_lost_is_requeued(boot, run, undisturbed, tmp_path, 
     job = slurm.sbatch(1, run("fsdp2", 2))
     wait_for_step(tmp_path / "run", FAULT_STEP)
     hosts[1].lose()
-    requeued(slurm, job.number)
+    job.wait_for_restart()
     hosts[1].boot(login)
     slurm.serve(hosts[1])
     assert job.end() == "COMPLETED 0:0", job.printed()

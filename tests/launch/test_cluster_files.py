@@ -108,31 +108,53 @@ def test_skypilot_starts_torchrun_on_every_node(dry_run, tmp_path):
     assert "parameters              130,073,552" in dry_run(overrides, 2 * num_gpus)
 
 
-def test_slurm_gives_each_rank_its_cores_and_variables(tmp_path):
-    """With stand-ins for Slurm's programs: srun starts one of 16 tasks, and python shows what it gets.
+@pytest.fixture
+def start_under_slurm(tmp_path):
+    """start_under_slurm(script, arguments, whole=True): a script of launch/slurm on the first of two nodes, done.
 
-    srun sends the script SIGUSR1 first, as `scancel --signal=USR1 --full` does, which must not end it.
+    Stand-ins for Slurm's programs: srun prints its options and starts one of 16 tasks, scontrol prints what it is asked
+    to do, python shows what it gets. Without `whole` srun cannot have all nodes. srun sends the script SIGUSR1 first,
+    as `scancel --signal=USR1 --full` does, which must not end it.
     """
-    script = ROOT / "launch/slurm/pretrain.sbatch"
-    assert "#SBATCH --open-mode append\n" in script.read_text()  # else a requeued job empties its output file
-    (cpus_per_task,) = re.findall(r"^#SBATCH --cpus-per-task (\d+)$", script.read_text(), re.MULTILINE)
+    variables = {
+        "SLURM_CPUS_PER_TASK": "8",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": "16",
+        "SLURM_JOB_ID": "123456",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     for name, text in {
-        "scontrol": "seq --format 'node%.0f' 20000",  # more than a pipe holds
-        "srun": 'kill -USR1 $PPID; while [[ $1 == -* ]]; do echo "$1"; shift; done\n'
-        'SLURM_PROCID=11 SLURM_LOCALID=3 exec "$@"',
+        # More names than a pipe holds.
+        "scontrol": '[[ $1 == show ]] || exec echo "scontrol $*"; seq --format "node%.0f" 20000',
+        "srun": 'kill -USR1 $PPID; [[ "$*" != "--immediate=60 true" ]] || exec $WHOLE\n'
+        'while [[ $1 == -* ]]; do echo "$1"; shift; done; SLURM_PROCID=11 SLURM_LOCALID=3 exec "$@"',
         "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    variables = {
-        "SLURM_CPUS_PER_TASK": cpus_per_task,
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_NTASKS": "16",
-        "SLURM_JOB_ID": "123456",
-    }
-    environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", script, "--config", "a b"], env=environment, capture_output=True, text=True)
+
+    def start(script: str, *arguments: str, whole: bool = True) -> subprocess.CompletedProcess:
+        environment = os.environ | variables | {"WHOLE": str(whole).lower()}
+        words = ["bash", ROOT / "launch/slurm" / script, *arguments]
+        return subprocess.run(words, env=environment, capture_output=True, text=True)
+
+    return start
+
+
+def test_slurm_gives_each_rank_its_cores_and_variables(start_under_slurm):
+    directives = (ROOT / "launch/slurm/pretrain.sbatch").read_text()
+    assert "#SBATCH --open-mode append\n" in directives  # else a requeued job empties its output file
+    assert "#SBATCH --cpus-per-task 8\n" in directives
+    done = start_under_slurm("pretrain.sbatch", "--config", "a b")
     assert done.returncode == 0, done
     *options, started = done.stdout.splitlines()
-    assert f"--cpus-per-task={cpus_per_task}" in options and "--cpu-bind=cores" in options and int(cpus_per_task) > 1
+    assert "--cpus-per-task=8" in options and "--cpu-bind=cores" in options
     assert started == "11 3 16 node1 23456 launch/pretrain.py --config a b"
+
+
+def test_a_slurm_job_without_all_its_nodes_is_requeued(start_under_slurm):
+    """Instead of an srun that waits for the others without end."""
+    done = start_under_slurm("pretrain.sbatch", "--config", "a b", whole=False)
+    assert (done.returncode, done.stdout) == (1, "scontrol requeue 123456\n"), done
+    assert "cannot start a task on each of the job's 2 nodes" in done.stderr
