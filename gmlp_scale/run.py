@@ -25,7 +25,7 @@ from gmlp_scale.config import (
     split_step,
 )
 from gmlp_scale.continuing import check_continues
-from gmlp_scale.data.shards import CorruptShardError, ShardError
+from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
 from gmlp_scale.filters import draw_filters, spatial_filters
@@ -62,9 +62,10 @@ USER_ERRORS = (
 
 
 def exit_code(error: Exception) -> int:
-    """2 for a mistake in what was asked for, 1 for a failure on the way: of a disk, a rank or the training."""
-    asked_wrongly = isinstance(error, ValueError | FileNotFoundError | RunFolderError | DeviceError)
-    return 2 if asked_wrongly and not isinstance(error, CorruptShardError) else 1
+    """2 where the same command would fail again: for what was asked, the data or the training. 1 for what may pass: a
+    lost rank, a disk, another job in the run folder. Clusters and launch/elastic.py start again what left with 1."""
+    fails_again = isinstance(error, ValueError | FileNotFoundError | DeviceError | NotFiniteError | SpikeError)
+    return 2 if fails_again else 1
 
 
 class Task(Protocol):

@@ -27,6 +27,7 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from gmlp_scale.config import ConfigError
 from gmlp_scale.files import print_error
@@ -39,12 +40,19 @@ RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3
 that comes later leads to another start."""
 
 
+FAILS_AGAIN = 2
+"""What a rank leaves with where another start would fail as well: `exit_code` of gmlp_scale/run.py."""
+
+
 class _Agent(LocalElasticAgent):
-    """torchrun's (2.13). Of two agents that shall restart their ranks, one is first, and all ranks then save and leave
-    with 0. So ranks that left while a host waits to join have not finished, but shall be restarted."""
+    """torchrun's (2.13), with two differences. A rank that left with FAILS_AGAIN ends the run. And of two agents that
+    shall restart their ranks, one is first, and all ranks then save and leave with 0: so ranks that left while a host
+    waits to join have not finished, but shall be restarted."""
 
     def _monitor_workers(self, worker_group) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        if any(failure.exitcode == FAILS_AGAIN for failure in result.failures.values()):
+            self._remaining_restarts = 0
         if result.state == WorkerState.SUCCEEDED and worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
             return RunResult(state=WorkerState.HEALTHY)
         return result
@@ -85,11 +93,24 @@ def main() -> int:
     ]  # fmt: skip
     try:
         torch.distributed.run.main(words)
-    except (ChildFailedError, SignalException) as error:
+    except ChildFailedError as error:
+        return _tell(error)
+    except RendezvousClosedError:
+        print_error(f"{run.name} has ended on another host, whose last lines say why")
+        return 1
+    except SignalException as error:
         print_error(error)
         return 1
     is_finished = run.train.last_step in saved_steps(run.run_folder)
     return 0 if is_finished else options.unfinished_code
+
+
+def _tell(error: ChildFailedError) -> int:
+    """Prints why the ranks failed and returns what to leave with."""
+    ended_it = [failure for failure in error.failures.values() if failure.exitcode == FAILS_AGAIN]
+    told = [failure.message["message"] for failure in ended_it if isinstance(failure.message, dict)]  # by telling.py
+    print_error(told[0] if told else error)
+    return FAILS_AGAIN if ended_it else 1
 
 
 def _bounds(text: str) -> tuple[int, int]:
