@@ -278,8 +278,8 @@ def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
 def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iterable[str] = ()) -> AnyConfig:
     """Reads a recipe as `read_recipe_file` does, applies `a.b=c` overrides (values are YAML) and checks everything.
 
-    An override of `engine.kind` or `model.kind` drops the fields of the file's section that the new kind lacks. An
-    override of a field that it lacks is a mistake.
+    An override of `engine.kind`, `model.kind` or `optimizer.kind` drops the fields of the file's section that the new
+    kind lacks. An override of a field that it lacks is a mistake.
 
     Raises:
         ConfigError: with every mistake at once.
@@ -428,10 +428,8 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
     if location[:2] == ["data", "shards"]:
         del location[2:3]  # pydantic puts "folder" or "list" after the field's name
     fields = config_class.model_fields
-    if location and location[0] in _UNIONS:  # pydantic puts the kind after the section's name
-        classes = _UNIONS[location[0]]
-        if len(location) > 1 and location[1] in classes:
-            fields = classes[location.pop(1)].model_fields
+    if len(location) > 1 and location[1] in _UNIONS.get(location[0], ()):
+        fields = _UNIONS[location[0]][location.pop(1)].model_fields  # pydantic puts the kind after the section's name
     elif len(location) > 1:
         fields = config_class.model_fields[location[0]].annotation.model_fields
     if location[:2] == ["data", "shards"] and len(location) > 3:
@@ -471,7 +469,7 @@ def _kinds(union: Any) -> dict[str, type[BaseModel]]:
     return {get_args(member.model_fields["kind"].annotation)[0]: member for member in members}
 
 
-_UNIONS = {"model": _kinds(ModelConfig), "engine": _kinds(EngineConfig)}
+_UNIONS = {"model": _kinds(ModelConfig), "optimizer": _kinds(OptimizerConfig), "engine": _kinds(EngineConfig)}
 
 
 def _engines(ability: str) -> str:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmlp_scale.config import RunConfig
+from gmlp_scale.engine.muon import count_in_matrices
 from gmlp_scale.models import AmlpConfig, GmlpConfig
-from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.plan.describe import count_parameters, meta_model
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -83,7 +84,8 @@ def fewest_bytes(run: RunConfig) -> int | None:
 
     Per token and block the forward pass writes once, and the backward pass reads once: the block's input, the expanded
     channels before GELU, the spatial projection's result (and the attention's q, k, v). Per parameter AdamW reads and
-    writes the master weight and both moments, reads the float32 gradient and, in bf16, writes the bf16 copy.
+    writes the master weight and both moments, reads the float32 gradient and, in bf16, writes the bf16 copy. Muon has
+    one state where AdamW has two; its products are not counted.
     """
     if not isinstance(run.model, GmlpConfig):
         return None
@@ -91,4 +93,5 @@ def fewest_bytes(run: RunConfig) -> int | None:
     kept = model.d_model + model.d_ffn + model.d_gate + (3 * model.d_attn if isinstance(model, AmlpConfig) else 0)
     tokens = run.train.micro_batch_size * model.sequence_length
     per_parameter = 24 + 4 + (2 if run.train.precision == "bf16" else 0)
-    return 2 * tokens * model.num_blocks * kept * itemsize + per_parameter * count_parameters(run)
+    one_state = 8 * count_in_matrices(meta_model(run), run.optimizer)
+    return 2 * tokens * model.num_blocks * kept * itemsize + per_parameter * count_parameters(run) - one_state

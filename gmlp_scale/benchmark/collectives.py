@@ -71,8 +71,8 @@ def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_
 
 def table(run: RunConfig, world: World) -> str:
     """Every engine's bytes per parameter and step, with one and with four micro-batches, in Markdown."""
-    lines = ["| engine | micro-batches | all-reduce | reduce to owners | gather | on the wire | peak memory |"]
-    lines.append("| --- " * 7 + "|")
+    columns = ["all-reduce", "reduce to owners", "gather", "all-to-all", "on the wire", "peak memory"]
+    lines = [f"| engine | micro-batches | {' | '.join(columns)} |", "| --- " * (2 + len(columns)) + "|"]
     for name, engine in ENGINES.items():
         for num_micro_batches in (1, 4):
             counted = bytes_per_parameter(run, engine, world, num_micro_batches)
@@ -103,6 +103,8 @@ def describe_fake_step(run: RunConfig, num_ranks: int) -> str:
 
 
 def _kind(collective: str) -> str | None:
+    if "alltoall" in collective:
+        return "all_to_all"
     if "allreduce" in collective:
         return "all_reduce"
     if "reduce" in collective:

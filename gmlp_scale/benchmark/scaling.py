@@ -116,14 +116,14 @@ def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float
     model, precision = meta_model(run), run.train.precision
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     carried, peak = count_step(run, engine, world, num_micro_batches=1)
-    states = engine.state_bytes(model, precision, world.size, accumulates=False)
+    states = engine.state_bytes(model, run.optimizer, precision, world.size, accumulates=False)
     figures = {
         "peak_bytes_per_parameter": max(world.gather(peak)) / num_parameters,
         "planned_states_per_parameter": sum(states.values()) / num_parameters,
         "sixteen_bytes_model": sixteen_bytes_model(engine, precision, world.size),
     }
     if world.size > 1:
-        formula = engine.carried_bytes(model, precision, num_micro_batches=1)
+        formula = engine.carried_bytes(model, run.optimizer, precision, 1, world.size)
         sent, planned = (
             sum(passes * of[kind] for kind, passes in COLLECTIVES.items()) for of in (carried.by_kind, formula)
         )

@@ -9,8 +9,8 @@ from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import Shard, ShardError
 from gmlp_scale.files import delete_file, is_local, is_url, list_files, open_filesystem, read_file, write_file
-from gmlp_scale.plan.describe import count_parameters, short
-from gmlp_scale.plan.layouts import STATE_BYTES_SAVED
+from gmlp_scale.plan.describe import short
+from gmlp_scale.plan.layouts import checkpoint_bytes
 from gmlp_scale.world import World
 
 WRITTEN_BYTES = 2**28
@@ -39,15 +39,15 @@ def place_of_checkpoints(run: RunConfig) -> Path:
 
 def check_room(run: RunConfig, place: Path) -> str:
     """Raises OSError if the disk has no room for all checkpoints that it will have to hold at a time."""
-    checkpoint_bytes, kept = STATE_BYTES_SAVED * count_parameters(run), run.checkpoint
+    one_bytes, kept = checkpoint_bytes(run), run.checkpoint
     num_kept = 2 if is_url(run.output_dir) else kept.keep_last + 1
     if kept.keep_every_steps and not is_url(run.output_dir):
         num_kept += run.train.num_steps // kept.keep_every_steps
     there = sum(file.stat().st_size for file in (run.run_dir / "checkpoints").rglob("*") if file.is_file())
-    needed, free = num_kept * checkpoint_bytes, shutil.disk_usage(place).free
+    needed, free = num_kept * one_bytes, shutil.disk_usage(place).free
     if needed - there > free:
         raise OSError(
-            f"{place} has {short(free)}B free, but {num_kept} checkpoints of {short(checkpoint_bytes)}B will need "
+            f"{place} has {short(free)}B free, but {num_kept} checkpoints of {short(one_bytes)}B will need "
             f"{short(needed)}B, of which {short(there)}B are there: free room, set output_dir to another disk, lower "
             "checkpoint.keep_last or raise checkpoint.keep_every_steps"
         )

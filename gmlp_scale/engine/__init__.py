@@ -7,9 +7,11 @@ Beside its fields, an engine's config has
     needs_process_group    whether it needs one even for a single process
     supports_cuda_graphs   whether train.compile may be reduce-overhead
     mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
-    state_bytes(model, precision, world_size, accumulates=...)   bytes of parameters, gradients, float32 masters,
-                           moments and buffers on the rank that holds the most, at a step's peak; no activations
-    carried_bytes(model, precision, num_micro_batches)   bytes of whole tensors per step in each of COLLECTIVES
+    state_bytes(model, optimizer, precision, world_size, accumulates=...)   bytes of parameters, gradients, float32
+                           masters, moments and buffers on the rank that holds the most, at a step's peak; without
+                           activations
+    carried_bytes(model, optimizer, precision, num_micro_batches, world_size)   bytes of whole tensors per step in each
+                           of COLLECTIVES
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +33,9 @@ COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
 """Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
 it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""
 
-COLLECTIVES = {"all_reduce": 2, "reduce": 1, "gather": 1}
-"""How often a collective's bytes go over the wire. `reduce` is a reduction to owners."""
+COLLECTIVES = {"all_reduce": 2, "reduce": 1, "gather": 1, "all_to_all": 1}
+"""How often a collective's bytes go over the wire. `reduce` is a reduction to owners. The whole tensor of an all-to-all
+is what one rank sends, its own part included."""
 
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
 
@@ -62,14 +65,14 @@ class Engine(Protocol):
         """The model's logits without gradients and without dropout."""
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        """This rank's pieces of model.<name>, optimizer.<name>.exp_avg and .exp_avg_sq.
+        """This rank's pieces of model.<name> and optimizer.<name>.exp_avg and .exp_avg_sq or, of Muon's, .momentum.
 
         Together, the ranks' pieces hold every element once. Every rank must run it to its end: getting a piece may need
         all of them.
         """
 
     def load_state(self, read: ReadSlice, step: int) -> None:
-        """Reads masters and moments with `read`, refreshes the bfloat16 weights and sets AdamW's step count."""
+        """Reads masters and their states with `read`, refreshes the bfloat16 weights and sets AdamW's step count."""
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole float32 parameter on the CPU), one at a time on rank 0; nothing on the other ranks.

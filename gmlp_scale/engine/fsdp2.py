@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
+from gmlp_scale.engine.muon import Muon, Span, count_in_matrices, exchanged_bytes, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
@@ -37,7 +38,9 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
         """None beyond CUDA graphs, which RunConfig checks."""
         yield from ()
 
-    def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
+    def state_bytes(
+        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int, *, accumulates: bool
+    ) -> dict[str, float]:
         """All is sharded except bf16's float32 vectors, the parameters that are gathered to compute with, and gradients
         while micro-batches accumulate. Gathered are all parameters or, with `reshard_after_forward`, those of two
         groups of blocks and those outside the blocks. Without accumulation a group's gathered parameters
@@ -63,11 +66,13 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
             "parameters": num_in_vectors * 4 + num_gathered * weight_bytes,
             "gradients": num_in_vectors * 4 + gradients,
             "float32 master": num_sharded * 4 / world_size,
-            "moments": num_in_vectors * 8 + num_sharded * 8 / world_size,
+            "moments": num_in_vectors * 8 + (num_sharded * 8 - count_in_matrices(model, optimizer) * 4) / world_size,
             "buffers": max(num_in_group, num_outside) * (buffer_bytes if world_size > 1 else 4),
         }
 
-    def carried_bytes(self, model: nn.Module, precision: str, num_micro_batches: int) -> dict[str, float]:
+    def carried_bytes(
+        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, num_micro_batches: int, world_size: int
+    ) -> dict[str, float]:
         """One reduction and one gather a step or, with `reshard_after_forward`, two gathers a micro-batch."""
         num_in_vectors, num_sharded = count_vectors_and_others(model, precision)
         num_gathers = 2 * num_micro_batches if self.reshard_after_forward else 1
@@ -75,6 +80,7 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
             "all_reduce": num_in_vectors * 4,
             "reduce": num_sharded * 4,
             "gather": num_sharded * (2 if precision == "bf16" else 4) * num_gathers,
+            "all_to_all": exchanged_bytes(model, optimizer, precision, world_size),
         }
 
 
@@ -88,7 +94,7 @@ class Fsdp2Engine:
         self.config = config
         self.world = world
         self.num_micro_batches = train.num_micro_batches(world.size)
-        decayed = decayed_names(model)
+        decayed, matrices = decayed_names(model), muon_matrices(model, optimizer)
         if next(model.parameters()).device != world.device:  # torch cannot move fake tensors
             model.to(world.device)
         self.vectors = Vectors(float32_vectors(model, train.precision), world)
@@ -100,9 +106,12 @@ class Fsdp2Engine:
                 continue
             tensor = parameter.detach().to_local()  # the same memory, without DTensor's cost per operation
             if len(tensor):
-                masters[name] = Master(nn.Parameter(tensor), tuple(parameter.shape), _first_index(parameter, world))
+                first = _first_index(len(parameter), world.rank, world.size)
+                masters[name] = Master(nn.Parameter(tensor), tuple(parameter.shape), first)
                 self.shards.append((parameter, masters[name].tensor))
-        self.masters = Masters(masters, optimizer, decayed)
+        spans = [_spans(matrices, rank, world.size) for rank in range(world.size)]
+        muon = Muon(optimizer, matrices, spans, world, train.precision) if matrices else None
+        self.masters = Masters(masters, optimizer, decayed, muon)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.module.set_requires_gradient_sync(is_last)
@@ -187,7 +196,14 @@ def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World
     return model
 
 
-def _first_index(parameter: Tensor, world: World) -> int:
-    """Where this rank's slice of a DTensor begins. fully_shard cuts dimension 0 as torch.chunk does."""
-    chunk = -(-parameter.shape[0] // world.size)
-    return min(world.rank * chunk, parameter.shape[0])
+def _first_index(length: int, rank: int, num_ranks: int) -> int:
+    """Where a rank's slice of a DTensor begins. fully_shard cuts dimension 0 as torch.chunk does."""
+    return min(rank * -(-length // num_ranks), length)
+
+
+def _spans(matrices: dict[str, tuple[int, int]], rank: int, num_ranks: int) -> dict[str, Span]:
+    """What a rank holds of each matrix."""
+    return {
+        name: (_first_index(rows, rank, num_ranks) * columns, _first_index(rows, rank + 1, num_ranks) * columns)
+        for name, (rows, columns) in matrices.items()
+    }

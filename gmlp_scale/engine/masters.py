@@ -1,4 +1,4 @@
-"""Float32 master weights with their AdamW moments, and the pieces of them that make up a checkpoint.
+"""Float32 master weights with the optimizers' states, and the pieces of them that make up a checkpoint.
 
 `single` and `fsdp2` keep their masters in these classes. `zero` keeps its own inside DeepSpeed, and uses only the keys
 and Piece.
@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gmlp_scale.engine.muon import Muon
 from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, update
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's states of a parameter."""
+MOMENTUM = "momentum"
+"""Muon's only state of a matrix."""
 
 ReadSlice = Callable[[str, int, int], Tensor]
 """(key, first, stop) -> the float32 CPU tensor of the indices [first, stop) along dimension 0."""
@@ -40,7 +44,7 @@ def moment_key(name: str, moment: str) -> str:
 
 @dataclass(frozen=True)
 class Master:
-    """This rank's slice of one parameter along dimension 0, which AdamW updates."""
+    """This rank's slice of one parameter along dimension 0, which an optimizer updates."""
 
     tensor: nn.Parameter
     shape: tuple[int, ...]
@@ -50,34 +54,54 @@ class Master:
 
 
 class Masters:
-    """Every master of this rank by parameter name, with the optimizer over them."""
+    """Every master of this rank by parameter name, with the optimizers over them: AdamW, or Muon for its matrices."""
 
-    def __init__(self, masters: dict[str, Master], config: OptimizerConfig, decayed: set[str]):
+    def __init__(
+        self, masters: dict[str, Master], config: OptimizerConfig, decayed: set[str], muon: Muon | None = None
+    ):
         self.masters = masters
-        self.optimizer = build_adamw(((name, master.tensor) for name, master in masters.items()), config, decayed)
+        self.muon = muon
+        in_muon = muon.momenta.keys() if muon else ()
+        self.matrices = {name: master.tensor for name, master in masters.items() if name in in_muon}
+        others = {name: master.tensor for name, master in masters.items() if name not in in_muon}
+        self.optimizer = build_adamw(others.items(), config, decayed)
         self.gradient_clipping = config.gradient_clipping
-        create_moments(self.optimizer, (master.tensor for master in masters.values()))
+        create_moments(self.optimizer, others.values())
 
     def step(self, learning_rate: float, norm: Tensor) -> None:
         """Updates the masters from their gradients, whose global norm is `norm`, and drops the gradients."""
         update(self.optimizer, learning_rate, norm, self.gradient_clipping)
         self.optimizer.zero_grad()
+        if self.muon:
+            gradients = {name: matrix.grad for name, matrix in self.matrices.items()}
+            self.muon.step(
+                self.matrices, gradients, learning_rate=learning_rate, norm=norm, max_norm=self.gradient_clipping
+            )
+            for matrix in self.matrices.values():
+                matrix.grad = None
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
         for name, master in self.masters.items():
             if not master.is_given:
                 continue
             yield model_key(name), Piece(master.tensor.detach(), master.shape, master.first)
-            for moment in MOMENTS:
-                tensor = self.optimizer.state[master.tensor][moment]
-                yield moment_key(name, moment), Piece(tensor, master.shape, master.first)
+            for key, state in self._states(name, master):
+                yield key, Piece(state, master.shape, master.first)
 
     @torch.no_grad()
     def load(self, read: ReadSlice, step: int) -> None:
         for name, master in self.masters.items():
             stop = master.first + len(master.tensor)
             master.tensor.copy_(read(model_key(name), master.first, stop))
-            state = self.optimizer.state[master.tensor]
+            for key, state in self._states(name, master):
+                state.copy_(read(key, master.first, stop))
+        for state in self.optimizer.state.values():
             state["step"].fill_(step)
-            for moment in MOMENTS:
-                state[moment].copy_(read(moment_key(name, moment), master.first, stop))
+
+    def _states(self, name: str, master: Master) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer keeps of a master, in its shape, by the checkpoint's keys."""
+        if name in self.matrices:
+            yield moment_key(name, MOMENTUM), self.muon.momenta[name].view_as(master.tensor)
+            return
+        for moment in MOMENTS:
+            yield moment_key(name, moment), self.optimizer.state[master.tensor][moment]

@@ -1,11 +1,14 @@
-"""AdamW as BERT and the paper use it: vectors have no weight decay. The rate is a pure function of the step."""
+"""AdamW as BERT and the paper use it: vectors have no weight decay. The rate is a pure function of the step.
+
+gmlp_scale/engine/muon.py has what optimizer.kind=muon does otherwise for the blocks' matrices.
+"""
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -13,9 +16,11 @@ NORM_ROW = 4096
 """Elements whose norm a CPU takes at once."""
 
 
-class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
+class AdamwConfig(BaseModel, frozen=True, extra="forbid"):
     """The defaults are the main recipe's (section 4 of the paper)."""
 
+    kind: Literal["adamw"] = "adamw"
+    """AdamW for all parameters."""
     peak_learning_rate: float = Field(1e-4, gt=0)
     """The learning rate at the end of the warm-up. [no unit]"""
     schedule: Literal["linear", "cosine", "stable"] = "linear"
@@ -34,6 +39,26 @@ class OptimizerConfig(BaseModel, frozen=True, extra="forbid"):
     Toeplitz vector. [no unit]"""
     gradient_clipping: float | None = Field(None, gt=0)
     """Largest global gradient norm; null never clips. [no unit]"""
+
+
+class MuonConfig(AdamwConfig, frozen=True, extra="forbid"):
+    """Muon for the matrices of the blocks; AdamW, with the fields above, for all other parameters."""
+
+    kind: Literal["muon"] = "muon"
+    """Muon for the matrices of the blocks, AdamW for the rest."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """How much of Muon's mean of gradients each step keeps. [fraction]"""
+    matrix_rate_ratio: float = Field(1.0, gt=0)
+    """The learning rate of Muon's matrices over that of the rest. At 1 an update is about as large as AdamW's.
+    [no unit]"""
+
+
+def _with_kind(section: Any) -> Any:
+    """Recipes, and the configs of checkpoints, from before there was a choice are AdamW's."""
+    return {"kind": "adamw"} | section if isinstance(section, dict) else section
+
+
+OptimizerConfig = Annotated[AdamwConfig | MuonConfig, Field(discriminator="kind"), BeforeValidator(_with_kind)]
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -57,7 +82,7 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def build_adamw(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, decayed: set[str]
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: AdamwConfig, decayed: set[str]
 ) -> torch.optim.AdamW:
     """Fused AdamW with two groups: the names in `decayed`, and the rest.
 

@@ -1,5 +1,6 @@
 """One process on one device. The tests compare the other engines with this one."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal
 
@@ -8,6 +9,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
+from gmlp_scale.engine.muon import Muon, count_in_matrices, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
@@ -30,19 +32,23 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
         """None: this engine can do all that a `train` section asks for."""
         yield from ()
 
-    def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
+    def state_bytes(
+        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int, *, accumulates: bool
+    ) -> dict[str, float]:
         """See gmlp_scale/engine: every engine's config has this method."""
         num_in_vectors, num_others = count_vectors_and_others(model, precision)
         return {
             "parameters": num_in_vectors * 4 + num_others * (2 if precision == "bf16" else 4),
             "gradients": num_in_vectors * 4 + num_others * 4,
             "float32 master": num_others * (4 if precision == "bf16" else 0),
-            "moments": num_in_vectors * 8 + num_others * 8,
+            "moments": num_in_vectors * 8 + num_others * 8 - count_in_matrices(model, optimizer) * 4,
             "buffers": 0,
         }
 
-    def carried_bytes(self, model: nn.Module, precision: str, num_micro_batches: int) -> dict[str, float]:
-        return {"all_reduce": 0, "reduce": 0, "gather": 0}
+    def carried_bytes(
+        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, num_micro_batches: int, world_size: int
+    ) -> dict[str, float]:
+        return {"all_reduce": 0, "reduce": 0, "gather": 0, "all_to_all": 0}
 
 
 class SingleEngine:
@@ -66,7 +72,10 @@ class SingleEngine:
                 parameter.register_post_accumulate_grad_hook(_adds_gradient_to(master))
                 self.copies[name] = parameter
             masters[name] = Master(master, tuple(parameter.shape), 0)
-        self.masters = Masters(masters, optimizer, decayed_names(model))
+        shapes = muon_matrices(model, optimizer)
+        whole = {name: (0, math.prod(shape)) for name, shape in shapes.items()}
+        muon = Muon(optimizer, shapes, [whole], world, train.precision) if shapes else None
+        self.masters = Masters(masters, optimizer, decayed_names(model), muon)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         (loss / self.num_micro_batches).backward()

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import MOMENTS, Masters, Piece, ReadSlice, model_key, moment_key
+from gmlp_scale.engine.muon import count_in_matrices, exchanged_bytes
 from gmlp_scale.engine.optimizer import (
     OptimizerConfig,
     build_adamw,
@@ -69,7 +70,9 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
                 "which holds no parameter whole while it differentiates"
             )
 
-    def state_bytes(self, model: nn.Module, precision: str, world_size: int, *, accumulates: bool) -> dict[str, float]:
+    def state_bytes(
+        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int, *, accumulates: bool
+    ) -> dict[str, float]:
         """Stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 everything (Rajbhandari et al.
         2020, figure 1), except bf16's float32 vectors.
 
@@ -89,11 +92,13 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
             "parameters": num_in_vectors * 4 + num_others * weight_bytes * (1 + (self.stage == 3) / world_size),
             "gradients": num_in_vectors * 4 + num_others * 4 / (world_size if self.stage >= 2 else 1),
             "float32 master": num_others * master_bytes / world_size,
-            "moments": num_in_vectors * 8 + num_others * 8 / world_size,
+            "moments": num_in_vectors * 8 + (num_others * 8 - count_in_matrices(model, optimizer) * 4) / world_size,
             "buffers": buffers[self.stage],
         }
 
-    def carried_bytes(self, model: nn.Module, precision: str, num_micro_batches: int) -> dict[str, float]:
+    def carried_bytes(
+        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, num_micro_batches: int, world_size: int
+    ) -> dict[str, float]:
         """Stages 2 and 3 reduce after every micro-batch; stage 3 gathers for each one, the others once a step.
 
         In bf16 stage 1 is DeepSpeed's BF16_Optimizer, which all-reduces. Everything else reduces to owners.
@@ -106,6 +111,7 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
             "all_reduce": num_in_vectors * 4 + (reduced if is_all_reduced else 0),
             "reduce": 0 if is_all_reduced else reduced,
             "gather": gathered,
+            "all_to_all": exchanged_bytes(model, optimizer, precision, world_size),
         }
 
 

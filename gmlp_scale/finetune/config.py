@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 
 from gmlp_scale.config import ConfigError, Recipe, plain_path, stop_mistakes
-from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.engine import EngineConfig, TrainConfig
+from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
@@ -73,7 +74,7 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class FinetuneOptimizerConfig(BaseModel, frozen=True, extra="forbid"):
-    """As OptimizerConfig, except for the warm-up."""
+    """As AdamwConfig, except for the warm-up."""
 
     peak_learning_rate: float = Field(gt=0)
     """The learning rate at the end of the warm-up. [no unit]"""
@@ -153,11 +154,11 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
             evaluate_every_steps=self.train.evaluate_every_steps or steps_per_epoch,
         )
 
-    def optimizer_config(self, num_rows: int) -> OptimizerConfig:
+    def optimizer_config(self, num_rows: int) -> AdamwConfig:
         """The `optimizer` section of a run over this number of training rows."""
         fields = self.optimizer.model_dump(exclude={"warmup_fraction"})
         warmup_steps = int(self.optimizer.warmup_fraction * self.num_steps(num_rows))
-        return OptimizerConfig(**fields, warmup_steps=warmup_steps)
+        return AdamwConfig(**fields, warmup_steps=warmup_steps)
 
     def mistakes(self) -> Iterable[str]:
         train, data = self.train, self.data

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.data.epoch_loader import EpochLoader
-from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
+from gmlp_scale.engine import Engine, TrainConfig
+from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.files import read_file, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
@@ -55,7 +56,7 @@ class Finetuning:
         self.config, self.inputs = config, inputs
         self.num_rows = inputs.rows["train"].num_rows
         self.train: TrainConfig = config.train_config(self.num_rows)
-        self.optimizer: OptimizerConfig = config.optimizer_config(self.num_rows)
+        self.optimizer: AdamwConfig = config.optimizer_config(self.num_rows)
         self.tokens_per_step: int = config.tokens_per_step
         self.content: dict | None = None
         """What scores.json holds; None until it is written."""

@@ -154,6 +154,9 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_micro_batches, num_steps = task.train.num_micro_batches(world_size), task.train.num_steps
     micro_batches = f"{num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each"
+    states = run.engine.state_bytes(
+        model, task.optimizer, run.train.precision, world_size, accumulates=num_micro_batches > 1
+    )
     flops_per_token = task.flops_per_step / run.tokens_per_step
     lines = [
         run.to_yaml(),
@@ -162,7 +165,7 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
         f"parameters              {num_parameters:,}",
         f"FLOPs per step          {short(task.flops_per_step)} ({short(flops_per_token)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
-        describe_states(model, run.train.precision, run.engine, world_size, accumulates=num_micro_batches > 1),
+        describe_states(states),
         *(
             f"{part:24}{rows.num_examples:,} examples, {rows.num_rows:,} rows of {run.data.sequence_length} tokens"
             for part, rows in inputs.rows.items()

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from gmlp_scale.config import PretrainingRecipe, RunConfig
-from gmlp_scale.engine import EngineConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.train.checkpoint import folder_name
 from gmlp_scale.train.remote_checkpoints import saved_steps
@@ -16,14 +15,6 @@ def count_parameters(run: PretrainingRecipe) -> int:
     return sum(p.numel() for p in meta_model(run).parameters())
 
 
-def state_bytes_per_rank(
-    model: nn.Module, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
-) -> dict[str, float]:
-    """Bytes of parameters, gradients, float32 masters, moments and buffers on the rank that holds the most, at a step's
-    peak; no activations."""
-    return engine.state_bytes(model, precision, world_size, accumulates=accumulates)
-
-
 def describe(run: PretrainingRecipe, world_size: int) -> str:
     """The resolved config and what follows from it.
 
@@ -31,9 +22,12 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
         ConfigError: the recipe does not fit `world_size` ranks.
         ShardError: the shards do not fit the recipe.
     """
-    accumulates, model_flops = run.accumulates(world_size), run.flops_per_step()
+    model_flops = run.flops_per_step()
     is_auto = run.train.precision == "auto"
     planned = run.with_precision("float32") if is_auto else run
+    states = run.engine.state_bytes(
+        meta_model(run), run.optimizer, planned.train.precision, world_size, accumulates=run.accumulates(world_size)
+    )
     lines = [
         run.to_yaml(),
         f"ranks                   {world_size}, {_describe_micro_batches(run, world_size)}",
@@ -42,7 +36,7 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
         f"tokens per step         {run.tokens_per_step:,}",
         f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
         *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
-        describe_states(meta_model(run), planned.train.precision, run.engine, world_size, accumulates=accumulates),
+        describe_states(states),
         _describe_activations(planned),
         _describe_data(run),
         describe_resume(run.run_folder, run.branch_from or "nothing: a new run"),
@@ -50,10 +44,8 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def describe_states(
-    model: nn.Module, precision: str, engine: EngineConfig, world_size: int, *, accumulates: bool
-) -> str:
-    states = state_bytes_per_rank(model, precision, engine, world_size, accumulates=accumulates)
+def describe_states(states: dict[str, float]) -> str:
+    """What an engine's state_bytes gives, in a line."""
     parts = ", ".join(f"{name} {short(size)}B" for name, size in states.items() if size)
     return f"states per rank         {short(sum(states.values()))}B ({parts}), activations not counted"
 

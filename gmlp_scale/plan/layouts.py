@@ -12,8 +12,9 @@ from torch import nn
 from gmlp_scale.config import ConfigError, PretrainingRecipe, RunConfig
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.engine.muon import count_in_matrices
 from gmlp_scale.plan.activations import activation_bytes_per_token
-from gmlp_scale.plan.describe import meta_model, short
+from gmlp_scale.plan.describe import count_parameters, meta_model, short
 from gmlp_scale.plan.micro_batch import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
 from gmlp_scale.train.devices import Gpu
 
@@ -25,8 +26,6 @@ ENGINES: dict[str, EngineConfig] = {
     "zero, stage 2": ZeroConfig(stage=2),
     "zero, stage 3": ZeroConfig(stage=3),
 }
-STATE_BYTES_SAVED = 12
-"""Per parameter of a checkpoint: the float32 master and two moments."""
 ROW_BYTES_PER_TOKEN = 2
 
 
@@ -100,7 +99,7 @@ def _layout(
     rows, precision, num_gpus = run.train.global_batch_size // assumed.num_gpus, run.train.precision, assumed.num_gpus
     memory = partial(_memory, run, engine, model, row_bytes, num_gpus)
     fitting = _most_rows(rows, memory, assumed.gpu.memory_gb)
-    carried = engine.carried_bytes(model, precision, rows // max(1, fitting))
+    carried = engine.carried_bytes(model, run.optimizer, precision, rows // max(1, fitting), num_gpus)
     wire = sum(passes * carried[kind] for kind, passes in COLLECTIVES.items()) * (num_gpus - 1) / num_gpus
     # Recomputing a block is a forward pass more: 4 instead of 3. `selective` computes no matrix product again.
     work = run.flops_per_step() * (4 / 3 if run.train.recompute == "full" else 1)
@@ -120,7 +119,7 @@ def _memory(
 ) -> dict[str, float]:
     """Bytes by part on a rank with micro-batches of `num_rows`."""
     accumulates = num_rows < run.train.global_batch_size // num_gpus
-    states = engine.state_bytes(model, run.train.precision, num_gpus, accumulates=accumulates)
+    states = engine.state_bytes(model, run.optimizer, run.train.precision, num_gpus, accumulates=accumulates)
     return states | {part: num_rows * size for part, size in row_bytes.items()}
 
 
@@ -169,7 +168,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
         f"{run.name}: {num_parameters:,} parameters, {short(run.flops_per_step())} FLOPs per step of "
         f"{run.tokens_per_step:,} tokens, {train.num_steps:,} steps",
         f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
-        f"{short(STATE_BYTES_SAVED * num_parameters)}B each, {_kept(run)} kept and one being written",
+        f"{short(checkpoint_bytes(run))}B each, {_kept(run)} kept and one being written",
         f"assumed: {assumed.num_gpus} GPUs on {assumed.num_nodes} nodes, each {assumed.fraction_of_peak:.2f} of "
         f"{gpu.float32_tflops if train.precision == 'float32' else gpu.bf16_tflops:g} TFLOP/s ({train.precision}) and "
         f"{1 - MEMORY_MARGIN:.2f} of {gpu.memory_gb:g} GB; a ring of {assumed.ring_bytes_per_second / 1e9:.3g} GB/s "
@@ -191,6 +190,11 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     for layout in found:
         lines += [f"{layout.name} needs: {mistake}" for mistake in layout.engine.mistakes(train)]
     return "\n".join(lines)
+
+
+def checkpoint_bytes(run: PretrainingRecipe) -> int:
+    """Of the float32 masters, AdamW's two moments and Muon's momentum."""
+    return 12 * count_parameters(run) - 4 * count_in_matrices(meta_model(run), run.optimizer)
 
 
 def _kept(run: RunConfig) -> str:

@@ -10,7 +10,6 @@ from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
 from gmlp_scale.engine.vectors import round_matrices
 from gmlp_scale.models import build_model
-from gmlp_scale.plan.describe import state_bytes_per_rank
 from gmlp_scale.world import OtherRankError, World
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,9 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     device, num_rows, precision = world.device, run.train.micro_batch_size, run.train.precision
     with torch.device(device):
         model = build_model(run.model, seed=None)
-    states = state_bytes_per_rank(model, precision, run.engine, world.size, accumulates=run.accumulates(world.size))
+    states = run.engine.state_bytes(
+        model, run.optimizer, precision, world.size, accumulates=run.accumulates(world.size)
+    )
     round_matrices(model, precision).set_recompute(run.train.recompute)
     own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # parameters and gradients
     margin = MEMORY_MARGIN * torch.cuda.get_device_properties(device).total_memory

@@ -11,12 +11,12 @@ from torch._dynamo.utils import counters
 from gmlp_scale.engine import (
     EngineConfigError,
     Fsdp2Config,
-    OptimizerConfig,
     SingleConfig,
     TrainConfig,
     ZeroConfig,
     build_engine,
 )
+from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.world import start_world
 from tests.engine.trained_engines import GMLP, SIZES, micro_batches_of, start_engine, train
@@ -75,7 +75,7 @@ def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
         SimpleNamespace(size=1, rank=0, device=torch.device("meta")),
         engine=SingleConfig(),
         train=TrainConfig(num_steps=1, global_batch_size=4, micro_batch_size=2, compile="reduce-overhead"),
-        optimizer=OptimizerConfig(),
+        optimizer=AdamwConfig(),
     )
     assert modes == [("reduce-overhead", None)] * SIZES["num_blocks"]
     batch = micro_batches_of(0, SimpleNamespace(size=1, rank=0))[0].to("meta")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gmlp_scale.engine.optimizer import (
-    OptimizerConfig,
+    AdamwConfig,
     build_adamw,
     create_moments,
     decayed_names,
@@ -15,12 +15,12 @@ from gmlp_scale.engine.optimizer import (
 )
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 
-CONFIG = OptimizerConfig(peak_learning_rate=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
+CONFIG = AdamwConfig(peak_learning_rate=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
 
 
 def rates_of(**fields):
     """The rate of each step of a run of 110."""
-    config = OptimizerConfig(peak_learning_rate=1e-4, **fields)
+    config = AdamwConfig(peak_learning_rate=1e-4, **fields)
     return functools.partial(learning_rate, config, num_steps=110)
 
 

@@ -18,6 +18,7 @@ from tests.engine.trained_engines import (
     BERT,
     ENGINES,
     GMLP,
+    MUON,
     OPTIMIZER,
     SHARDED,
     SIZES,
@@ -34,8 +35,10 @@ OPTIONS = {
     "recompute": {"recompute": "full"},
     "selective": {"recompute": "selective"},
     "bf16": {"precision": "bf16"},
+    "muon": {"optimizer": MUON},
+    "muon in bf16": {"optimizer": MUON, "precision": "bf16"},
 }
-CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute")]
+CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute"), ("amlp", "muon")]
 BF16 = [("amlp", "bf16"), ("bert", "bf16")]
 SELECTIVE = [("amlp", "selective")]
 WITHOUT_ZERO_3 = {name: config for name, config in ALL_SHARDED.items() if name != "zero 3"}
@@ -100,7 +103,7 @@ def _assert_close(run: dict, expected: dict) -> None:
 @pytest.mark.parametrize(("model", "option"), CASES)
 @pytest.mark.parametrize("engine", ALL_SHARDED)
 def test_engines_agree_in_float32_on_two_ranks(single, two_ranks, model, option, engine):
-    expected = single[model, "float32", "single"]
+    expected = single[model, "muon" if option == "muon" else "float32", "single"]
     assert min(expected["norms"]) > OPTIMIZER.gradient_clipping  # so every step is clipped
     _assert_close(two_ranks[0][model, option, engine], expected)
 

@@ -15,6 +15,7 @@ from gmlp_scale.engine import (
     ZeroConfig,
     build_engine,
 )
+from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 from gmlp_scale.world import World
 
@@ -23,7 +24,8 @@ SIZES = {"num_blocks": 3, "d_model": 15, "d_ffn": 22, "sequence_length": 16, "vo
 GMLP = GmlpConfig(**SIZES)
 AMLP = AmlpConfig(**SIZES, d_attn=6)
 BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
-OPTIMIZER = OptimizerConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
+OPTIMIZER = AdamwConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
+MUON = MuonConfig(**OPTIMIZER.model_dump(exclude={"kind"}), matrix_rate_ratio=2.0)
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 2
 SHARDED = {
     "fsdp2": Fsdp2Config(),
@@ -43,7 +45,13 @@ class Run:
 
 
 def start_engine(
-    world: World, model_config, engine_config: EngineConfig, precision="float32", compile=False, recompute="none"
+    world: World,
+    model_config,
+    engine_config: EngineConfig,
+    precision="float32",
+    compile=False,
+    recompute="none",
+    optimizer: OptimizerConfig = OPTIMIZER,
 ):
     model = build_model(model_config)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -55,7 +63,7 @@ def start_engine(
         compile=compile,
         recompute=recompute,
     )
-    return build_engine(model, world, engine=engine_config, train=train_config, optimizer=OPTIMIZER)
+    return build_engine(model, world, engine=engine_config, train=train_config, optimizer=optimizer)
 
 
 def train(engine, world: World, first_step: int, stop_step: int) -> Run:

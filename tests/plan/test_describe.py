@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, ZeroConfig
+from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import GmlpConfig, build_model
-from gmlp_scale.plan.describe import state_bytes_per_rank
 
 NUM_BLOCKS = 12
+ADAMW = AdamwConfig()
 with torch.device("meta"):
     MODEL = build_model(GmlpConfig(num_blocks=NUM_BLOCKS, d_model=16, d_ffn=32, sequence_length=32, vocab_size=100))
 P = sum(parameter.numel() for parameter in MODEL.parameters())
@@ -15,9 +16,9 @@ V = NUM_BLOCKS * (2 * 16 + 2 * 16 + 63 + 32) + 2 * 16  # in LayerNorms, w and b;
 OUTSIDE = P - sum(parameter.numel() for parameter in MODEL.blocks.parameters())
 
 
-def states(engine, precision: str, world_size: int, accumulates: bool = False) -> list[float]:
+def states(engine, precision: str, world_size: int, accumulates: bool = False, optimizer=ADAMW) -> list[float]:
     """Parameters, gradients, master and moments in bytes, without the buffers."""
-    return list(state_bytes_per_rank(MODEL, precision, engine, world_size, accumulates=accumulates).values())[:4]
+    return list(engine.state_bytes(MODEL, optimizer, precision, world_size, accumulates=accumulates).values())[:4]
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,13 @@ def test_fsdp2_that_reshards_gathers_two_groups_and_what_is_outside_of_blocks():
         engine = Fsdp2Config(blocks_per_group=blocks_per_group, reshard_after_forward=True)
         matrices_outside = OUTSIDE - 2 * 16
         assert states(engine, "bf16", 8)[0] == pytest.approx(2 * (matrices_outside + num_gathered * per_block) + 4 * V)
+
+
+@pytest.mark.parametrize("engine", [SingleConfig(), ZeroConfig(stage=2), Fsdp2Config()], ids=lambda engine: engine.kind)
+def test_muon_has_one_state_of_the_blocks_matrices(engine):
+    world_size, in_matrices = 1 if engine.kind == "single" else 4, NUM_BLOCKS * (16 * 32 + 16 * 16)
+    *others, moments = states(engine, "bf16", world_size)
+    assert states(engine, "bf16", world_size, optimizer=MuonConfig()) == [
+        *others,
+        moments - 4 * in_matrices / world_size,
+    ]

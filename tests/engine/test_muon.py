@@ -1,0 +1,108 @@
+"""Muon as torch.optim.Muon computes it, on whole matrices and on parts of them; what it updates, and on which rank."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gmlp_scale.engine.muon import Muon, muon_matrices, orthogonalised, owners
+from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
+from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
+
+CONFIG = MuonConfig(weight_decay=0.3, momentum=0.9, matrix_rate_ratio=0.5)
+SHAPES = {"tall": (48, 20), "wide": (16, 33), "square": (8, 8)}
+WHOLE = {name: (0, rows * columns) for name, (rows, columns) in SHAPES.items()}
+ALONE = SimpleNamespace(size=1, rank=0, device=torch.device("cpu"))
+
+
+def _matrices() -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+def test_updates_are_torchs(precision, monkeypatch):
+    if precision == "float32":  # torch's own iterations are always in bfloat16
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    torch.manual_seed(0)
+    ours = _matrices()
+    theirs = {name: nn.Parameter(matrix.detach().clone()) for name, matrix in ours.items()}
+    muon = Muon(CONFIG, SHAPES, [WHOLE], ALONE, precision)
+    torchs = torch.optim.Muon(theirs.values(), weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for step in range(1, 6):
+        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+        for name, matrix in theirs.items():
+            matrix.grad = gradients[name] * 0.7 / (norm + 1e-6)
+        torchs.param_groups[0]["lr"] = 0.1 / step
+        torchs.step()
+        muon.step(ours, gradients, learning_rate=0.2 / step, norm=norm, max_norm=0.7)
+    # In bfloat16 a last digit of an input that rounds the other way is seen in the result.
+    tolerance = 1e-6 if precision == "float32" else 2e-3
+    for name, matrix in ours.items():
+        torch.testing.assert_close(matrix, theirs[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values())
+def test_singular_values_come_near_one(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), torch.float32))
+    assert values.min() > 0.5 and values.max() < 1.3
+    assert not orthogonalised(torch.zeros(shape), torch.float32).any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_norm_that_is_not_finite_leaves_all_as_it_was(bad):
+    torch.manual_seed(0)
+    matrices, muon = _matrices(), Muon(CONFIG, SHAPES, [WHOLE], ALONE, "float32")
+
+    def step(gradients: dict, norm: float) -> dict:
+        muon.step(matrices, gradients, learning_rate=0.1, norm=torch.tensor(norm), max_norm=1.0)
+        return {name: (matrices[name].detach().clone(), muon.momenta[name].clone()) for name in SHAPES}
+
+    before = step({name: torch.randn(shape) for name, shape in SHAPES.items()}, 3.0)
+    after = step({name: torch.full(shape, bad) for name, shape in SHAPES.items()}, bad)
+    assert all(torch.equal(one, other) for name in SHAPES for one, other in zip(before[name], after[name], strict=True))
+
+
+def test_every_matrix_has_one_owner_and_the_work_is_balanced():
+    shapes = {
+        f"{block}.{name}": shape for block in range(36) for name, shape in (("a", (512, 3072)), ("b", (1536, 512)))
+    }
+    for num_ranks in (1, 2, 5, 8, 100):
+        owner_of = owners(shapes, num_ranks)
+        assert owner_of.keys() == shapes.keys() and owner_of == owners(dict(shapes), num_ranks)
+        work = [0] * num_ranks
+        for name, (rows, columns) in shapes.items():
+            work[owner_of[name]] += rows * columns
+        assert max(work) <= sum(work) / num_ranks + 512 * 3072  # of one matrix more
+
+
+SIZES = {"num_blocks": 2, "d_model": 8, "d_ffn": 16, "sequence_length": 4, "vocab_size": 11}
+
+
+@pytest.mark.parametrize(
+    "config, by_muon, by_adamw",
+    [
+        (GmlpConfig(**SIZES), {"expand", "project"}, set()),
+        (GmlpConfig(**SIZES, spatial="dense"), {"expand", "project"}, {"gating"}),
+        (AmlpConfig(**SIZES, d_attn=4), {"expand", "attention.qkv", "attention.out", "project"}, set()),
+        (
+            TransformerConfig(**SIZES, num_heads=2, positions="relative"),
+            {"attention.qkv", "attention.out", "expand", "project"},
+            {"attention.relative_bias.table"},
+        ),
+    ],
+    ids=["gmlp", "dense gmlp", "amlp", "bert"],
+)
+def test_muon_takes_the_matrices_of_the_blocks_linear_layers(config, by_muon, by_adamw):
+    model = build_model(config)
+    matrices = muon_matrices(model, MuonConfig())
+    assert set(matrices) == {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in by_muon}
+    assert all(tuple(model.get_parameter(name).shape) == shape for name, shape in matrices.items())
+    others = {name for name, parameter in model.named_parameters() if parameter.ndim == 2} - matrices.keys()
+    assert {name for name in others if name.startswith("blocks.0.")} == {
+        f"blocks.0.{layer}.weight" for layer in by_adamw
+    }
+    assert "embedding.weight" in others
+    assert muon_matrices(model, AdamwConfig()) == {}
