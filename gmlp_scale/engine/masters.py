@@ -4,6 +4,7 @@
 and Piece.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -51,6 +52,15 @@ class Master:
     first: int
     is_given: bool = True
     """Whether this rank gives it to a checkpoint. Of a master that all ranks hold, one does."""
+
+
+def read_elements(read: ReadSlice, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the flattened tensor, reading only the indices of dimension 0 that hold them."""
+    if stop <= start:
+        return torch.zeros(0)
+    size = math.prod(shape[1:])  # elements per index
+    first = start // size
+    return read(key, first, -(-stop // size)).flatten()[start - first * size : stop - first * size]
 
 
 class Masters:

@@ -11,7 +11,7 @@ all-to-all, the owner computes, and the parts of its result come back in another
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,9 @@ class Muon:
         self.config, self.shapes, self.world = config, shapes, world
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         owner_of = owners(shapes, world.size)
+        for name, (rows, columns) in shapes.items():
+            bounds = [bound for of_rank in spans for bound in of_rank[name] if of_rank[name][0] < of_rank[name][1]]
+            assert bounds[::2] == [0, *bounds[1:-1:2]] and bounds[-1] == rows * columns, (name, bounds)
         # What goes to one owner lies together.
         sizes = [{name: stop - start for name, (start, stop) in of_rank.items()} for of_rank in spans]
         self.spans = {name: spans[world.rank][name] for name in sorted(shapes, key=owner_of.__getitem__)}
@@ -154,12 +157,29 @@ class Muon:
             whole = (update.view(self.shapes[name]) for name, update in zip(self.spans, updates, strict=True))
             return (orthogonalised(matrix, self.dtype).reshape(-1) for matrix in whole)
         sent = torch.cat([update.to(self.dtype) for update in updates])
-        received = sent.new_empty(sum(self.num_received))
-        dist.all_to_all_single(received, sent, self.num_received, self.num_sent)
-        of_ranks = received.split(self.received_sizes)
-        for index, name in enumerate(self.owned):
-            parts = of_ranks[index :: len(self.owned)]
+        received = self._to_owners(sent)
+        for name, parts in self._parts_by_rank(received):
             matrix = orthogonalised(torch.cat(parts).view(self.shapes[name]), self.dtype)
             torch._foreach_copy_(parts, matrix.reshape(-1).split([len(part) for part in parts]))
         dist.all_to_all_single(sent, received, self.num_sent, self.num_received)
         return sent.split(self.sizes)
+
+    def whole_momenta(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, momentum) of the matrices that this rank owns. Every rank must run it to its end."""
+        if self.world.size == 1:
+            for name, momentum in self.momenta.items():
+                yield name, momentum.view(self.shapes[name])
+            return
+        for name, parts in self._parts_by_rank(self._to_owners(torch.cat(list(self.momenta.values())))):
+            yield name, torch.cat(parts).view(self.shapes[name])
+
+    def _to_owners(self, parts: Tensor) -> Tensor:
+        received = parts.new_empty(sum(self.num_received))
+        dist.all_to_all_single(received, parts, self.num_received, self.num_sent)
+        return received
+
+    def _parts_by_rank(self, received: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """(name, its parts, as views) of the matrices that this rank owns."""
+        parts = received.split(self.received_sizes)
+        for index, name in enumerate(self.owned):
+            yield name, parts[index :: len(self.owned)]

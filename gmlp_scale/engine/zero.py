@@ -16,8 +16,8 @@ import torch
 from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
-from gmlp_scale.engine.masters import MOMENTS, Masters, Piece, ReadSlice, model_key, moment_key
-from gmlp_scale.engine.muon import count_in_matrices, exchanged_bytes
+from gmlp_scale.engine.masters import MOMENTS, Masters, Piece, ReadSlice, model_key, moment_key, read_elements
+from gmlp_scale.engine.muon import count_in_matrices, exchanged_bytes, muon_matrices
 from gmlp_scale.engine.optimizer import (
     OptimizerConfig,
     build_adamw,
@@ -28,7 +28,8 @@ from gmlp_scale.engine.optimizer import (
 )
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
-from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS, merged_settings, required_settings
+from gmlp_scale.engine.zero_muon import ZeroMuon
+from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS, merged_settings, refuse_offload, required_settings
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
@@ -132,23 +133,30 @@ class ZeroEngine:
         self.vector_masters = Masters(self.vectors.masters(), optimizer, decayed=set())
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         initial = {model_key(name): parameter.data for name, parameter in model.named_parameters()}
-        self.module = _initialize(
-            model,
-            build_adamw(model.named_parameters(), optimizer, decayed_names(model)),
-            merged_settings(
-                config.deepspeed_config,
-                num_parameters=sum(parameter.numel() for parameter in initial.values()),
-                required=required_settings(config.stage, world.size, train, optimizer.gradient_clipping),
-            ),
+        matrices = muon_matrices(model, optimizer)
+        settings = merged_settings(
+            config.deepspeed_config,
+            num_parameters=sum(parameter.numel() for parameter in initial.values()),
+            required=required_settings(config.stage, world.size, train, optimizer.gradient_clipping),
         )
+        others = [(name, parameter) for name, parameter in model.named_parameters() if name not in matrices]
+        adamw = build_adamw(others, optimizer, decayed_names(model))
+        if matrices:
+            refuse_offload(settings, config.deepspeed_config)
+            adamw.add_param_group({"params": [model.get_parameter(name) for name in matrices]})
+        self.module = _initialize(model, adamw, settings)
         # DeepSpeed makes its own process group with torch's default timeout.
         self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=config.timeout_seconds))
         self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around ours
-        self.zero.clip_grad = 0.0  # its norm is without the vectors, so _clip does it
+        self.zero.clip_grad = 0.0  # its norm is without the vectors, so we do it
         self.adamw: torch.optim.AdamW = self.zero.optimizer
-        self.adamw.register_step_pre_hook(self._clip)
+        self.adamw.register_step_pre_hook(self._clip_and_update_matrices)
         self.adamw.register_step_post_hook(lambda adamw, *_: count_left_out(adamw))
         self.parameters = dict(self.module.module.named_parameters())
+        of_module = {name: self.parameters[name] for name in matrices}
+        options = {"zero": self.zero, "stage": self.stage, "world": world, "precision": train.precision}
+        self.muon = ZeroMuon(optimizer, of_module, matrices, **options)  # without matrices it does nothing
+        self.moments = {name: () if name in matrices else MOMENTS for name in self.parameters}
         self._create_moments()
         if train.precision == "bf16":
             # DeepSpeed made its masters from weights that it had already rounded to bfloat16.
@@ -191,21 +199,23 @@ class ZeroEngine:
         for name, parameter in self.parameters.items():
             # Each of these calls gathers on all ranks.
             tensors = {model_key(name): safe_get_full_fp32_param(parameter)}
-            for moment in MOMENTS:
+            for moment in self.moments[name]:
                 tensors[moment_key(name, moment)] = safe_get_full_optimizer_state(parameter, moment)
             if owners[name] == self.world.rank:
                 for key, tensor in tensors.items():
                     yield key, Piece(tensor, self.shapes[name], 0)
         yield from self.vector_masters.pieces()
+        yield from self.muon.pieces()
 
     def load_state(self, read: ReadSlice, step: int) -> None:
         for name in self.parameters:
-            for moment in (None, *MOMENTS):
+            for moment in (None, *self.moments[name]):
                 self._write(name, moment, read)
         for state in self.adamw.state.values():
             state["step"].fill_(step)
         self._refresh_weights()
         self.vector_masters.load(read, step)
+        self.muon.load(read)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -226,14 +236,18 @@ class ZeroEngine:
         others_norm = self.zero._global_grad_norm.to(self.world.device)
         return torch.hypot(torch.where(others_norm < 0, torch.inf, others_norm), self.vectors_norm)
 
-    def _clip(self, adamw: torch.optim.AdamW, *_) -> None:
-        """Clips by all gradients' norm just before AdamW's step, which is skipped if that norm is not finite."""
+    def _clip_and_update_matrices(self, adamw: torch.optim.AdamW, *_) -> None:
+        """Clips by all gradients' norm just before AdamW's step, which is skipped if that norm is not finite.
+
+        Muon updates its matrices here.
+        """
         norm = self._norm()
         adamw.found_inf = (~torch.isfinite(norm)).float()
         if self.gradient_clipping is not None:
             scale = 1.0 / ((norm + 1e-6) / self.gradient_clipping).clamp(min=1.0)
             for parameter in (p for group in adamw.param_groups for p in group["params"]):
                 parameter.grad.mul_(scale.to(parameter.grad.device))
+        self.muon.step(adamw, norm)
 
     def _let_modules_read_others(self, is_forward: bool) -> None:
         """As DeepSpeed's own forward does: stage 3 then gathers a parameter that is read by a module not its own."""
@@ -244,10 +258,14 @@ class ZeroEngine:
     def _create_moments(self) -> None:
         """DeepSpeed would create them at the first step, but state and load_state come earlier."""
         if self.stage == 3:
-            create_moments(self.adamw, self.zero.fp32_partitioned_groups_flat)
+            flats = self.zero.fp32_partitioned_groups_flat
         else:
-            create_moments(self.adamw, [flat for group in self.adamw.param_groups for flat in group["params"]])
-            self.zero._lazy_init_hp_params_optimizer_state()
+            flats = [flat for group in self.adamw.param_groups for flat in group["params"]]
+        create_moments(self.adamw, [flat for flat in flats if flat not in self.muon.muons])
+        if self.stage < 3:
+            self.zero._lazy_init_hp_params_optimizer_state()  # which makes an empty state for each other one
+            for flat in self.muon.muons:
+                del self.adamw.state[flat]
 
     def _owners(self) -> dict[str, int]:
         """The rank that gives each parameter in state(): always the one with the fewest elements so far."""
@@ -270,7 +288,7 @@ class ZeroEngine:
 
             padded = torch.zeros(parameter.ds_tensor.numel())
             start = len(padded) * self.world.rank
-            values = _read_elements(read, key, shape, start, min(start + len(padded), math.prod(shape)))
+            values = read_elements(read, key, shape, start, min(start + len(padded), math.prod(shape)))
             padded[: len(values)] = values
             if moment:
                 safe_set_local_optimizer_state(parameter, padded, moment)
@@ -278,7 +296,7 @@ class ZeroEngine:
                 safe_set_local_fp32_param(parameter, padded)
         elif mapping := parameter._hp_mapping:  # None where this rank holds no part of it
             address = mapping.lp_fragment_address
-            values = _read_elements(read, key, shape, address.start, address.start + address.numel)
+            values = read_elements(read, key, shape, address.start, address.start + address.numel)
             mapping.get_hp_fragment(moment).copy_(values)
 
     def _refresh_weights(self) -> None:
@@ -312,7 +330,7 @@ def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) 
 
     # No compiled extensions: on a CPU DeepSpeed would build one that only its inference uses.
     deepspeed.ops.__compatible_ops__ = {}
-    # The host would wait for every step's norm to know whether it is finite. AdamW knows without it (see _clip).
+    # The host would wait for every step's norm to know whether it is finite. AdamW and Muon know without it.
     for module in (bf16_optimizer, stage_1_and_2, stage3):
         module.is_invalid_grad_norm = lambda norm: False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -321,12 +339,3 @@ def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) 
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     log.debug("deepspeed.initialize: %s", printed.getvalue())
     return engine
-
-
-def _read_elements(read: ReadSlice, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the flattened tensor, reading only the indices of dimension 0 that hold them."""
-    if stop <= start:
-        return torch.zeros(0)
-    size = math.prod(shape[1:])  # elements per index
-    first = start // size
-    return read(key, first, -(-stop // size)).flatten()[start - first * size : stop - first * size]

@@ -18,7 +18,7 @@ def required_settings(stage: int, world_size: int, train: TrainConfig, gradient_
         "gradient_clipping": gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
         "bf16": {
             "enabled": train.precision == "bf16",
-            "check_grad_overflow": False,  # the host would wait for it; _clip does it
+            "check_grad_overflow": False,  # the host would wait for it; we do it
             # Stage 1 would leave a gradient in the memory of a CUDA graph, which the next micro-batch overwrites.
             "immediate_grad_update": True,
         },
@@ -58,6 +58,16 @@ def merged_settings(own_file: Path | None, required: dict, num_parameters: int) 
             raise EngineConfigError(f"{own_file} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
         settings = _merged(settings, own)
     return _merged(settings, required)
+
+
+def refuse_offload(settings: dict, own_file: Path | None) -> None:
+    """Raises EngineConfigError if the optimizer is offloaded: Muon computes on the device."""
+    place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+    if place != "none":
+        raise EngineConfigError(
+            f"{own_file} offloads the optimizer to {place}, which optimizer.kind=muon cannot; take out "
+            "zero_optimization.offload_optimizer, or set optimizer.kind=adamw"
+        )
 
 
 def _contradictions(own: dict, required: dict, prefix: str = "") -> Iterator[str]:

@@ -9,13 +9,20 @@ import torch.distributed as dist
 from gmlp_scale.engine import Fsdp2Config
 from gmlp_scale.models import build_model
 from gmlp_scale.world import World, start_world
-from tests.engine.trained_engines import AMLP, ENGINES, SIZES, pieces_of, reader, start_engine, train
+from tests.engine.trained_engines import AMLP, ENGINES, MUON, SIZES, pieces_of, reader, start_engine, train
 from tests.gloo_ranks import run_ranks
 
 SINGLE = {"single": ENGINES["single"]}
 SHARDED = {name: config for name, config in ENGINES.items() if name not in SINGLE}
 SHARDED["fsdp2"] = Fsdp2Config(blocks_per_group=2)
-OPTIONS = {"float32": {}, "bf16, recomputing": {"precision": "bf16", "recompute": "full"}}
+OPTIONS = {
+    "float32": {},
+    "bf16, recomputing": {"precision": "bf16", "recompute": "full"},
+    "muon": {"optimizer": MUON},
+}
+
+
+AMLP_LINEARS = ("expand", "attention.qkv", "attention.out", "project")
 
 
 def _all_pieces(engine, world: World) -> list[dict]:
@@ -48,13 +55,13 @@ def _stop_and_go_on(engine_configs: dict) -> dict:
 
 
 def _go_on(engine_configs: dict, checkpoints: dict) -> dict:
-    """By engine and checkpoint: the run from step 2 to 5."""
+    """By engine, name of a checkpoint and option: the run from step 2 to 5."""
     results = {}
     with start_world(60, "cpu", init_group=True) as world:
-        for name, source in itertools.product(engine_configs, checkpoints):
-            engine = start_engine(world, AMLP, engine_configs[name])
-            engine.load_state(reader(checkpoints[source]), 2)
-            results[name, source] = train(engine, world, 2, 5)
+        for name, (source, option) in itertools.product(engine_configs, checkpoints):
+            engine = start_engine(world, AMLP, engine_configs[name], **OPTIONS[option])
+            engine.load_state(reader(checkpoints[source, option]), 2)
+            results[name, source, option] = train(engine, world, 2, 5)
             engine.close()
     return results
 
@@ -78,15 +85,15 @@ def test_the_same_engine_goes_on_bit_for_bit_twice_in_a_row(one_rank, two_ranks)
 @pytest.mark.parametrize(
     ("world_size", "engines", "sources"),
     [
-        (1, SINGLE | SHARDED, ["zero 2"]),
-        (2, SHARDED, ["zero 2", "fsdp2", "single"]),
-        (4, {name: SHARDED[name] for name in ("fsdp2", "zero 3")}, ["zero 3"]),
+        (1, SINGLE | SHARDED, [("zero 2", "float32"), ("zero 3", "muon")]),
+        (2, SHARDED, [("zero 2", "float32"), ("fsdp2", "float32"), ("single", "float32"), ("fsdp2", "muon")]),
+        (4, {name: SHARDED[name] for name in ("fsdp2", "zero 3")}, [("zero 3", "float32"), ("zero 2", "muon")]),
     ],
 )
 def test_any_engine_goes_on_from_any_other(one_rank, two_ranks, world_size, engines, sources):
-    checkpoints = {name: (one_rank | two_ranks)[name, "float32"][2] for name in sources}
-    expected = one_rank["single", "float32"]["never stopped"]
+    checkpoints = {source: (one_rank | two_ranks)[source][2] for source in sources}
     for case, run in run_ranks(_go_on, world_size, engines, checkpoints)[0].items():
+        expected = one_rank["single", case[-1]]["never stopped"]
         assert run.losses == pytest.approx(expected[0].losses + expected[1].losses, rel=1e-5), case
         assert run.norms == pytest.approx(expected[0].norms + expected[1].norms, rel=1e-5), case
 
@@ -95,8 +102,11 @@ def test_before_the_first_step_the_state_is_the_initial_float32_weights_and_zero
     model = build_model(AMLP)
     model.init_weights(torch.Generator().manual_seed(0))
     parameters = dict(model.named_parameters())
-    moments = {f"optimizer.{name}.{moment}" for name in parameters for moment in ("exp_avg", "exp_avg_sq")}
-    for run in [*one_rank.values(), *two_ranks.values()]:
+    matrices = [f"blocks.{block}.{layer}.weight" for block in range(3) for layer in AMLP_LINEARS]
+    for (_, option), run in [*one_rank.items(), *two_ranks.items()]:
+        in_muon = matrices if option == "muon" else []
+        moments = {f"optimizer.{name}.{m}" for name in parameters.keys() - in_muon for m in ("exp_avg", "exp_avg_sq")}
+        moments |= {f"optimizer.{name}.momentum" for name in in_muon}
         read = reader(run[0])
         assert {key for pieces in run[0] for key, _ in pieces} == {f"model.{name}" for name in parameters} | moments
         for name, parameter in parameters.items():

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from gmlp_scale.world import World, start_world
-from tests.engine.trained_engines import AMLP, ENGINES, SHARDED, micro_batches_of, pieces_of, start_engine, train
+from tests.engine.trained_engines import AMLP, ENGINES, MUON, SHARDED, micro_batches_of, pieces_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 
 SINGLE = {"single": ENGINES["single"]}
+OPTIONS = {"float32": {}, "bf16": {"precision": "bf16"}, "muon": {"optimizer": MUON}}
 
 
 def _bad_step(engine, world: World, factor: float) -> float:
@@ -31,11 +32,11 @@ def _counts(engine) -> set[float]:
 
 
 def _train_through_bad_steps(engine_configs: dict) -> dict:
-    """By engine and precision: the bad norms, whether the state stayed, AdamW's counts after 4 good and 3 bad steps."""
+    """By engine and option: the bad norms, whether the state stayed, AdamW's counts after 4 good and 3 bad steps."""
     results = {}
     with start_world(60, "cpu", init_group=True) as world:
-        for name, precision in itertools.product(engine_configs, ("float32", "bf16")):
-            engine = start_engine(world, AMLP, engine_configs[name], precision)
+        for name, option in itertools.product(engine_configs, OPTIONS):
+            engine = start_engine(world, AMLP, engine_configs[name], **OPTIONS[option])
             norms = [_bad_step(engine, world, math.nan)]
             train(engine, world, 0, 2)
             before = pieces_of(engine)
@@ -46,7 +47,7 @@ def _train_through_bad_steps(engine_configs: dict) -> dict:
             engine.close()
 
             unchanged = before.keys() == after.keys() and all(torch.equal(before[k][0], after[k][0]) for k in before)
-            results[name, precision] = norms, unchanged, counts
+            results[name, option] = norms, unchanged, counts
     return results
 
 
