@@ -18,6 +18,7 @@ def check_continues(
     """
     allowed = tuple(config.train.allow_changed_on_resume)
     config_before = with_defaults(before["config"], config)
+    _check_same_optimizer(config, place, config_before)
     changed = check_unchanged(config_before, now["config"], config.free_on_resume + free + allowed)
     differences = [*changed, *_data_changes(config, before, now, step)]
     if differences:
@@ -31,6 +32,15 @@ def check_continues(
         raise ConfigError(f"{place} belongs to another run", differences, needed)
     for field in allowed:
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
+
+
+def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
+    """Nothing can allow another one: a checkpoint has the states of the optimizer that wrote it."""
+    now, found = (section.get("kind", "adamw") for section in (config.to_json()["optimizer"], before["optimizer"]))
+    if now != found:
+        needed = f"optimizer.kind={found}; or a new run with init_from, which takes the weights alone"
+        line = f"optimizer.kind: found {now}, but {place} has the states of {found}"
+        raise ConfigError(config.name, [line], f"needed: {needed}")
 
 
 def _data_changes(config: Recipe, before: dict, now: dict, step: int) -> list[str]:

@@ -80,6 +80,9 @@ def test_missing_field_is_named(tmp_path):
         ),
         (["train.compile=often"], "train.compile: found 'often'; needed: True, False or 'reduce-overhead'"),
         (["engine.kind=single", "engine.stage=1"], "engine.stage: unknown field"),
+        (["optimizer.kind=sgd"], "optimizer.kind: found 'sgd'; one of adamw, muon"),
+        (["optimizer.momentum=0.9"], "optimizer.momentum: unknown field"),
+        (["optimizer.kind=muon", "optimizer.momentum=1"], "optimizer.momentum: found 1; needed: less than 1"),
         (["engine.kind=ddp"], "engine.kind: found 'ddp'; one of single, zero, fsdp2"),
         (["name=../elsewhere"], "name: found '../elsewhere'"),
         (["checkpoint.keep_every_steps=25"], "found 25; must be a multiple of checkpoint.save_every_steps = 10"),
@@ -177,7 +180,7 @@ def test_global_batch_must_cut_evenly_over_the_ranks():
 def test_a_field_that_a_checkpoint_is_too_old_to_have_is_its_default():
     run = load_run_config(SMOKE, ["optimizer.peak_learning_rate=1e-3"])
     stored = run.to_json()
-    del stored["optimizer"]["schedule"]
+    del stored["optimizer"]["schedule"], stored["optimizer"]["kind"]
     stored["engine"] = {"kind": "zero", "deepspeed_config": "gone.json"}
     assert check_unchanged(with_defaults(stored, run), run.to_json()) == []
     stored["train"]["a_field_that_is_gone"] = 1

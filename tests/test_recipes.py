@@ -196,6 +196,7 @@ def test_recipe_of_the_paper(name):
     assert run.model.vocab_size == 32_000
     optimizer = run.optimizer.model_dump(exclude={"peak_learning_rate"})
     paper = {
+        "kind": "adamw",
         "schedule": "linear",
         "warmup_steps": 10_000,
         "decay_steps": 0,

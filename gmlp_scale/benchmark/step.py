@@ -1,6 +1,6 @@
 """The recipe's training step beside the machine's ceilings, its own variants and other people's models.
 
-A step is forward, backward and AdamW update of one micro-batch on one device, on random tokens. Other people's models
+A step is forward, backward and update of one micro-batch on one device, on random tokens. Other people's models
 run in their own processes.
 """
 
@@ -16,6 +16,7 @@ from gmlp_scale.benchmark.timing import Contender, Turn, medians, say, time_in_t
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
 from gmlp_scale.engine import Engine
+from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import GmlpConfig, with_kernels
 from gmlp_scale.models.gmlp import FUSED_GATING
 from gmlp_scale.plan.describe import count_parameters
@@ -125,8 +126,12 @@ def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
 
 
 def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
-    """The recipe's own variants: not compiled, and without the fused kernels if it would use them."""
+    """The recipe's own variants: not compiled, with AdamW if it has Muon, and without the fused kernels if it would use
+    them."""
     forms = {"eager": run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})}
+    if isinstance(run.optimizer, MuonConfig):
+        fields = run.optimizer.model_dump(include=set(AdamwConfig.model_fields) - {"kind"})
+        forms["adamw"] = run.model_copy(update={"optimizer": AdamwConfig(**fields)})
     is_fused = isinstance(run.model, GmlpConfig) and run.model.gating == FUSED_GATING and run.model.kernels != "torch"
     if is_fused and device.type == "cuda":
         forms["plain_compiled"] = plain(run, compile=True)

@@ -46,8 +46,12 @@ def count_in_matrices(model: nn.Module, optimizer: OptimizerConfig) -> int:
 
 
 def exchanged_bytes(model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int) -> float:
-    """What one rank sends in a step's two all-to-alls, its own part included."""
-    return 2 * count_in_matrices(model, optimizer) * (2 if precision == "bf16" else 4) / world_size
+    """What the rank that owns the most gets and sends back in a step's two all-to-alls, its own part included."""
+    shapes = muon_matrices(model, optimizer)
+    num_owned = [0] * world_size
+    for name, rank in owners(shapes, world_size).items():
+        num_owned[rank] += math.prod(shapes[name])
+    return 2 * max(num_owned) * (2 if precision == "bf16" else 4)
 
 
 def owners(shapes: Mapping[str, tuple[int, int]], num_ranks: int) -> dict[str, int]:

@@ -139,10 +139,11 @@ class ZeroEngine:
             num_parameters=sum(parameter.numel() for parameter in initial.values()),
             required=required_settings(config.stage, world.size, train, optimizer.gradient_clipping),
         )
+        if matrices:
+            refuse_offload(settings, config.deepspeed_config)
         others = [(name, parameter) for name, parameter in model.named_parameters() if name not in matrices]
         adamw = build_adamw(others, optimizer, decayed_names(model))
         if matrices:
-            refuse_offload(settings, config.deepspeed_config)
             adamw.add_param_group({"params": [model.get_parameter(name) for name in matrices]})
         self.module = _initialize(model, adamw, settings)
         # DeepSpeed makes its own process group with torch's default timeout.

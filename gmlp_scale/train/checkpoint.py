@@ -6,8 +6,9 @@
                                DONE                         JSON: where each tensor's pieces lie, each file's bytes and
                                                             checksum, step, details, its own checksum (class `_Done`)
 
-Keys are model.<name>, optimizer.<name>.exp_avg and optimizer.<name>.exp_avg_sq. Only safetensors and JSON are read:
-nothing is ever unpickled. A save has these steps; those in the background need no collective:
+Keys are model.<name>, and optimizer.<name>.exp_avg and .exp_avg_sq where AdamW updates the parameter, or .momentum
+where Muon does. Only safetensors and JSON are read: nothing is ever unpickled. A save has these steps; those in the
+background need no collective:
 
  1. `save` copies this rank's pieces to staging buffers on the calling thread; training goes on.
  2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>-<attempt>.

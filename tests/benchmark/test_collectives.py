@@ -3,8 +3,9 @@
 import pytest
 
 from gmlp_scale.benchmark.collectives import ENGINES, CarriedBytes, count_fake_step, count_step
-from gmlp_scale.config import load_run_config
+from gmlp_scale.config import RunConfig, load_run_config
 from gmlp_scale.engine import COLLECTIVES, Fsdp2Config, SingleConfig
+from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.world import start_world
 from tests.benchmark.smoke_recipe import SMOKE
@@ -22,6 +23,9 @@ RUN = load_run_config(
 FLOAT32 = RUN.model_copy(update={"train": RUN.train.model_copy(update={"precision": "float32"})})
 
 
+ADAMW, MUON = RUN.optimizer, MuonConfig(**RUN.optimizer.model_dump(exclude={"kind"}))
+
+
 def _engines(world_size: int) -> dict:
     """Those of the plan; FSDP2 with several groups, as large models have."""
     alone = {"single": SingleConfig()} if world_size == 1 else {}
@@ -37,27 +41,35 @@ def _counts(carried: CarriedBytes, peak: int) -> tuple[dict, int]:
     return {kind: carried.by_kind[kind] for kind in COLLECTIVES}, peak
 
 
-def _count_each(nums_micro_batches: list[int]) -> dict:
+def _count_each(cases: list[tuple]) -> dict:
     with start_world(60, "cpu", init_group=True) as world:
         return {
-            (name, num): _counts(*count_step(RUN, engine, world, num))
+            (name, num, optimizer): _counts(*count_step(_run(optimizer), engine, world, num))
             for name, engine in _engines(world.size).items()
-            for num in nums_micro_batches
+            for num, optimizer in cases
         }
 
 
-@pytest.mark.parametrize("world_size, nums_micro_batches", [(1, [1]), (2, [1, 2]), (4, [1])])
-def test_every_engine_carries_and_holds_what_its_plan_says(world_size, nums_micro_batches):
+def _run(optimizer: AdamwConfig) -> RunConfig:
+    return RUN.model_copy(update={"optimizer": optimizer})
+
+
+@pytest.mark.parametrize(
+    "world_size, cases",
+    [(1, [(1, ADAMW), (1, MUON)]), (2, [(1, ADAMW), (2, ADAMW), (2, MUON)]), (4, [(1, ADAMW), (1, MUON)])],
+)
+def test_every_engine_carries_and_holds_what_its_plan_says(world_size, cases):
     model, precision, engines = meta_model(RUN), RUN.train.precision, _engines(world_size)
-    ranks = run_ranks(_count_each, world_size, nums_micro_batches)
-    for (name, num), (found, _) in ranks[0].items():
-        wanted = engines[name].carried_bytes(model, precision, num)
+    ranks = run_ranks(_count_each, world_size, cases)
+    for case, (found, _) in ranks[0].items():
+        name, num, optimizer = case
+        wanted = engines[name].carried_bytes(model, optimizer, precision, num, world_size)
         if world_size > 1:
-            assert found == pytest.approx(wanted, rel=0.02, abs=0.02 * max(wanted.values())), (name, num)
-        states = engines[name].state_bytes(model, precision, world_size, accumulates=num > 1)
-        peak = max(counted[name, num][1] for counted in ranks)
+            assert found == pytest.approx(wanted, rel=0.02, abs=0.02 * max(wanted.values())), case
+        states = engines[name].state_bytes(model, optimizer, precision, world_size, accumulates=num > 1)
+        peak = max(counted[case][1] for counted in ranks)
         # Within 10 % on a calm machine; on a busy one gloo's threads free their buffers later (12 % seen).
-        assert sum(states.values()) == pytest.approx(peak, rel=0.2), (name, num, states)
+        assert sum(states.values()) == pytest.approx(peak, rel=0.2), (case, states)
 
 
 def _count_in_float32(name: str) -> dict[str, float]:
@@ -77,5 +89,5 @@ def test_fake_ranks_carry_and_hold_what_the_plan_says():
     above what the fake process holds; why, is not known (docs/LOG.md)."""
     engine, model, precision = _engines(64)["fsdp2"], meta_model(RUN), RUN.train.precision
     found, peak = _counts(*count_fake_step(RUN.model_copy(update={"engine": engine}), 64))
-    assert found == pytest.approx(engine.carried_bytes(model, precision, 1), rel=0.02)
-    assert 0.75 < peak / sum(engine.state_bytes(model, precision, 64, accumulates=False).values()) < 1
+    assert found == pytest.approx(engine.carried_bytes(model, ADAMW, precision, 1, 64), rel=0.02)
+    assert 0.75 < peak / sum(engine.state_bytes(model, ADAMW, precision, 64, accumulates=False).values()) < 1

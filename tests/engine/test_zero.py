@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from gmlp_scale.engine import ZeroConfig
+from gmlp_scale.engine import EngineConfigError, ZeroConfig
 from gmlp_scale.world import start_world
-from tests.engine.trained_engines import GMLP, start_engine, train
+from tests.engine.trained_engines import GMLP, MUON, Run, start_engine, train
 from tests.gloo_ranks import run_ranks
 
 
@@ -55,6 +55,34 @@ def test_a_file_that_contradicts_the_recipe_is_refused_with_every_field(tmp_path
     assert "bf16.enabled: found True; the recipe says False" in message
     assert "optimizer: the recipe's own sections decide it" in message
     assert "overlap_comm" not in message
+
+
+def test_muon_refuses_a_file_that_offloads_the_optimizer(tmp_path):
+    own = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+    config = ZeroConfig(stage=2, deepspeed_config=_file(tmp_path, own))
+    with start_world(60, "cpu") as world, pytest.raises(EngineConfigError, match="offloads the optimizer to cpu"):
+        start_engine(world, GMLP, config, optimizer=MUON)
+
+
+def _train_by_muon(engine_configs: list[ZeroConfig]) -> list[tuple[int, Run]]:
+    """How many sub-groups each has, and its run."""
+    runs = []
+    with start_world(60, "cpu", init_group=True) as world:
+        for engine_config in engine_configs:
+            engine = start_engine(world, GMLP, engine_config, optimizer=MUON)
+            runs.append((len(engine.muon.muons), train(engine, world, 0, 3)))
+            engine.close()
+    return runs
+
+
+def test_muon_updates_each_of_stage_3s_sub_groups(tmp_path):
+    """DeepSpeed steps them one by one. Its default is 1e9 elements, so that only large models have several."""
+    small = {"zero_optimization": {"sub_group_size": 300}}
+    configs = [ZeroConfig(stage=3), ZeroConfig(stage=3, deepspeed_config=_file(tmp_path, small))]
+    (num_whole, whole), (num_parts, in_parts) = run_ranks(_train_by_muon, 2, configs)[0]
+    assert num_whole == 1 < num_parts
+    assert in_parts.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert in_parts.norms == pytest.approx(whole.norms, rel=1e-6)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
