@@ -80,7 +80,7 @@ def _count_in_float32(name: str) -> dict[str, float]:
 def test_in_float32_stage_1_reduces_to_owners():
     """In bf16 it all-reduces, which is twice the bytes."""
     found = run_ranks(_count_in_float32, 2, "zero, stage 1")[0]
-    wanted = ENGINES["zero, stage 1"].carried_bytes(meta_model(FLOAT32), "float32", 1)
+    wanted = ENGINES["zero, stage 1"].carried_bytes(meta_model(FLOAT32), FLOAT32.optimizer, "float32", 1, 2)
     assert found == pytest.approx(wanted, rel=0.02, abs=1000)
 
 
