@@ -30,7 +30,7 @@ def main() -> int:
         run = load_run_config(options.config, options.overrides)
         if not 0 <= options.step < run.train.num_steps:
             raise ValueError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")
-        run = run.with_micro_batch_size(run.train.global_batch_size)  # the whole batch at once
+        run = run.with_micro_batch_size(1)
         loader = build_loader(run, rank=0, world_size=1)
         tokenizer = Tokenizer(run.data.tokenizer_folder)
     except (ValueError, OSError) as error:
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def print_batch(loader: Loader, tokenizer: Tokenizer, step: int, num_rows: int | None) -> None:
-    (batch,) = loader.micro_batches(step)
+    batches = loader.micro_batches(step)  # of one row each
     addresses = loader.addresses(step)
     sources = [loader.sources[place] for place in loader.sources_of_rows(step)]
     positions = loader.positions(step)
@@ -53,9 +53,9 @@ def print_batch(loader: Loader, tokenizer: Tokenizer, step: int, num_rows: int |
             f"position {positions[index]}  {told}epoch {addresses.epoch[index]}  {shard.name} "
             f"row {addresses.row_index[index]}  global row {addresses.global_row_index[index]}"
         )
-        token_ids = batch.token_ids_BN[index].tolist()
+        token_ids = batches[index].token_ids_BN[0].tolist()
         print(f"  text   {tokenizer.decode(token_ids)!r}")
-        masked = zip(batch.masked_positions_BM[index].tolist(), batch.labels_BM[index].tolist(), strict=True)
+        masked = zip(batches[index].masked_positions_BM[0].tolist(), batches[index].labels_BM[0].tolist(), strict=True)
         shown = [
             f"{position}:{tokenizer.decode([label])!r}>{tokenizer.decode([token_ids[position]])!r}"
             for position, label in masked

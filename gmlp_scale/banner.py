@@ -8,6 +8,7 @@ import torch
 from gmlp_scale import __version__
 from gmlp_scale.config import Recipe
 from gmlp_scale.engine import OptimizerConfig, TrainConfig
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.world import World
 
 
@@ -19,7 +20,7 @@ def banner(
     optimizer: OptimizerConfig,
     num_parameters: int,
     epochs: str,
-    tokens_per_step: int,
+    tokens_per_step: Piecewise,
     data: str,
     checkpoint: str | None,
     init_from: str | None,
@@ -33,7 +34,7 @@ def banner(
         checkpoint: the one that the run resumes from.
         init_from: where a new run's weights are from.
     """
-    batch_size, num_steps = train.global_batch_size, train.num_steps
+    num_steps = train.num_steps
     stop = f"; this start stops after step {train.stop_after_step:,}" if train.stop_after_step else ""
     new_run = f"nothing: a new run with the weights of {init_from}" if init_from else "nothing: a new run"
     compiled = f", compile {str(train.compile).lower()}, recompute {train.recompute}"
@@ -42,8 +43,8 @@ def banner(
         "ranks": _ranks(world),
         "parameters": f"{num_parameters:,}",
         "engine": f"{config.engine.kind}, {train.precision}{compiled}",
-        "batch": f"{batch_size:,} rows, {tokens_per_step:,} tokens; each rank "
-        f"{train.num_micro_batches(world.size)} x {train.micro_batch_size} rows",
+        "batch": f"{train.batch_sizes.told()} rows, {tokens_per_step.told()} tokens; each rank "
+        f"{train.num_micro_batches(world.size).told()} x {train.micro_batch_size} rows",
         "steps": f"{num_steps:,}, {optimizer.warmup_steps:,} of them warm-up; {epochs}{stop}",
         "data": data,
         "output": config.run_folder,

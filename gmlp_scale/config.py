@@ -26,6 +26,7 @@ from gmlp_scale.files import is_url, open_filesystem, read_file, redacted
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.heads import MaskedLanguageModel
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.train.checkpointer import CheckpointConfig
 
 # A resumed run may change these fields: neither the rows nor the mathematics of a step depend on them.
@@ -113,19 +114,19 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         digest = hashlib.sha256(self.run_folder.encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir(), f"gmlp_scale-{os.getuid()}", f"{self.name}-{digest}")
 
-    def rows_per_rank(self, world_size: int) -> int:
-        """Rows per rank and step. Raises ConfigError if the recipe does not fit this number of ranks."""
-        batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
+    def rows_per_rank(self, world_size: int) -> Piecewise:
+        """Rows per rank of each step. Raises ConfigError if the recipe does not fit this number of ranks."""
+        batch, micro_batch = Piecewise(self.train.global_batch_size), self.train.micro_batch_size
         if world_size > 1 and not self.engine.needs_process_group:
             needed = f"use {_engines('needs_process_group')}, or start one process"
             raise ConfigError(self.name, [f"engine.kind: found {self.engine.kind} with {world_size} ranks; {needed}"])
-        if micro_batch == "auto" and batch % world_size:
-            found = f"found {batch}; must be a multiple of the number of ranks, {world_size}"
+        if micro_batch == "auto" and any(rows % world_size for rows in batch.values):
+            found = f"found {batch.told(str)}; must be a multiple of the number of ranks, {world_size}"
             raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
-        if micro_batch != "auto" and batch % (world_size * micro_batch):
-            needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch}"
+        if micro_batch != "auto" and any(rows % (world_size * micro_batch) for rows in batch.values):
+            needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch.told(str)}"
             raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}"])
-        return batch // world_size
+        return batch.map(lambda rows: rows // world_size)
 
     def with_precision(self, precision: str) -> Self:
         """This run with "float32" or "bf16" instead of `auto`."""
@@ -146,9 +147,10 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         """The mistakes that no section can see alone."""
         train = self.train
         yield from _place_mistakes(self.output_dir)
-        if train.micro_batch_size != "auto" and train.global_batch_size % train.micro_batch_size:
-            needed = f"must divide train.global_batch_size = {train.global_batch_size}"
-            yield f"train.micro_batch_size: found {train.micro_batch_size}; {needed}"
+        batch, micro_batch = Piecewise(train.global_batch_size), train.micro_batch_size
+        if micro_batch != "auto" and any(rows % micro_batch for rows in batch.values):
+            needed = f"must divide train.global_batch_size = {batch.told(str)}"
+            yield f"train.micro_batch_size: found {micro_batch}; {needed}"
         if train.num_steps is not None:
             yield from stop_mistakes(train.stop_after_step, train.num_steps)
         first, last = train.profile_steps or (1, 1)
@@ -168,6 +170,12 @@ def _schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[s
         yield f"optimizer.decay_steps: found {optimizer.decay_steps}; needed: {needed}"
 
 
+def _change_mistakes(field: str, pieces: Piecewise, num_steps: int) -> Iterable[str]:
+    if pieces.starts[-1] >= num_steps:
+        found = f"found a change at step {pieces.starts[-1]}"
+        yield f"{field}: {found}; needed: changes below train.num_steps = {num_steps}"
+
+
 def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
     if stop_after_step is not None and stop_after_step > num_steps:
         yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
@@ -176,7 +184,7 @@ def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
 class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     """What the recipes of launch/pretrain.py share. Each also has a model.
 
-    A dry run asks it for build_model(), flops_per_step() and num_rows(), the training rows of an epoch.
+    A dry run asks it for build_model(), flops_per_row() and num_rows(), the training rows of an epoch.
     """
 
     launcher: ClassVar[str] = "launch/pretrain.py"
@@ -186,12 +194,16 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     optimizer section and train.num_steps may differ, as for a decay of its own. A path that every host sees."""
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.train.global_batch_size * self.model.sequence_length
+    def tokens_per_step(self) -> Piecewise:
+        return self.train.batch_sizes.map(lambda rows: rows * self.model.sequence_length)
+
+    def flops_per_step(self) -> Piecewise:
+        """Training FLOPs of each step's global batch."""
+        return self.train.batch_sizes.times(self.flops_per_row())
 
     def accumulates(self, world_size: int) -> bool:
         """Whether a step has several micro-batches. True also while micro_batch_size is `auto`, as it may have."""
-        return self.train.micro_batch_size != self.rows_per_rank(world_size)
+        return any(rows != self.train.micro_batch_size for rows in self.rows_per_rank(world_size).values)
 
     def mistakes(self) -> Iterable[str]:
         train = self.train
@@ -199,6 +211,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
         if self.branch_from and (is_url(self.branch_from) or not re.fullmatch(r".+@\d+", self.branch_from)):
             yield f"branch_from: found {self.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"
         yield from _schedule_mistakes(self.optimizer, train.num_steps)
+        yield from _change_mistakes("train.global_batch_size", train.batch_sizes, train.num_steps)
         if train.log_filters and not isinstance(self.model, GmlpConfig):
             needed = "false, or a model with spatial filters: model.kind gmlp or amlp"
             yield f"train.log_filters: found true with model.kind = {self.model.kind}; needed: {needed}"
@@ -230,11 +243,13 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     def build_model(self) -> MaskedLanguageModel:
         return build_model(self.model, seed=None)
 
-    def flops_per_step(self) -> int:
-        """Training FLOPs of one global batch: 3 x the forward pass, the head on the masked positions only."""
-        num_masked = num_masked_positions(self.model.sequence_length, self.data.masked_fraction)
+    def flops_per_row(self) -> Piecewise:
+        """Training FLOPs of a row of each step: 3 x the forward pass, the head on the masked positions only."""
         with torch.device("meta"):
-            return 3 * self.build_model().flops_per_sample(num_masked) * self.train.global_batch_size
+            model = self.build_model()
+        return self.data.masked_fractions.map(
+            lambda fraction: 3 * model.flops_per_sample(num_masked_positions(self.model.sequence_length, fraction))
+        )
 
     def num_rows(self) -> int:
         """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
@@ -242,7 +257,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def epochs(self) -> dict[str, float]:
         """How often the run sees the rows of each source, by its name. Raises as num_rows()."""
-        counts = Mixture(self.data.sources, self.train.global_batch_size).counts(self.train.num_steps).tolist()
+        counts = Mixture(self.data.sources, self.train.batch_sizes).counts(self.train.num_steps).tolist()
         sources = zip(self.data.sources, counts, self._rows_of_sources(), strict=True)
         return {source.name: count / num_rows for source, count, num_rows in sources}
 
@@ -261,6 +276,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def mistakes(self) -> Iterable[str]:
         yield from super().mistakes()
+        yield from _change_mistakes("data.masked_fraction", self.data.masked_fractions, self.train.num_steps)
         if self.data.is_mixture:
             yield from mixture_mistakes(self.data.sources, self.train.num_steps)
         if self.train.micro_batch_size == "auto" and self.train.device == "cpu":

@@ -31,6 +31,7 @@ from gmlp_scale.files import is_url, write_text
 from gmlp_scale.filters import draw_filters, spatial_filters
 from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.process import DeviceError
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
@@ -77,8 +78,8 @@ class Task(Protocol):
     optimizer: OptimizerConfig
     num_rows: int
     """Training rows in an epoch; of all sources together, if there are several."""
-    tokens_per_step: int
-    flops_per_step: int
+    tokens_per_step: Piecewise
+    flops_per_step: Piecewise
     """Training FLOPs of one global batch: 3 x the forward pass."""
     data: str
     """Where the data is and how much of it there is, in a line."""
@@ -286,7 +287,7 @@ def _epochs(task: Task, step: int) -> dict[str, float]:
     """How often the training rows were seen in the steps up to `step`, by tag. Pretraining may have several sources."""
     if isinstance(task, Pretraining):
         return task.loader.epochs(step)
-    return {"data/epoch": step * task.train.global_batch_size / task.num_rows}
+    return {"data/epoch": task.train.batch_sizes.before(step) / task.num_rows}
 
 
 def _told_epochs(task: Task) -> str:

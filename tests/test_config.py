@@ -79,6 +79,18 @@ def test_missing_field_is_named(tmp_path):
             "found reduce-overhead; needed: false",
         ),
         (["train.compile=often"], "train.compile: found 'often'; needed: True, False or 'reduce-overhead'"),
+        (
+            ["train.global_batch_size=0"],
+            "train.global_batch_size: found 0; needed: a positive integer, or a list of at",
+        ),
+        (["train.global_batch_size=[[0,8]]"], "found [[0, 8]]; needed: a positive integer, or a list of at least two"),
+        (["train.global_batch_size=[[1,8],[5,4]]"], "found [[1, 8], [5, 4]]; needed"),
+        (["train.global_batch_size=[[0,8],[9,4],[5,8]]"], "train.global_batch_size: found [[0, 8], [9, 4], [5, 8]]"),
+        (["train.global_batch_size=[[0,8],[20,4]]"], "a change at step 20; needed: changes below train.num_steps = 20"),
+        (["train.global_batch_size=[[0,8],[5,6]]"], "found 4; must divide train.global_batch_size = 8, 6 from step 5"),
+        (["data.masked_fraction=1.5"], "data.masked_fraction: found 1.5; needed: a number between 0 and 1, or a list"),
+        (["data.masked_fraction=[[0,0.2],[5,0]]"], "data.masked_fraction: found [[0, 0.2], [5, 0]]; needed"),
+        (["data.masked_fraction=[[0,0.2],[20,0.1]]"], "data.masked_fraction: found a change at step 20"),
         (["engine.kind=single", "engine.stage=1"], "engine.stage: unknown field"),
         (["optimizer.kind=sgd"], "optimizer.kind: found 'sgd'; one of adamw, muon"),
         (["optimizer.momentum=0.9"], "optimizer.momentum: unknown field"),
@@ -170,7 +182,7 @@ def test_resume_refuses_what_changes_the_run_and_allows_what_does_not():
 
 def test_global_batch_must_cut_evenly_over_the_ranks():
     run = load_run_config(SMOKE, ["engine.kind=fsdp2"])
-    assert run.rows_per_rank(2) * 2 == run.train.global_batch_size
+    assert run.rows_per_rank(2).last * 2 == run.train.global_batch_size
     with pytest.raises(ConfigError, match="7 ranks x micro_batch_size must divide"):
         run.rows_per_rank(7)
     with pytest.raises(ConfigError, match="found single with 2 ranks"):

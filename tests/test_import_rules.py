@@ -11,7 +11,7 @@ PACKAGES = ("gmlp_scale", "data_prep", "launch")
 
 # Each imports from itself and from those above it.
 ORDER = [
-    ("roll_call", "files", "repeating", "bars", "process"),
+    ("roll_call", "files", "repeating", "bars", "process", "piecewise"),
     ("world", "claim"),
     ("telling",),
     ("data", "kernels"),
@@ -31,11 +31,12 @@ ORDER = [
 ALLOWED = {
     "gmlp_scale.world": ("gmlp_scale.roll_call", "gmlp_scale.files", "gmlp_scale.process"),
     "gmlp_scale.files": (),
+    "gmlp_scale.piecewise": (),
     "gmlp_scale.claim": ("gmlp_scale.files", "gmlp_scale.repeating"),
     "gmlp_scale.kernels": ("gmlp_scale.kernels",),
-    "gmlp_scale.data": ("gmlp_scale.data", "gmlp_scale.files"),
+    "gmlp_scale.data": ("gmlp_scale.data", "gmlp_scale.files", "gmlp_scale.piecewise"),
     "gmlp_scale.models": ("gmlp_scale.models", "gmlp_scale.data.batch", "gmlp_scale.kernels.fused_gating"),
-    "gmlp_scale.engine": ("gmlp_scale.engine", "gmlp_scale.world"),
+    "gmlp_scale.engine": ("gmlp_scale.engine", "gmlp_scale.world", "gmlp_scale.piecewise"),
     "gmlp_scale.train": (
         "gmlp_scale.train",
         "gmlp_scale.engine",
@@ -44,6 +45,7 @@ ALLOWED = {
         "gmlp_scale.files",
         "gmlp_scale.claim",
         "gmlp_scale.repeating",
+        "gmlp_scale.piecewise",
     ),
     "gmlp_scale.prepare": (
         "gmlp_scale.prepare",

@@ -36,18 +36,19 @@ RECIPE = [
     "checkpoint.save_every_steps=2",
 ]  # fmt: skip
 SINGLE, FSDP2 = ["engine.kind=single"], ["engine.kind=fsdp2"]
+CHANGING = [*RECIPE, "train.global_batch_size=[[0,8],[5,16]]", "data.masked_fraction=[[0,0.3],[5,0.15]]"]
 ZERO1, ZERO2, ZERO3 = (["engine.kind=zero", f"engine.stage={stage}"] for stage in (1, 2, 3))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forty_rows, tmp_path_factory):
-    """undisturbed(engine, world_size) -> the logged values of a run that was never stopped."""
+    """undisturbed(engine, world_size) -> the logged values of a run of CHANGING that was never stopped."""
     folder, known = tmp_path_factory.mktemp("undisturbed"), {}
 
     def values(engine: list[str], world_size: int) -> list[dict]:
         name = "-".join([*engine, str(world_size)]).replace("=", "_")
         if name not in known:
-            recipe = [*RECIPE, *engine, f"data.shards={forty_rows}", f"output_dir={folder}", f"name={name}"]
+            recipe = [*CHANGING, *engine, f"data.shards={forty_rows}", f"output_dir={folder}", f"name={name}"]
             run_in_turn(world_size, recipe)
             known[name] = logged(folder / name)
         return known[name]
@@ -118,7 +119,7 @@ def finish(ranks: list[Script]) -> str:
 def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(
     engine, world_size, forty_rows, undisturbed, tmp_path, trials
 ):
-    recipe = [*RECIPE, *engine, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    recipe = [*CHANGING, *engine, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     stops = [[*recipe, f"train.stop_after_step={step}"] for step in (3, 6)]
     run_in_turn(world_size, *stops, recipe)
     assert logged(tmp_path / "smoke") == undisturbed(engine, world_size)
@@ -126,7 +127,7 @@ def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(
 
 
 def test_one_run_moves_between_engines_and_world_sizes(forty_rows, undisturbed, tmp_path, trials):
-    recipe = [*RECIPE, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "train.log_filters=true"]
+    recipe = [*CHANGING, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "train.log_filters=true"]
     run_in_turn(2, [*recipe, *ZERO2, "train.stop_after_step=3"])
     run_in_turn(1, [*recipe, *FSDP2, "train.stop_after_step=6", "train.micro_batch_size=4"])
     run_in_turn(2, [*recipe, *ZERO3])
@@ -143,7 +144,7 @@ def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
     engine, world_size, signalled, forty_rows, undisturbed, tmp_path, trials
 ):
     recipe = [
-        *RECIPE,
+        *CHANGING,
         *engine,
         f"data.shards={forty_rows}",
         f"output_dir={tmp_path}",
@@ -163,7 +164,7 @@ def test_a_stop_signal_to_one_rank_ends_all_with_a_checkpoint(
 def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_checkpoint(
     forty_rows, undisturbed, tmp_path, trials
 ):
-    recipe = [*RECIPE, *ZERO1, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    recipe = [*CHANGING, *ZERO1, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     (code, _, errors), (code_of_lost, _, _) = [rank.end() for rank in start(recipe, 2, signals={1: signal.SIGKILL})]
     assert (code, code_of_lost) == (1, -signal.SIGKILL) and "Traceback" not in errors
     assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in .* step \d", errors.splitlines()[-1])
@@ -173,7 +174,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes_from_its_newest_complete_che
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(forty_rows, undisturbed, tmp_path, trials):
-    recipe = [*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    recipe = [*CHANGING, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, "train.stop_after_step=4"])
     damaged = next((tmp_path / "smoke" / "checkpoints" / "step_000000004").glob("*.safetensors"))
     content = bytearray(damaged.read_bytes())

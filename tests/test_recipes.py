@@ -91,7 +91,9 @@ def num_parameters(name: str) -> int:
 
 def flops(name: str) -> int:
     run = recipe(name)
-    return meta_model(name).flops_per_sample(num_masked_positions(run.model.sequence_length, run.data.masked_fraction))
+    return meta_model(name).flops_per_sample(
+        num_masked_positions(run.model.sequence_length, run.data.masked_fractions.last)
+    )
 
 
 def test_every_row_of_the_tables_has_a_recipe():
@@ -118,7 +120,7 @@ def test_flops_are_those_of_the_paper(name):
 @ALL
 def test_flops_are_those_that_a_forward_pass_counts(name):
     run = recipe(name)
-    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fractions.last)
     token_ids_BN = torch.empty(1, run.model.sequence_length, dtype=torch.int64, device="meta")
     masked_BM = torch.empty(1, num_masked, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
@@ -132,7 +134,7 @@ def test_flops_of_characters_are_those_that_a_forward_pass_counts(name):
     ids_BN = torch.empty(1, run.model.sequence_length, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         meta_model(name).eval().predict(NextTokenBatch(ids_BN, ids_BN))
-    assert run.flops_per_step() == 3 * run.train.global_batch_size * counter.get_total_flops()
+    assert run.flops_per_row().last == 3 * counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", TABLE_1)
@@ -154,7 +156,7 @@ def test_flops_of_images_are_those_that_a_forward_pass_counts(name):
     images_B3HW = torch.empty(1, 3, run.image_size, run.image_size, dtype=torch.uint8, device="meta")
     with FlopCounterMode(display=False) as counter:
         meta_model(name).eval().predict(ImageBatch(images_B3HW, None, None, None))
-    assert run.flops_per_step() == 3 * run.train.global_batch_size * counter.get_total_flops()
+    assert run.flops_per_row().last == 3 * counter.get_total_flops()
 
 
 @ALL

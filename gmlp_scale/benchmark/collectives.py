@@ -54,7 +54,7 @@ def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_bat
         for _ in range(2):  # the first step also sets things up
             with CarriedBytes() as carried:
                 for index in range(num_micro_batches):
-                    built.backward(built.module(batch), is_last=index == num_micro_batches - 1)
+                    built.backward(built.module(batch) / num_micro_batches, is_last=index == num_micro_batches - 1)
                 built.step(run.optimizer.peak_learning_rate)
     built.close()
     return carried, live.peak

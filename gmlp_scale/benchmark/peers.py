@@ -89,8 +89,8 @@ def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[i
     mlp_weights_per_width: weights of one layer's MLP, over the width squared.
     """
     n = run.model.sequence_length
-    num_masked = num_masked_positions(n, run.data.masked_fraction)
-    wanted = run.flops_per_step() / run.train.global_batch_size
+    num_masked = num_masked_positions(n, run.data.masked_fractions.last)
+    wanted = run.flops_per_row().last
     preferred = min(1.5 * run.model.d_model, 1024)
     for width in sorted(range(WIDTH_PER_HEAD, 2049, WIDTH_PER_HEAD), key=lambda width: abs(width - preferred)):
         layer = 6 * n * ((4 + mlp_weights_per_width) * width * width + 2 * n * width)

@@ -44,7 +44,7 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     turns = turns_of(calls, world.device) | {name: peer.take_turn for name, peer in peers.items()}
     seconds = medians(time_in_turns(turns, num_rounds))
 
-    flops = run.flops_per_step() // run.train.global_batch_size * run.train.micro_batch_size
+    flops = run.flops_per_row().last * run.train.micro_batch_size
     ceilings = {name: count / seconds[f"matrix {name}"] / 1e12 for name, (_, count) in matrix_flops.items()}
     copy_rate = copy_bytes[1] / seconds["copy"]
     ours = seconds["recipe"]
@@ -118,7 +118,7 @@ def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn,
 
 def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
     rows, length = run.train.micro_batch_size, run.model.sequence_length
-    num_masked = num_masked_positions(length, run.data.masked_fraction)
+    num_masked = num_masked_positions(length, run.data.masked_fractions.last)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(NUM_SPECIAL_TOKENS, run.model.vocab_size, (rows, length), generator=generator)
     positions = torch.rand(rows, length, generator=generator).argsort(1)[:, :num_masked].sort(1).values

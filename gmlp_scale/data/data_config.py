@@ -1,12 +1,17 @@
 """The `data` section of a pretraining recipe."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from gmlp_scale.data.mixture import SourceConfig
+from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 _CACHE_MAX_BYTES = 500_000_000_000
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
 
 
 class DataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -24,8 +29,11 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     a node. [bytes]"""
     packing: Literal["packed", "document"] = "packed"
     """How documents were put into rows; the shards must have been written so."""
-    masked_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """How much of each row is masked (BERT's 15 %, as in the paper). [fraction]"""
+    masked_fraction: Annotated[
+        float | tuple[tuple[int, float], ...], number_or_pieces(_is_fraction, "a number between 0 and 1")
+    ] = 0.15
+    """How much of each row is masked (BERT's 15 %, as in the paper). Or a list of [from_step, fraction], as that of
+    train.global_batch_size; every evaluation masks the last fraction. [fraction]"""
     shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
     """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups of each source in
     memory. [bytes]"""
@@ -44,6 +52,11 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     def sources(self) -> tuple[SourceConfig, ...]:
         """The folders of shards that the rows come from."""
         return self.shards if self.is_mixture else (SourceConfig(shards=self.shards, weight=1),)
+
+    @property
+    def masked_fractions(self) -> Piecewise:
+        """How much of the rows of each step is masked."""
+        return Piecewise(self.masked_fraction)
 
     @property
     def tokenizer_folder(self) -> str:

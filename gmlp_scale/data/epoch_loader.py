@@ -2,12 +2,13 @@
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from gmlp_scale.data.hashing import permutation
+from gmlp_scale.piecewise import Piecewise
 
 
 class Rows(Protocol):
@@ -22,26 +23,34 @@ class Rows(Protocol):
 class EpochLoader:
     """The training batches of one rank, each a pure function of the step, as in pretraining.
 
-    The epochs follow one another without a gap. Step t takes the next global_batch_size rows, and each rank its
-    consecutive slice of them. So every batch is full, though its last rows may belong to the next epoch, and every row
+    The epochs follow one another without a gap. Each step takes its next rows, and each rank its consecutive slice
+    of them. So every batch is full, though its last rows may belong to the next epoch, and every row
     counts the same in the loss.
     """
 
     def __init__(
-        self, rows: Rows, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
+        self,
+        rows: Rows,
+        *,
+        seed: int,
+        global_batch_size: int | Sequence[tuple[int, int]],
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
     ):
-        assert global_batch_size % (world_size * micro_batch_size) == 0
+        self._batch_sizes = Piecewise(global_batch_size)
+        assert not any(batch_size % (world_size * micro_batch_size) for batch_size in self._batch_sizes.values)
         self.rows = rows
         self.wait_seconds = 0.0
         """Time spent on making batches so far; the loop waits for it."""
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._order = functools.lru_cache(maxsize=2)(lambda epoch: permutation(rows.num_rows, seed, epoch))
 
     def row_indices(self, step: int) -> np.ndarray:
         """The rows that this rank takes at `step`, in order."""
-        num_own = self._global_batch_size // self._world_size
-        first = step * self._global_batch_size + self._rank * num_own
+        num_own = self._batch_sizes.at(step) // self._world_size
+        first = self._batch_sizes.before(step) + self._rank * num_own
         epochs, places = np.divmod(np.arange(first, first + num_own), self.rows.num_rows)
         return np.array([self._order(int(epoch))[place] for epoch, place in zip(epochs, places, strict=True)])
 

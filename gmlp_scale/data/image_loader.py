@@ -16,6 +16,7 @@ from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, ImageShards
 from gmlp_scale.data.order import RowOrder
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError, Split
+from gmlp_scale.piecewise import Piecewise
 
 
 class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -48,27 +49,28 @@ class ImageLoader:
         image_size: int,
         num_classes: int,
         seed: int,
-        global_batch_size: int,
+        global_batch_size: int | Sequence[tuple[int, int]],
         micro_batch_size: int,
         rank: int,
         world_size: int,
     ):
-        assert global_batch_size % (world_size * micro_batch_size) == 0
+        self._batch_sizes = Piecewise(global_batch_size)
+        assert not any(batch_size % (world_size * micro_batch_size) for batch_size in self._batch_sizes.values)
         self.manifest = ImageManifest.load(config.shards)
         check_images_fit(self.manifest, config.shards, num_classes)
         self.wait_seconds = 0.0
         """How long the caller of `steps` has waited for batches so far."""
         self._config, self._augmentation, self._seed = config, augmentation, seed
         self._image_size, self._num_classes = image_size, num_classes
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[ImageBatch]]:
         """The micro-batches of each step of [start_step, stop_step)."""
         batches = iter(self._loaded(self._training_rows(), self._micro_batches(start_step, stop_step)))
-        for _ in range(start_step, stop_step):
+        for step in range(start_step, stop_step):
             started = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(self._per_rank // self._micro_batch_size)]
+            micro_batches = [next(batches) for _ in range(self._num_own(step) // self._micro_batch_size)]
             self.wait_seconds += time.perf_counter() - started
             yield micro_batches
 
@@ -93,15 +95,16 @@ class ImageLoader:
     def close(self) -> None:
         """Does nothing: the workers end with the iterator of `steps`."""
 
-    @property
-    def _per_rank(self) -> int:
-        return self._global_batch_size // self._world_size
+    def _num_own(self, step: int) -> int:
+        """This rank's images of a step."""
+        return self._batch_sizes.at(step) // self._world_size
 
     def _micro_batches(self, start_step: int, stop_step: int) -> Iterator[np.ndarray]:
         """The places in the order of each of this rank's micro-batches."""
         for step in range(start_step, stop_step):
-            first = step * self._global_batch_size + self._rank * self._per_rank
-            for start in range(first, first + self._per_rank, self._micro_batch_size):
+            num_own = self._num_own(step)
+            first = self._batch_sizes.before(step) + self._rank * num_own
+            for start in range(first, first + num_own, self._micro_batch_size):
                 yield np.arange(start, start + self._micro_batch_size)
 
     def _training_rows(self) -> "_TrainingRows":

@@ -2,10 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from gmlp_scale.data.open_shards import SkipCorruptShards
 from gmlp_scale.data.order import RowAddresses
 from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardError
 from gmlp_scale.data.source import Source
+from gmlp_scale.piecewise import Piecewise
 
 
 class Loader:
     """The batches of a run for one rank.
 
-    Step t, counted from 0, takes the rows at [t*B, (t+1)*B) of the order, whatever the number of ranks. This rank takes
-    its consecutive slice of them. Every batch is a pure function of the step. A mixture's rows stand in the batch as
-    its pattern has them, so that every micro-batch has nearly the shares of the batch; which rows of a source they are
-    is shuffled.
+    Step t, counted from 0, takes the next rows of the order after those of all steps before it, whatever the number of
+    ranks. This rank takes its consecutive slice of them. Every batch is a pure function of the step. A mixture's rows
+    stand in the batch as its pattern has them, so that every micro-batch has nearly the shares of the batch; which rows
+    of a source they are is shuffled.
 
     run_dir: where the corrupt shards that were skipped are recorded.
     Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
@@ -42,31 +44,32 @@ class Loader:
         sequence_length: int,
         vocab_size: int,
         seed: int,
-        global_batch_size: int,
+        global_batch_size: int | Sequence[tuple[int, int]],
         micro_batch_size: int,
         rank: int,
         world_size: int,
         run_dir: Path,
     ):
-        if global_batch_size % (world_size * micro_batch_size):
+        batch_sizes = Piecewise(global_batch_size)
+        if any(rows % (world_size * micro_batch_size) for rows in batch_sizes.values):
             raise ValueError(
-                f"train.global_batch_size={global_batch_size} does not divide by world size {world_size} x "
+                f"train.global_batch_size={batch_sizes.told()} does not divide by world size {world_size} x "
                 f"train.micro_batch_size={micro_batch_size}: change one of the three"
             )
         manifests = load_manifests(config, sequence_length, vocab_size)
         self.config = config
         self.wait_seconds = 0.0
         """How long the caller of `steps` has waited for batches so far."""
-        self._global_batch_size = global_batch_size
+        self._batch_sizes = batch_sizes
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
         self._prefetch_steps = config.prefetch_steps
         self._vocab_size = vocab_size
         self._padded = config.padded
-        self._num_masked = num_masked_positions(sequence_length, config.masked_fraction)
+        self._num_masked = config.masked_fractions.map(partial(num_masked_positions, sequence_length))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._mixture = Mixture(config.sources, global_batch_size)
+        self._mixture = Mixture(config.sources, batch_sizes)
         self.sources = [
             Source(
                 source,
@@ -98,8 +101,8 @@ class Loader:
 
     def positions(self, step: int) -> range:
         """Positions in the training order whose rows this rank takes at `step`."""
-        num_own = self._global_batch_size // self._world_size
-        first = step * self._global_batch_size + self._rank * num_own
+        num_own = self._batch_sizes.at(step) // self._world_size
+        first = self._batch_sizes.before(step) + self._rank * num_own
         return range(first, first + num_own)
 
     def sources_of_rows(self, step: int) -> np.ndarray:
@@ -115,7 +118,8 @@ class Loader:
         """This rank's micro-batches of `step`, in order. CorruptShardError if a corrupt shard is not skipped."""
         seeds = [source.seed for source in self.sources]
         readers = [source.read for source in self.sources]
-        batch = self._masked(self.sources_of_rows(step), self.addresses(step), readers, seeds)
+        num_masked = self._num_masked.at(step)
+        batch = self._masked(self.sources_of_rows(step), self.addresses(step), readers, seeds, num_masked)
         return batch.split(self._micro_batch_size)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MaskedBatch]]:
@@ -172,7 +176,7 @@ class Loader:
                 positions[is_filler] = 0
                 chosen, rows = self._heldout.locate(positions)
                 addresses = _by_source(chosen, lambda place, own, rows=rows: self._locate_heldout(place, rows[own]))
-                batch = self._masked(chosen, addresses, readers, seeds)
+                batch = self._masked(chosen, addresses, readers, seeds, self._num_masked.last)
                 batch.labels_BM.numpy()[is_filler] = IGNORED
                 yield batch
 
@@ -189,6 +193,7 @@ class Loader:
         addresses: RowAddresses,
         readers: list[Callable[[np.ndarray, np.ndarray], np.ndarray]],
         seeds: list[int],
+        num_masked: int,
     ) -> MaskedBatch:
         """The rows at `addresses` of the sources `chosen_B`, read by each source's reader and masked by its seed."""
         rows_BN = np.empty((len(chosen_B), self.sources[0].manifest.sequence_length), ROW_DTYPE)
@@ -200,7 +205,7 @@ class Loader:
             addresses.epoch,
             addresses.global_row_index,
             seed=np.array(seeds, np.uint64)[chosen_B],
-            num_masked=self._num_masked,
+            num_masked=num_masked,
             vocab_size=self._vocab_size,
         )
         return replace(batch, padded=self._padded)
@@ -244,8 +249,9 @@ def _check_fit(folder: str, manifest: Manifest, config: DataConfig, sequence_len
         ("data.packing", config.packing, manifest.packing),
     ]
     mistakes = [f"{field} is {wanted}, the shards have {found}" for field, wanted, found in compared if wanted != found]
-    if num_masked_positions(sequence_length, config.masked_fraction) < 1:
-        mistakes.append(f"data.masked_fraction={config.masked_fraction} masks none of {sequence_length} positions")
+    for fraction in config.masked_fractions.values:
+        if num_masked_positions(sequence_length, fraction) < 1:
+            mistakes.append(f"data.masked_fraction={fraction} masks none of {sequence_length} positions")
     if not manifest.splits.train:
         mistakes.append("the shards have no training rows")
     if mistakes:

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from gmlp_scale.data.hashing import hash64
+from gmlp_scale.piecewise import Piecewise
 
 _SOURCES = 4  # the first word of a source's key; order.py and masking.py begin their keys with 1, 2 and 3
 _LONGEST_PATTERN = 1_000_000  # takes under a second to find, and 16 MB
@@ -123,31 +124,32 @@ class Mixture:
     Memory: about 16 bytes per row of each pattern.
     """
 
-    def __init__(self, sources: Sequence[SourceConfig], global_batch_size: int):
-        self._global_batch_size = global_batch_size
-        self._starts = changing_steps(sources)
-        self._patterns = [Pattern(_weights_at(sources, step)) for step in self._starts]
+    def __init__(self, sources: Sequence[SourceConfig], batch_sizes: Piecewise):
+        self._batch_sizes = batch_sizes
+        starts = changing_steps(sources)
+        self._patterns = [Pattern(_weights_at(sources, step)) for step in starts]
+        self._first_rows = [batch_sizes.before(step) for step in starts]
         self._counts = [np.zeros(len(sources), np.int64)]
-        for (start, stop), pattern in zip(pairwise(self._starts), self._patterns, strict=False):
-            self._counts.append(self._counts[-1] + pattern.counts((stop - start) * global_batch_size))
+        for (first, stop), pattern in zip(pairwise(self._first_rows), self._patterns, strict=False):
+            self._counts.append(self._counts[-1] + pattern.counts(stop - first))
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each of one step's rows, and how many rows of that source the run has had before; int64 [P].
 
         positions: the rows' places in the order of training, through all steps.
         """
-        part = self._part(int(positions[0]) // self._global_batch_size)
-        sources, rows_before = self._patterns[part].locate(positions - self._starts[part] * self._global_batch_size)
+        part = self._part(int(positions[0]))
+        sources, rows_before = self._patterns[part].locate(positions - self._first_rows[part])
         return sources, self._counts[part][sources] + rows_before
 
     def counts(self, step: int) -> np.ndarray:
         """Rows that each source has given before the batch of `step`, int64 [K]."""
-        part = self._part(step)
-        rows_since = (step - self._starts[part]) * self._global_batch_size
-        return self._counts[part] + self._patterns[part].counts(rows_since)
+        num_rows = self._batch_sizes.before(step)
+        part = self._part(num_rows)
+        return self._counts[part] + self._patterns[part].counts(num_rows - self._first_rows[part])
 
-    def _part(self, step: int) -> int:
-        return bisect(self._starts, step) - 1
+    def _part(self, position: int) -> int:
+        return bisect(self._first_rows, position) - 1
 
 
 def changing_steps(sources: Iterable[SourceConfig]) -> list[int]:

@@ -121,7 +121,7 @@ class Checkup:
             self.run = self.run.with_micro_batch_size(largest_micro_batch_size(self.run, self.world))
         train = self.run.train
         return (
-            f"{self.world.size}; micro-batches of each in a step: {train.num_micro_batches(self.world.size)} of "
+            f"{self.world.size}; micro-batches of each in a step: {train.num_micro_batches(self.world.size).told()} of "
             f"{train.micro_batch_size} rows, in {train.precision}"
         )
 
@@ -200,7 +200,7 @@ class Checkup:
 
     def _compare_loader(self) -> str:
         loaded = places.loaded_rows_per_second(self._loader, self.run.train.num_steps)
-        trained = self.run.rows_per_rank(self.world.size) / self._step_seconds
+        trained = self.run.rows_per_rank(self.world.size).at(0) / self._step_seconds
         text = f"{loaded:.3g} rows a second and rank, of which training takes {trained:.3g}"
         if loaded < trained:
             return Slow(f"{text}: give each rank more CPU cores, or set data.cache_dir to a faster disk")

@@ -42,7 +42,7 @@ def self_test(run: RunConfig, world: World) -> tuple[float, str]:
     """
     per_rank = run.rows_per_rank(world.size)
     rows = min(run.train.micro_batch_size, max(1, MOST_ROWS // world.size))
-    num_micro_batches = 2 if per_rank > run.train.micro_batch_size else 1
+    num_micro_batches = 2 if per_rank.last > run.train.micro_batch_size else 1
     small = _with(run, rows, num_micro_batches * rows * world.size, min(NUM_BLOCKS, run.model.num_blocks))
     num_all = small.train.global_batch_size
     batches = random_batch(_with(small, num_all, num_all, small.model.num_blocks), world.device).split(rows)
@@ -85,7 +85,7 @@ def train(run: RunConfig, world: World, micro_batches: list[MaskedBatch], rates:
         for index, batch in enumerate(micro_batches, start=1):
             loss = engine.module(batch)
             loss_sum += loss.detach().double()
-            engine.backward(loss, is_last=index == len(micro_batches))
+            engine.backward(loss / len(micro_batches), is_last=index == len(micro_batches))
         norm = engine.step(rate)
         steps.losses.append(world.sum([loss_sum.item()])[0] / len(micro_batches) / world.size)
         steps.norms.append(norm.item())
@@ -101,7 +101,7 @@ def try_recipe(run: RunConfig, world: World) -> tuple[float, str]:
     """
     batch, num_steps = random_batch(run, world.device), run.train.num_steps
     rates = [learning_rate(run.optimizer, step, num_steps) for step in range(min(NUM_STEPS, num_steps))]
-    steps = train(run, world, [batch] * run.train.num_micro_batches(world.size), rates)
+    steps = train(run, world, [batch] * run.train.num_micro_batches(world.size).at(0), rates)
     if not all(map(math.isfinite, steps.losses + steps.norms)):
         raise GradientError(
             f"the losses {steps.losses} and norms {steps.norms} of the first steps are not all finite: lower "

@@ -47,7 +47,10 @@ class Engine(Protocol):
     """Call it with a batch for the loss of this rank's micro-batch."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradient of loss / num_micro_batches. `is_last`: this is the step's last micro-batch."""
+        """Adds the gradient of `loss`, which is a micro-batch's divided by the number of them in the step.
+
+        is_last: this is the step's last micro-batch.
+        """
 
     def step(self, learning_rate: float) -> Tensor:
         """One update. Returns the global gradient norm before clipping, 0-d float32.

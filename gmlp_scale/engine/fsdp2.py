@@ -93,7 +93,6 @@ class Fsdp2Engine:
     ):
         self.config = config
         self.world = world
-        self.num_micro_batches = train.num_micro_batches(world.size)
         decayed, matrices = decayed_names(model), muon_matrices(model, optimizer)
         if next(model.parameters()).device != world.device:  # torch cannot move fake tensors
             model.to(world.device)
@@ -117,7 +116,7 @@ class Fsdp2Engine:
         self.module.set_requires_gradient_sync(is_last)
         self.module.set_is_last_backward(is_last)
         self.module.set_reshard_after_backward(is_last or self.config.reshard_after_forward)
-        (loss / self.num_micro_batches).backward()
+        loss.backward()
 
     @torch.no_grad()  # which DTensor would record at 16 ms a step with 144 blocks
     def step(self, learning_rate: float) -> Tensor:

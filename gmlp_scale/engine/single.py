@@ -58,7 +58,6 @@ class SingleEngine:
     def __init__(self, model: nn.Module, world: World, *, train: TrainConfig, optimizer: OptimizerConfig):
         assert world.size == 1
         self.module = model.to(world.device)
-        self.num_micro_batches = train.num_micro_batches(world.size)
         self.copies: dict[str, nn.Parameter] = {}  # the module's bfloat16 parameters
         self.vectors = Vectors(float32_vectors(model, train.precision), world)
         masters = self.vectors.masters()
@@ -78,7 +77,7 @@ class SingleEngine:
         self.masters = Masters(masters, optimizer, decayed_names(model), muon)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        (loss / self.num_micro_batches).backward()
+        loss.backward()
 
     def step(self, learning_rate: float) -> Tensor:
         norm = global_norm([m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None])

@@ -4,13 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 
+from gmlp_scale.piecewise import Piecewise, number_or_pieces
+
 
 class EngineConfigError(ValueError):
     """The engine cannot do what the recipe asks: not on this device, or not with the user's DeepSpeed file."""
 
 
+def _is_positive(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
 def _is_positive_or_auto(value: Any) -> Any:
-    if value == "auto" or (type(value) is int and value > 0):
+    if value == "auto" or _is_positive(value):
         return value
     raise ValueError("a positive integer or auto")
 
@@ -20,8 +26,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """The length of the schedule in optimizer updates. [steps]"""
     stop_after_step: int | None = Field(None, gt=0)
     """Stop after this step with a checkpoint, as on a signal; the same command without it goes on. [steps]"""
-    global_batch_size: int = Field(gt=0)
-    """Rows per step over all ranks. [rows]"""
+    global_batch_size: Annotated[
+        int | tuple[tuple[int, int], ...], number_or_pieces(_is_positive, "a positive integer")
+    ]
+    """Rows per step over all ranks. Or, for a batch that grows, a list of [from_step, rows], such as [[0, 1024],
+    [10000, 4096]]: from so many finished steps on each step has so many rows. [rows]"""
     micro_batch_size: Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]
     """Rows per forward pass on one rank; a step accumulates as many passes as the global batch needs. auto: the most
     rows that fit into memory, found when the run starts. The number changes losses by rounding only. [rows]"""
@@ -70,6 +79,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         """Where this start of the run leaves."""
         return self.stop_after_step or self.num_steps
 
-    def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches per rank and step. Recipe.rows_per_rank has checked that the division is exact."""
-        return self.global_batch_size // (world_size * self.micro_batch_size)
+    @property
+    def batch_sizes(self) -> Piecewise:
+        """Rows of each step over all ranks."""
+        return Piecewise(self.global_batch_size)
+
+    def num_micro_batches(self, world_size: int) -> Piecewise:
+        """Micro-batches of each step on a rank. Recipe.rows_per_rank has checked that the division is exact."""
+        return self.batch_sizes.map(lambda rows: rows // (world_size * self.micro_batch_size))

@@ -166,7 +166,7 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.module.set_gradient_accumulation_boundary(is_last)
-        self.module.backward(loss)  # divides by num_micro_batches
+        self.module.backward(loss, scale_wrt_gas=False)  # the caller has divided it
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:

@@ -12,9 +12,9 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 def required_settings(stage: int, world_size: int, train: TrainConfig, gradient_clipping: float | None) -> dict:
     """What the recipe decides, in DeepSpeed's words."""
     return {
-        "train_batch_size": train.global_batch_size,
+        "train_batch_size": max(train.batch_sizes.values),
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        "gradient_accumulation_steps": train.num_micro_batches(world_size),
+        "gradient_accumulation_steps": max(train.num_micro_batches(world_size).values),
         "gradient_clipping": gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
         "bf16": {
             "enabled": train.precision == "bf16",

@@ -26,6 +26,7 @@ from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.models import build_model
 from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.metrics import StartUp
@@ -57,7 +58,7 @@ class Finetuning:
         self.num_rows = inputs.rows["train"].num_rows
         self.train: TrainConfig = config.train_config(self.num_rows)
         self.optimizer: AdamwConfig = config.optimizer_config(self.num_rows)
-        self.tokens_per_step: int = config.tokens_per_step
+        self.tokens_per_step = Piecewise(config.tokens_per_step)
         self.content: dict | None = None
         """What scores.json holds; None until it is written."""
         self._evaluated_step: int | None = None
@@ -73,13 +74,13 @@ class Finetuning:
         return self.inputs.fingerprint
 
     @cached_property
-    def flops_per_step(self) -> int:
+    def flops_per_step(self) -> Piecewise:
         """At the length of the rows, which may be less than the model's."""
         update = {"sequence_length": self.config.data.sequence_length}
         with torch.device("meta"):
             shortened = self.inputs.pretrained.config.model_copy(update=update)
             model = build_model(shortened, head=self.config.task_row.head)
-        return 3 * model.flops_per_sample() * self.train.global_batch_size
+        return self.train.batch_sizes.map(lambda rows: 3 * model.flops_per_sample() * rows)
 
     def open_loader(self, world: World) -> EpochLoader:
         return EpochLoader(

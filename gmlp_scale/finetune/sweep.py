@@ -152,18 +152,18 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     with torch.device("meta"):
         model = task.build_model()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_micro_batches, num_steps = task.train.num_micro_batches(world_size), task.train.num_steps
+    num_micro_batches, num_steps = task.train.num_micro_batches(world_size).last, task.train.num_steps
     micro_batches = f"{num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each"
     states = run.engine.state_bytes(
         model, task.optimizer, run.train.precision, world_size, accumulates=num_micro_batches > 1
     )
-    flops_per_token = task.flops_per_step / run.tokens_per_step
+    flops = task.flops_per_step.last
     lines = [
         run.to_yaml(),
         f"model                   {inputs.pretrained.config}",
         f"ranks                   {world_size}, {micro_batches}",
         f"parameters              {num_parameters:,}",
-        f"FLOPs per step          {short(task.flops_per_step)} ({short(flops_per_token)} per token)",
+        f"FLOPs per step          {short(flops)} ({short(flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
         describe_states(states),
         *(

@@ -22,7 +22,7 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
         ConfigError: the recipe does not fit `world_size` ranks.
         ShardError: the shards do not fit the recipe.
     """
-    model_flops = run.flops_per_step()
+    flops, tokens = run.flops_per_step(), run.tokens_per_step
     is_auto = run.train.precision == "auto"
     planned = run.with_precision("float32") if is_auto else run
     states = run.engine.state_bytes(
@@ -32,9 +32,9 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
         run.to_yaml(),
         f"ranks                   {world_size}, {_describe_micro_batches(run, world_size)}",
         f"parameters              {count_parameters(run):,}",
-        f"FLOPs per step          {short(model_flops)} ({short(model_flops / run.tokens_per_step)} per token)",
-        f"tokens per step         {run.tokens_per_step:,}",
-        f"tokens in all           {run.tokens_per_step * run.train.num_steps:,}",
+        f"FLOPs per step          {flops.told(short)} ({short(flops.last / tokens.last)} per token)",
+        f"tokens per step         {tokens.told()}",
+        f"tokens in all           {tokens.before(run.train.num_steps):,}",
         *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
         describe_states(states),
         _describe_activations(planned),
@@ -51,10 +51,11 @@ def describe_states(states: dict[str, float]) -> str:
 
 
 def _describe_micro_batches(run: PretrainingRecipe, world_size: int) -> str:
-    rows, micro_batch_size = run.rows_per_rank(world_size), run.train.micro_batch_size
+    rows, micro_batch_size = run.rows_per_rank(world_size).told(), run.train.micro_batch_size
     if micro_batch_size == "auto":
         return f"{rows} rows each, in micro-batches that are decided when the run starts (train.micro_batch_size=auto)"
-    return f"{rows // micro_batch_size} micro-batches of {micro_batch_size} rows each"
+    num_micro_batches = run.train.num_micro_batches(world_size).told()
+    return f"{num_micro_batches} micro-batches of {micro_batch_size} rows each"
 
 
 def _describe_activations(run: PretrainingRecipe) -> str:
@@ -81,10 +82,9 @@ def _describe_data(run: PretrainingRecipe) -> str:
     if isinstance(run, RunConfig) and run.data.is_mixture:
         epochs = ", ".join(f"{epochs:.2f} of {name}" for name, epochs in run.epochs().items())
         return f"epochs of the run       {epochs}"
-    steps = num_rows / run.train.global_batch_size
-    return (
-        f"steps per epoch         {steps:,.1f} ({num_rows:,} rows); the run is {run.train.num_steps / steps:.2f} epochs"
-    )
+    epochs = run.train.batch_sizes.before(run.train.num_steps) / num_rows
+    steps = run.train.num_steps / epochs
+    return f"steps per epoch         {steps:,.1f} ({num_rows:,} rows); the run is {epochs:.2f} epochs"
 
 
 def describe_resume(run_folder: str, start: str = "nothing: a new run") -> str:

@@ -6,6 +6,7 @@ Nothing here was measured on a GPU. `Assumptions` are what the times rest on.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 
 from torch import nn
 
@@ -66,8 +67,9 @@ class Layout:
     memory: dict[str, float]
     """Bytes per rank by part at a step's peak, activations in plain PyTorch."""
     carried_bytes: dict[str, float]
-    """Of whole tensors per step, by kind of collective."""
+    """Of whole tensors per step, on average over the run, by kind of collective."""
     compute_seconds: float
+    """Of a step, on average over the run, as the next."""
     communication_seconds: float
 
     @property
@@ -84,8 +86,8 @@ def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
         ConfigError: the ranks do not divide the global batch.
     """
     num_gpus = assumed.num_gpus
-    if run.train.global_batch_size % num_gpus:
-        found = f"found {run.train.global_batch_size}; must be a multiple of the number of GPUs, {num_gpus}"
+    if any(rows % num_gpus for rows in run.train.batch_sizes.values):
+        found = f"found {run.train.batch_sizes.told(str)}; must be a multiple of the number of GPUs, {num_gpus}"
         raise ConfigError(run.name, [f"train.global_batch_size: {found}"])
     engines = {name: engine for name, engine in ENGINES.items() if num_gpus == 1 or engine.needs_process_group}
     model, row_bytes = meta_model(run), _row_bytes(run)
@@ -96,20 +98,23 @@ def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
 def _layout(
     run: RunConfig, assumed: Assumptions, model: nn.Module, row_bytes: dict[str, float], name: str, engine: EngineConfig
 ) -> Layout:
-    rows, precision, num_gpus = run.train.global_batch_size // assumed.num_gpus, run.train.precision, assumed.num_gpus
+    train, num_gpus = run.train, assumed.num_gpus
     memory = partial(_memory, run, engine, model, row_bytes, num_gpus)
-    fitting = _most_rows(rows, memory, assumed.gpu.memory_gb)
-    carried = engine.carried_bytes(model, run.optimizer, precision, rows // max(1, fitting), num_gpus)
+    fitting = _most_rows(run, memory, num_gpus, assumed.gpu.memory_gb)
+    mean_rows = train.batch_sizes.before(train.num_steps) / train.num_steps
+    num_micro_batches = mean_rows / num_gpus / max(1, fitting)
+    carried = engine.carried_bytes(model, run.optimizer, train.precision, num_micro_batches, num_gpus)
     wire = sum(passes * carried[kind] for kind, passes in COLLECTIVES.items()) * (num_gpus - 1) / num_gpus
     # Recomputing a block is a forward pass more: 4 instead of 3. `selective` computes no matrix product again.
-    work = run.flops_per_step() * (4 / 3 if run.train.recompute == "full" else 1)
+    work = run.flops_per_step().before(train.num_steps) / train.num_steps
+    work *= 4 / 3 if train.recompute == "full" else 1
     return Layout(
         name,
         engine,
         fitting,
         memory(max(1, fitting)),
         carried,
-        work / assumed.flops_per_second(precision),
+        work / assumed.flops_per_second(train.precision),
         wire / assumed.ring_bytes_per_second,
     )
 
@@ -118,13 +123,14 @@ def _memory(
     run: RunConfig, engine: EngineConfig, model: nn.Module, row_bytes: dict[str, float], num_gpus: int, num_rows: int
 ) -> dict[str, float]:
     """Bytes by part on a rank with micro-batches of `num_rows`."""
-    accumulates = num_rows < run.train.global_batch_size // num_gpus
+    accumulates = num_rows < max(run.train.batch_sizes.values) // num_gpus
     states = engine.state_bytes(model, run.optimizer, run.train.precision, num_gpus, accumulates=accumulates)
     return states | {part: num_rows * size for part, size in row_bytes.items()}
 
 
-def _most_rows(rows: int, memory: Callable[[int], dict[str, float]], memory_gb: float) -> int:
-    """The largest divisor of `rows` that fits; 0 if not even one row does."""
+def _most_rows(run: RunConfig, memory: Callable[[int], dict[str, float]], num_gpus: int, memory_gb: float) -> int:
+    """The largest divisor of a rank's rows, at every step, that fits; 0 if not even one row does."""
+    rows = gcd(*run.train.batch_sizes.values) // num_gpus
     room = (1 - MEMORY_MARGIN) * memory_gb * 1e9
     divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
     return next((number for number in divisors if sum(memory(number).values()) <= room), 0)
@@ -140,7 +146,8 @@ def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> st
         raise ConfigError(run.name, [f"task: found {run.task}; --gpu-memory is for recipes of text"])
     run = run.with_precision("bf16") if run.train.precision == "auto" else run
     memory = partial(_memory, run, run.engine, meta_model(run), _row_bytes(run), num_ranks)
-    most = _most_rows(run.rows_per_rank(num_ranks), memory, memory_gb)
+    run.rows_per_rank(num_ranks)
+    most = _most_rows(run, memory, num_ranks, memory_gb)
     found = f"at most {most} rows fit in a micro-batch" if most else "not even a micro-batch of one row fits"
     if (rows := run.train.micro_batch_size) != "auto":
         takes = sum(memory(rows).values()) / 1e9
@@ -152,7 +159,7 @@ def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> st
 
 def _row_bytes(run: RunConfig) -> dict[str, float]:
     per_token = activation_bytes_per_token(run.model, run.train.precision, run.train.recompute)
-    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
     return {
         "activations": per_token * run.model.sequence_length,
         "head": HEAD_BYTES_PER_LOGIT * num_masked * run.model.vocab_size,
@@ -165,8 +172,8 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     num_parameters = sum(parameter.numel() for parameter in meta_model(run).parameters())
     parts = list(found[0].memory)
     lines = [
-        f"{run.name}: {num_parameters:,} parameters, {short(run.flops_per_step())} FLOPs per step of "
-        f"{run.tokens_per_step:,} tokens, {train.num_steps:,} steps",
+        f"{run.name}: {num_parameters:,} parameters, {run.flops_per_step().told(short)} FLOPs per step of "
+        f"{run.tokens_per_step.told()} tokens, {train.num_steps:,} steps",
         f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
         f"{short(checkpoint_bytes(run))}B each, {_kept(run)} kept and one being written",
         f"assumed: {assumed.num_gpus} GPUs on {assumed.num_nodes} nodes, each {assumed.fraction_of_peak:.2f} of "
@@ -203,4 +210,4 @@ def _kept(run: RunConfig) -> str:
 
 
 def _data_bytes(run: RunConfig) -> int:
-    return run.tokens_per_step * run.train.num_steps * ROW_BYTES_PER_TOKEN
+    return run.tokens_per_step.before(run.train.num_steps) * ROW_BYTES_PER_TOKEN

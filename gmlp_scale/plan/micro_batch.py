@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import time
 
 import torch
@@ -38,7 +39,7 @@ def largest_micro_batch_size(run: RunConfig, world: World) -> int:
     if world.device.type != "cuda":
         raise ConfigError(run.name, ["train.micro_batch_size: found auto on a CPU; give a number: auto needs a GPU"])
     started = time.perf_counter()
-    rows_per_rank = run.rows_per_rank(world.size)
+    rows_per_rank = math.gcd(*run.rows_per_rank(world.size).values)
     divisors = [number for number in range(rows_per_rank, 0, -1) if rows_per_rank % number == 0]
     found, error = -1, None
     try:
@@ -76,7 +77,7 @@ def _bytes_beside_states(run: RunConfig) -> int:
     and do not lend it to the head."""
     if run.train.compile != "reduce-overhead":
         return 0
-    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
     return HEAD_BYTES_PER_LOGIT * run.train.micro_batch_size * num_masked * run.model.vocab_size
 
 
@@ -94,7 +95,7 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     room = max(0, sum(states.values()) - own_states) + _bytes_beside_states(run) + margin
     reserved = torch.empty(int(room), dtype=torch.uint8, device=device)
 
-    num_masked = num_masked_positions(run.model.sequence_length, run.data.masked_fraction)
+    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
     token_ids_BN = torch.randint(run.model.vocab_size, (num_rows, run.model.sequence_length), device=device)
     positions_BM = torch.arange(num_masked, device=device).expand(num_rows, -1)
     labels_BM = token_ids_BN.gather(1, positions_BM)

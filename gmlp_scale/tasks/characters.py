@@ -22,6 +22,7 @@ from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.files import read_file
 from gmlp_scale.models import CausalModelConfig, ModelConfig, build_model
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.train.evaluate import Evaluation
@@ -56,10 +57,10 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     def build_model(self) -> NextTokenModel:
         return build_model(self.model, head=NextTokenModel, dropout=self.dropout, causal=True, seed=None)
 
-    def flops_per_step(self) -> int:
-        """Training FLOPs of one global batch: 3 x the forward pass."""
+    def flops_per_row(self) -> Piecewise:
+        """Training FLOPs of a row: 3 x the forward pass."""
         with torch.device("meta"):
-            return 3 * self.build_model().flops_per_sample() * self.train.global_batch_size
+            return Piecewise(3 * self.build_model().flops_per_sample())
 
     def num_rows(self) -> int:
         return Text(self).train.num_rows
@@ -131,7 +132,7 @@ class Characters:
         return self.text.train.num_rows
 
     @cached_property
-    def flops_per_step(self) -> int:
+    def flops_per_step(self) -> Piecewise:
         return self.config.flops_per_step()
 
     @property

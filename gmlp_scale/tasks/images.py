@@ -23,6 +23,7 @@ from gmlp_scale.data.image_shards import ImageManifest
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.train.checkpointer import CheckpointConfig
 from gmlp_scale.world import World
 
@@ -63,10 +64,10 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
         )
         return build_model(self.model, head=head, seed=None)
 
-    def flops_per_step(self) -> int:
-        """Training FLOPs of one global batch: 3 x the forward pass."""
+    def flops_per_row(self) -> Piecewise:
+        """Training FLOPs of a row: 3 x the forward pass."""
         with torch.device("meta"):
-            return 3 * self.build_model().flops_per_sample() * self.train.global_batch_size
+            return Piecewise(3 * self.build_model().flops_per_sample())
 
     def num_rows(self) -> int:
         """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
@@ -99,7 +100,7 @@ class Images:
         return self._loader.manifest.num_rows("train")
 
     @cached_property
-    def flops_per_step(self) -> int:
+    def flops_per_step(self) -> Piecewise:
         return self.config.flops_per_step()
 
     @property

@@ -12,6 +12,7 @@ from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.tasks.start_weights import read_start, start_from
 from gmlp_scale.train.evaluate import evaluate
@@ -35,7 +36,7 @@ class Pretraining:
         return self.loader.num_rows
 
     @cached_property
-    def flops_per_step(self) -> int:
+    def flops_per_step(self) -> Piecewise:
         return self.config.flops_per_step()
 
     @property

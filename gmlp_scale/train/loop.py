@@ -36,10 +36,14 @@ class BatchLoader(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where train() stopped: the last finished step, and whether the schedule ends there."""
+    """Where train() stopped: the last finished step, and that at which the schedule ends."""
 
     step: int
-    finished: bool
+    num_steps: int
+
+    @property
+    def finished(self) -> bool:
+        return self.step == self.num_steps
 
 
 def due(step: int, every: int) -> bool:
@@ -118,7 +122,7 @@ def train(
             break
     world.note("the end of the last save")
     checkpointer.wait()
-    return Progress(step, finished=step == config.num_steps)
+    return Progress(step, config.num_steps)
 
 
 def accumulate(
@@ -130,7 +134,8 @@ def accumulate(
         loss = engine.module(micro_batch)
         step_loss += loss.detach() / len(micro_batches)
         is_last = index == len(micro_batches)
-        engine.backward(guard.marked(loss, step_loss, step) if is_last else loss, is_last)
+        marked = guard.marked(loss, step_loss, step) if is_last else loss
+        engine.backward(marked / len(micro_batches), is_last)
     return step_loss
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gmlp_scale.engine import TrainConfig
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.train.devices import GPUS
 from gmlp_scale.train.evaluate import perplexity
 from gmlp_scale.train.events import picture_summary, recipe_summaries
@@ -80,9 +81,9 @@ class Metrics:
         fields: dict[str, Any],
         *,
         start_step: int,
-        tokens_per_step: int,
+        tokens_per_step: Piecewise,
         epochs: Callable[[int], dict[str, float]],
-        flops_per_step: int,
+        flops_per_step: Piecewise,
         peak_tflops_per_device: float | None,
         start_up: StartUp,
     ):
@@ -133,19 +134,22 @@ class Metrics:
         step, seconds, num_steps = report.step, time.perf_counter() - self._clock, len(self._losses)
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         loss = sum(finite) / len(finite) if finite else math.nan
-        tflops = self.flops_per_step * num_steps / seconds / self.world.size / 1e12
+        num_tokens, num_flops = (
+            each.before(step) - each.before(step - num_steps) for each in (self.tokens_per_step, self.flops_per_step)
+        )
+        tflops = num_flops / seconds / self.world.size / 1e12
         values = {
             "train/loss": loss,
             "train/perplexity": perplexity(loss),
             "train/grad_norm": report.norm,
             "train/learning_rate": report.learning_rate,
-            "perf/tokens_per_second": self.tokens_per_step * num_steps / seconds,
+            "perf/tokens_per_second": num_tokens / seconds,
             "perf/model_tflops_per_device": tflops,
             "perf/step_seconds": seconds / num_steps,
             "perf/data_wait_fraction": (data_wait_seconds - self._clock_wait) / seconds,
             "perf/checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "memory/peak_gib": peak_memory_bytes(self.world.device) / 2**30,
-            "data/samples_seen": step * self.config.global_batch_size,
+            "data/samples_seen": self.config.batch_sizes.before(step),
             **self.epochs(step),
         }
         if self.peak_tflops_per_device:

@@ -129,7 +129,8 @@ class StepGuard:
 
     def _positions(self, step: int) -> tuple[int, int]:
         """The place in the data order of the first of the step's rows, and their number."""
-        return (step - 1) * self.config.global_batch_size, self.config.global_batch_size
+        batch_sizes = self.config.batch_sizes
+        return batch_sizes.before(step - 1), batch_sizes.at(step - 1)
 
     def _describe_spike(self, report: StepReport, limit: float) -> str:
         first, num_rows = self._positions(report.step)

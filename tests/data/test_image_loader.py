@@ -57,6 +57,11 @@ def test_a_batch_is_a_function_of_the_step(shards):
     assert_equal(batches(*two_ranks), expected)
     with_workers = loader(shards, num_workers=2)
     assert_equal(batches(with_workers), expected)
+    growing = [loader(shards, rank=rank, world_size=2, global_batch_size=[(0, 8), (2, 16)]) for rank in range(2)]
+    first, second, third = batches(*growing, stop=3)
+    assert_equal([first, second], expected[:2])
+    assert_equal([third], [_joined(expected[2:4])])
+    assert_equal(batches(*growing, start=2, stop=3), [third])
     assert with_workers.wait_seconds > 0
 
 

@@ -40,7 +40,7 @@ def unmasked(batch: MaskedBatch) -> np.ndarray:
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     world_size=st.integers(1, 16),
-    num_micro_batches=st.integers(1, 3),
+    num_micro_batches=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     micro_batch_size=st.integers(1, 3),
     step=st.integers(0, 40),
     group_bytes=st.sampled_from([1, 5_000, 10**9]),
@@ -57,15 +57,21 @@ def test_the_global_batch_is_the_same_on_any_world_size(
     tmp_path_factory,
 ):
     folder, _ = write_shards(sizes, folder=tmp_path_factory.mktemp("shards"))
-    batch_size = world_size * num_micro_batches * micro_batch_size
-    fields = {"global_batch_size": batch_size, "data": {"shuffle_group_bytes": group_bytes}}
-    whole = join(make_loader(folder, micro_batch_size=1, **fields).micro_batches(step))
+    changes = list(zip((0, 5, 17), num_micro_batches, strict=False))
+    batch_sizes = [(start, world_size * num * micro_batch_size) for start, num in changes]
+    data = {"shuffle_group_bytes": group_bytes, "masked_fraction": [(0, 0.3), (17, 0.15)]}
+    fields = {"global_batch_size": batch_sizes if len(changes) > 1 else batch_sizes[0][1], "data": data}
+    loader = make_loader(folder, micro_batch_size=1, **fields)
+    assert [p for earlier in range(step) for p in loader.positions(earlier)] == list(range(loader.positions(step)[0]))
+    whole = join(loader.micro_batches(step))
+    assert whole.labels_BM.shape[1] == (5 if step < 17 else 2)
+    num_now = [num for start, num in changes if start <= step][-1]
     parts = []
     for rank in range(world_size):
         micro_batches = make_loader(
             folder, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, **fields
         ).micro_batches(step)
-        assert [len(batch.token_ids_BN) for batch in micro_batches] == [micro_batch_size] * num_micro_batches
+        assert [len(batch.token_ids_BN) for batch in micro_batches] == [micro_batch_size] * num_now
         parts += micro_batches
     assert same(whole, join(parts))
 

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gmlp_scale.data.mixture import Mixture, Pattern, SourceConfig, mixture_mistakes, source_seed
+from gmlp_scale.piecewise import Piecewise
 
 weights = st.lists(st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 2.5])), min_size=1, max_size=8)
 
@@ -44,14 +45,16 @@ def test_a_pattern_is_known_at_any_row(weights, start, data):
 
 
 @settings(max_examples=50)
-@given(changing_sources(), st.integers(1, 7), st.sampled_from([1, 2, 4]))
-def test_a_mixture_is_the_same_on_any_number_of_ranks_and_from_any_step(sources, rows_per_rank, world_size):
-    batch_size = rows_per_rank * world_size
-    walked, counts = Mixture(sources, batch_size), np.zeros(len(sources), np.int64)
+@given(changing_sources(), st.integers(1, 7), st.integers(1, 7), st.integers(1, 9), st.sampled_from([1, 2, 4]))
+def test_a_mixture_is_the_same_on_any_number_of_ranks_and_from_any_step(
+    sources, rows_per_rank, later_rows_per_rank, change, world_size
+):
+    batch_sizes = Piecewise([(0, rows_per_rank * world_size), (change, later_rows_per_rank * world_size)])
+    walked, counts = Mixture(sources, batch_sizes), np.zeros(len(sources), np.int64)
     for step in range(12):
-        jumped = Mixture(sources, batch_size)
+        jumped = Mixture(sources, batch_sizes)
         assert (jumped.counts(step) == counts).all()
-        positions = np.arange(step * batch_size, (step + 1) * batch_size)
+        positions = np.arange(batch_sizes.before(step), batch_sizes.before(step + 1))
         chosen, rows = walked.locate(positions)
         by_rank = [jumped.locate(part) for part in np.split(positions, world_size)]
         assert (np.concatenate([part[0] for part in by_rank]) == chosen).all()

@@ -97,6 +97,10 @@ def test_inspect_batch_prints_the_rows_that_training_sees(shards):
     printed = run(*command, 2, *overrides)
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("position")] == ["8", "9", "10", "11"]
     assert printed.count("<mask>") > 4 and "train/train-0000" in printed
+    growing = run(
+        *command, 2, *overrides, "train.global_batch_size=[[0,4],[1,2]]", "data.masked_fraction=[[0,0.5],[1,0.2]]"
+    )
+    assert [line.split()[1] for line in growing.splitlines() if line.startswith("position")] == ["6", "7"]
     overrides[2] = f"data.shards=[{{shards: {shards}, weight: 1}}]"
     (in_mixture,) = re.findall(r"position 8 .*", run(*command, 2, "--rows", 1, *overrides))
     assert f"source {shards.name}  " in in_mixture

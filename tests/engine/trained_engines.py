@@ -17,6 +17,7 @@ from gmlp_scale.engine import (
 )
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.world import World
 
 # Sizes that two ranks do not divide (15, 31 and 37) are on purpose: shards are uneven and padded.
@@ -26,7 +27,7 @@ AMLP = AmlpConfig(**SIZES, d_attn=6)
 BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
 OPTIMIZER = AdamwConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
 MUON = MuonConfig(**OPTIMIZER.model_dump(exclude={"kind"}), matrix_rate_ratio=2.0)
-GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 2
+BATCH_SIZES, MICRO_BATCH_SIZE = [(0, 8), (1, 16), (2, 8), (4, 16), (5, 8)], 2
 SHARDED = {
     "fsdp2": Fsdp2Config(),
     "zero 1": ZeroConfig(stage=1),
@@ -57,7 +58,7 @@ def start_engine(
     model.init_weights(torch.Generator().manual_seed(0))
     train_config = TrainConfig(
         num_steps=100,
-        global_batch_size=GLOBAL_BATCH_SIZE,
+        global_batch_size=BATCH_SIZES,
         micro_batch_size=MICRO_BATCH_SIZE,
         precision=precision,
         compile=compile,
@@ -73,7 +74,7 @@ def train(engine, world: World, first_step: int, stop_step: int) -> Run:
         loss_sum = 0.0
         for index, batch in enumerate(micro_batches, start=1):
             loss = engine.module(batch)
-            engine.backward(loss, is_last=index == len(micro_batches))
+            engine.backward(loss / len(micro_batches), is_last=index == len(micro_batches))
             loss_sum += loss.item()
         run.norms.append(engine.step(0.01 / (1 + step)).item())
         run.losses.append(world.sum([loss_sum])[0] / len(micro_batches) / world.size)
@@ -82,12 +83,13 @@ def train(engine, world: World, first_step: int, stop_step: int) -> Run:
 
 def micro_batches_of(step: int, world: World) -> list[MaskedBatch]:
     generator = torch.Generator().manual_seed(step)
-    shape = (GLOBAL_BATCH_SIZE, SIZES["sequence_length"])
+    num_rows = Piecewise(BATCH_SIZES).at(step)
+    shape = (num_rows, SIZES["sequence_length"])
     token_ids_BN = torch.randint(5, SIZES["vocab_size"], shape, generator=generator)
     masked_positions_BM = torch.rand(shape, generator=generator).argsort(dim=1)[:, :4].sort(dim=1).values
     labels_BM = token_ids_BN.gather(1, masked_positions_BM)
     token_ids_BN[::2, -3:] = PAD_ID  # which only the Transformer masks
-    rows = torch.arange(GLOBAL_BATCH_SIZE).chunk(world.size)[world.rank]
+    rows = torch.arange(num_rows).chunk(world.size)[world.rank]
     return [MaskedBatch(token_ids_BN[r], masked_positions_BM[r], labels_BM[r]) for r in rows.split(MICRO_BATCH_SIZE)]
 
 

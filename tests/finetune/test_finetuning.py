@@ -210,10 +210,9 @@ def test_squad_v2_runs_to_its_predictions(tmp_path, export, world, write_squad):
 def test_order_is_a_pure_function_of_the_step(tmp_path, export):
     rows = read_inputs(sentiment_run(tmp_path, export)).rows["train"]
 
-    def loader(rank=0, world_size=1, micro_batch_size=4, seed=0):
-        return EpochLoader(
-            rows, seed=seed, global_batch_size=16, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size
-        )
+    def loader(rank=0, world_size=1, micro_batch_size=4, seed=0, global_batch_size=16):
+        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+        return EpochLoader(rows, seed=seed, rank=rank, world_size=world_size, **sizes)
 
     whole = np.concatenate([loader().row_indices(step) for step in range(15)])  # 240 rows: 4 epochs of 60
     for epoch in range(4):
@@ -222,6 +221,8 @@ def test_order_is_a_pure_function_of_the_step(tmp_path, export):
     assert not np.array_equal(whole[:60], np.concatenate([loader(seed=1).row_indices(step) for step in range(4)])[:60])
     halves = [np.concatenate([loader(rank, 2).row_indices(step) for rank in (0, 1)]) for step in range(15)]
     assert np.array_equal(np.concatenate(halves), whole)
+    growing = [loader(rank, 2, global_batch_size=[(0, 8), (2, 16)]).row_indices(5) for rank in (0, 1)]
+    assert np.array_equal(np.concatenate(growing), whole[2 * 8 + 3 * 16 :][:16])
     batches = [batch for step in loader(micro_batch_size=2).steps(3, 5) for batch in step]
     assert len(batches) == 16
     ids = torch.cat([batch.token_ids_BN for batch in batches])

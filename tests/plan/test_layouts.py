@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import Assumptions, describe_fit, layouts, table
 from gmlp_scale.train.devices import GPUS
 from launch import plan
@@ -66,6 +67,19 @@ def test_the_table_says_what_it_rests_on(capsys, monkeypatch):
     ]
     monkeypatch.setattr("sys.argv", [*command, "train.precision=auto"])
     assert plan.main() == 0 and capsys.readouterr().out.strip() == text
+
+
+def test_a_growing_batch_takes_the_time_of_all_its_steps():
+    h100 = Assumptions(GPUS["h100"], num_gpus=8, num_nodes=1)
+    growing = XLARGE.train.model_copy(update={"global_batch_size": [(0, 64), (250_000, 256)]})
+    (grown,) = (one for one in layouts(XLARGE.model_copy(update={"train": growing}), h100) if one.name == "fsdp2")
+    (full,) = (one for one in layouts(XLARGE, h100) if one.name == "fsdp2")
+    assert grown.compute_seconds == pytest.approx(full.compute_seconds * (0.25 * 0.25 + 0.75))
+    assert grown.micro_batch_size <= 64 // 8
+    run = load_run_config(RECIPES / "smoke.yaml", ["train.global_batch_size=[[0,4],[5,8]]"])
+    text = describe(run, 1)
+    assert "tokens per step         256, 512 from step 5" in text and "1, 2 from step 5 micro-batches of 4 rows" in text
+    assert f"tokens in all           {5 * 256 + 15 * 512:,}" in text
 
 
 def test_ranks_must_divide_the_global_batch():

@@ -128,7 +128,7 @@ def test_a_cpu_needs_a_number():
 
 def test_ranks_must_divide_the_global_batch():
     run = smoke(*AUTO, "engine.kind=fsdp2")
-    assert run.rows_per_rank(4) == 2
+    assert run.rows_per_rank(4).values == (2,)
     with pytest.raises(ConfigError, match=r"train.global_batch_size: found 8; must be a multiple .* ranks, 3"):
         run.rows_per_rank(3)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gmlp_scale.engine import TrainConfig
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.train.evaluate import perplexity
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
@@ -21,7 +22,7 @@ def world():
 
 
 def make_metrics(run_dir, world, start_step, **changes) -> Metrics:
-    sizes = {"tokens_per_step": 512, "flops_per_step": 10**9, "peak_tflops_per_device": None}
+    sizes = {"tokens_per_step": Piecewise(512), "flops_per_step": Piecewise(10**9), "peak_tflops_per_device": None}
     sizes["epochs"] = lambda step: {"data/epoch": step * 8 / 16}
     others = {"start_step": start_step, "start_up": StartUp(0.0), "config": train_config()}
     return Metrics(run_dir, world, fields={"name": "smoke"}, **{**sizes, **others, **changes})
@@ -69,6 +70,23 @@ def test_what_a_step_tells(tmp_path, world):
     assert first["perf/model_tflops_per_device"] == pytest.approx(1e-3 / first["perf/step_seconds"])
     assert first["perf/mfu"] == pytest.approx(first["perf/model_tflops_per_device"] / 2)
     assert (first["perf/checkpoint_stall_seconds"], second["perf/checkpoint_stall_seconds"]) == (0.25, 0.0)
+
+
+def test_speeds_count_the_tokens_of_each_step(tmp_path, world):
+    batch_sizes = [[0, 8], [1, 16], [3, 32]]
+    tokens = Piecewise([(start, 64 * rows) for start, rows in batch_sizes])
+    metrics = make_metrics(
+        tmp_path, world, 0, config=train_config(global_batch_size=batch_sizes), tokens_per_step=tokens
+    )
+    log_step(metrics, 1)
+    for step in (2, 3):
+        metrics.see(StepReport(step, loss=1.0, norm=1.0, learning_rate=1e-3, own_loss=1.0))
+    log_step(metrics, 4)
+    metrics.close()
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["data/samples_seen"], second["data/samples_seen"]) == (8, 8 + 16 + 16 + 32)
+    seconds = 3 * second["perf/step_seconds"]
+    assert second["perf/tokens_per_second"] * seconds == pytest.approx(64 * (16 + 16 + 32))
 
 
 def test_mfu_is_left_out_where_the_peak_is_not_known(tmp_path, world):

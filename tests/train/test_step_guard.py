@@ -93,7 +93,7 @@ def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path, tr
 
 
 def _guard(tmp_path, world, **settings) -> StepGuard:
-    config = TrainConfig(num_steps=10**6, global_batch_size=8, micro_batch_size=8, **settings)
+    config = TrainConfig(**{"num_steps": 10**6, "global_batch_size": 8, "micro_batch_size": 8, **settings})
     return StepGuard(config, world, tmp_path, [(step, 4.0 + 0.01 * (step % 3)) for step in range(1, 200)])
 
 
@@ -112,13 +112,14 @@ def _see(guard: StepGuard, step: int, loss: float, norm: float = 1.0) -> torch.T
 
 @pytest.mark.parametrize("on_spike, is_marked", [("log", False), ("skip", True)])
 def test_a_spike_is_told_with_its_place(on_spike, is_marked, monkeypatch, tmp_path, world, caplog):
-    guard = _guard(tmp_path, world, on_spike=on_spike)
+    batch_sizes = [(0, 8), (200, 16)]
+    guard = _guard(tmp_path, world, on_spike=on_spike, global_batch_size=batch_sizes)
     monkeypatch.setattr("gmlp_scale.train.step_guard.log.propagate", True, raising=False)
     assert _see(guard, 200, 4.1).isfinite()
     assert not caplog.messages
     assert _see(guard, 201, 9.0).isnan() == is_marked
     assert "step 201: the loss is 9.0000, above 4.4" in caplog.text
-    assert "positions 1600 to 1607" in caplog.text
+    assert "positions 1600 to 1615" in caplog.text
     assert ("left out" in caplog.text) == is_marked
     assert (201 in dict(guard.recent_losses)) != is_marked
 
