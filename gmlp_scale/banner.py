@@ -36,6 +36,8 @@ def banner(
     """
     num_steps = train.num_steps
     stop = f"; this start stops after step {train.stop_after_step:,}" if train.stop_after_step else ""
+    if train.time_budget_seconds:
+        stop = f"; at most {train.time_budget_seconds:,.0f} s{stop}"
     new_run = f"nothing: a new run with the weights of {init_from}" if init_from else "nothing: a new run"
     compiled = f", compile {str(train.compile).lower()}, recompute {train.recompute}"
     lines = {

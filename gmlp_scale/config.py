@@ -41,7 +41,7 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 
 
-FREE_IN_BRANCH = ("optimizer.", "train.num_steps", "init_from", "branch_from")
+FREE_IN_BRANCH = ("optimizer.", "train.num_steps", "train.time_budget_seconds", "init_from", "branch_from")
 """Beside those of a resumed run."""
 
 _OF_TEXT = "launch/pretrain.py without a task, so of text"
@@ -170,6 +170,16 @@ def _schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[s
         yield f"optimizer.decay_steps: found {optimizer.decay_steps}; needed: {needed}"
 
 
+def _budget_mistakes(run: "PretrainingRecipe") -> Iterable[str]:
+    if run.train.time_budget_seconds is None:
+        return
+    found = f"train.time_budget_seconds: found {run.train.time_budget_seconds:g}"
+    if run.optimizer.schedule != "stable" or not run.optimizer.decay_steps:
+        yield f"{found}; needed: null, or optimizer.schedule=stable with optimizer.decay_steps above 0"
+    if run.branch_from:
+        yield f"{found} with branch_from; needed: null, as the other run's steps are not of this run's time"
+
+
 def _change_mistakes(field: str, pieces: Piecewise, num_steps: int) -> Iterable[str]:
     if pieces.starts[-1] >= num_steps:
         found = f"found a change at step {pieces.starts[-1]}"
@@ -211,6 +221,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
         if self.branch_from and (is_url(self.branch_from) or not re.fullmatch(r".+@\d+", self.branch_from)):
             yield f"branch_from: found {self.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"
         yield from _schedule_mistakes(self.optimizer, train.num_steps)
+        yield from _budget_mistakes(self)
         yield from _change_mistakes("train.global_batch_size", train.batch_sizes, train.num_steps)
         if train.log_filters and not isinstance(self.model, GmlpConfig):
             needed = "false, or a model with spatial filters: model.kind gmlp or amlp"

@@ -48,6 +48,7 @@ from gmlp_scale.train.recheck import RecheckError
 from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import RunFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
+from gmlp_scale.train.time_budget import TimeBudget
 from gmlp_scale.train.tracker import TrackerError
 from gmlp_scale.trained import ExportError, TrainedModelError, open_checkpoint
 from gmlp_scale.world import LauncherError, LostRankError, OtherRankError, World, start_world
@@ -169,6 +170,8 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         )
         stack.callback(checkpointer.close)
         checkpoint = checkpointer.newest()
+        recorded = checkpoint.details.get("time_budget") if checkpoint else None  # a branch has a budget of its own
+        budget = TimeBudget(task.train, task.optimizer, began=start_up.since, recorded=recorded)
         if checkpoint:
             check_continues(
                 config, str(checkpoint.path), checkpoint.details, checkpointer.details, step=checkpoint.step
@@ -177,7 +180,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             checkpoint = branch_point(config, checkpointer.details)
         start_up.finish("checkpoint")
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
-        log.info(_banner(task, world, checkpoint))
+        log.info(_banner(task, world, checkpoint, budget))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)
@@ -187,19 +190,20 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             checkpoint.load_into(engine)
             start_step = checkpoint.step
         start_up.finish("checkpoint")
-        metrics = _build_metrics(task, world, start_step, start_up)
+        metrics = _build_metrics(task, budget.config, world, start_step, start_up)
         stack.callback(metrics.close)
         guard = StepGuard(task.train, world, config.run_dir, checkpoint.recent_losses if checkpoint else [])
         stack.callback(guard.close)
         start_up.finish("metrics")
         progress = train(
-            task.train,
-            task.optimizer,
+            budget.config,
+            budget.optimizer,
             world=world,
             engine=engine,
             loader=loader,
             checkpointer=checkpointer,
             guard=guard,
+            budget=budget,
             metrics=metrics,
             evaluate=lambda step: _evaluate(task, engine, world, metrics, step),
             start_step=start_step,
@@ -209,7 +213,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             task.finish(engine, world, progress.step)
             log.info("finished at step %d: %s", progress.step, config.run_folder)
         else:
-            log.info("stopped after step %d of %d; the same command resumes", progress.step, task.train.num_steps)
+            log.info("stopped after step %d of %d; the same command resumes", progress.step, progress.num_steps)
         return progress
 
 
@@ -265,17 +269,17 @@ def check_packages(name: str, train: TrainConfig) -> None:
         raise ConfigError(name, mistakes)
 
 
-def _banner(task: Task, world: World, checkpoint: Checkpoint | None) -> str:
+def _banner(task: Task, world: World, checkpoint: Checkpoint | None, budget: TimeBudget) -> str:
     config = task.config
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
     return banner(
         config,
         world,
-        train=task.train,
-        optimizer=task.optimizer,
+        train=budget.config,
+        optimizer=budget.optimizer,
         num_parameters=num_parameters,
-        epochs=_told_epochs(task),
+        epochs=_told_epochs(task, budget.config.num_steps),
         tokens_per_step=task.tokens_per_step,
         data=task.data,
         checkpoint=str(checkpoint.path) if checkpoint else None,
@@ -290,15 +294,14 @@ def _epochs(task: Task, step: int) -> dict[str, float]:
     return {"data/epoch": task.train.batch_sizes.before(step) / task.num_rows}
 
 
-def _told_epochs(task: Task) -> str:
-    epochs = _epochs(task, task.train.num_steps)
+def _told_epochs(task: Task, num_steps: int) -> str:
+    epochs = _epochs(task, num_steps)
     if "data/epoch" in epochs:
         return f"{epochs['data/epoch']:.4g} epochs of {task.num_rows:,} rows"
     return ", ".join(f"{number:.4g} epochs of {tag.removeprefix('data/epoch/')}" for tag, number in epochs.items())
 
 
-def _build_metrics(task: Task, world: World, start_step: int, start_up: StartUp) -> Metrics:
-    config = task.train
+def _build_metrics(task: Task, config: TrainConfig, world: World, start_step: int, start_up: StartUp) -> Metrics:
     return Metrics(
         task.config.run_dir,
         world,

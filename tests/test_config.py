@@ -88,6 +88,10 @@ def test_missing_field_is_named(tmp_path):
         (["train.global_batch_size=[[0,8],[9,4],[5,8]]"], "train.global_batch_size: found [[0, 8], [9, 4], [5, 8]]"),
         (["train.global_batch_size=[[0,8],[20,4]]"], "a change at step 20; needed: changes below train.num_steps = 20"),
         (["train.global_batch_size=[[0,8],[5,6]]"], "found 4; must divide train.global_batch_size = 8, 6 from step 5"),
+        (
+            ["train.time_budget_seconds=60"],
+            "train.time_budget_seconds: found 60; needed: null, or optimizer.schedule=sta",
+        ),
         (["data.masked_fraction=1.5"], "data.masked_fraction: found 1.5; needed: a number between 0 and 1, or a list"),
         (["data.masked_fraction=[[0,0.2],[5,0]]"], "data.masked_fraction: found [[0, 0.2], [5, 0]]; needed"),
         (["data.masked_fraction=[[0,0.2],[20,0.1]]"], "data.masked_fraction: found a change at step 20"),

@@ -20,6 +20,7 @@ from gmlp_scale.run import pretrain
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run_folder import claimed
+from gmlp_scale.train.time_budget import TimeBudget
 from gmlp_scale.trained import read_run
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables, run_ranks
@@ -35,8 +36,8 @@ RECIPE = [
     "train.num_evaluation_rows=10", "optimizer.warmup_steps=2", "optimizer.gradient_clipping=0.5",
     "checkpoint.save_every_steps=2",
 ]  # fmt: skip
-SINGLE, FSDP2 = ["engine.kind=single"], ["engine.kind=fsdp2"]
 CHANGING = [*RECIPE, "train.global_batch_size=[[0,8],[5,16]]", "data.masked_fraction=[[0,0.3],[5,0.15]]"]
+SINGLE, FSDP2 = ["engine.kind=single"], ["engine.kind=fsdp2"]
 ZERO1, ZERO2, ZERO3 = (["engine.kind=zero", f"engine.stage={stage}"] for stage in (1, 2, 3))
 
 
@@ -236,6 +237,48 @@ def test_a_run_that_is_another_is_not_resumed(forty_rows, tmp_path, trials):
     output = finish(start([*changed, *allowed]))
     assert "optimizer.peak_learning_rate may differ" in output
     trials("other data, tokenizer, seed or model on resume", 3)
+
+
+def _pretrain_by_clock(overrides: list[str], seconds_per_step: float) -> list[tuple[int, float]]:
+    """By a clock that goes on by so much with each step, and on other ranks than the first ten times as fast."""
+
+    def spent_seconds(budget: TimeBudget) -> float:
+        budget.num_steps_timed = getattr(budget, "num_steps_timed", 0) + 1
+        rank = int(os.environ.get("RANK", 0))
+        return budget.spent_before + budget.num_steps_timed * seconds_per_step * (1 + 9 * rank)
+
+    def noting_init(budget: TimeBudget, *configs, began: float, recorded: dict | None) -> None:
+        init(budget, *configs, began=began, recorded=recorded)
+        budget.spent_before = recorded["spent_seconds"] if recorded else 0.0
+
+    init, TimeBudget.__init__, TimeBudget.spent_seconds = TimeBudget.__init__, noting_init, spent_seconds
+    pretrain(load_run_config(SMOKE, overrides))
+
+
+def test_the_decay_ends_with_the_time_budget_also_after_a_resume(forty_rows, tmp_path):
+    budget = [
+        "train.time_budget_seconds=11", "train.num_steps=40", "optimizer.schedule=stable", "optimizer.decay_steps=15",
+        "checkpoint.save_every_steps=3", "checkpoint.keep_last=9",
+    ]  # fmt: skip
+    recipe = [*RECIPE, *budget, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    run_ranks(_pretrain_by_clock, 2, [*recipe, *FSDP2, "name=whole"], 1.0)
+    whole = logged(tmp_path / "whole")
+    assert [row["step"] for row in whole if "eval/loss" in row] == [4, 8, 11], "and the last one"
+    saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert saved == [f"step_{step:09d}" for step in (3, 6, 8, 9, 11)]
+    peak = load_run_config(SMOKE).optimizer.peak_learning_rate
+    rates = [row["train/learning_rate"] / peak for row in whole if "train/loss" in row]
+    assert rates == pytest.approx([0.5, *[1.0] * 8, 2 / 3, 1 / 3])
+    checkpoint = read_run(tmp_path / "whole")
+    decided = {"at_step": 8, "num_steps": 11, "decay_steps": 3}
+    assert checkpoint.details["time_budget"] == {"spent_seconds": 11.0, "decided": decided}
+    card = model_card(checkpoint.config, 1, checkpoint.head, None, checkpoint.details, Publication())
+    assert "| steps | 11 of 11 |" in card
+    # The same clock up to the decision, which step 8's checkpoint holds; then a slow one, which nobody looks at.
+    for stop, seconds_per_step in ((5, 1.0), (9, 1.0), (40, 100.0)):
+        run_ranks(_pretrain_by_clock, 1, [*recipe, *SINGLE, f"train.stop_after_step={stop}"], seconds_per_step)
+    assert_close(logged(tmp_path / "smoke"), whole)
+    assert read_run(tmp_path / "smoke").details["time_budget"]["decided"] == decided
 
 
 def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):

@@ -24,6 +24,10 @@ def _is_positive_or_auto(value: Any) -> Any:
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     num_steps: int = Field(gt=0)
     """The length of the schedule in optimizer updates. [steps]"""
+    time_budget_seconds: float | None = Field(None, gt=0)
+    """How long the run may take, over all its starts. The learning rate falls over the last part of that time, as large
+    a part as optimizer.decay_steps is of num_steps; how many steps that is follows from the speed until then, and is
+    decided once. num_steps is then the most steps. Needs optimizer.schedule=stable. [seconds]"""
     stop_after_step: int | None = Field(None, gt=0)
     """Stop after this step with a checkpoint, as on a signal; the same command without it goes on. [steps]"""
     global_batch_size: Annotated[
@@ -77,7 +81,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     @property
     def last_step(self) -> int:
         """Where this start of the run leaves."""
-        return self.stop_after_step or self.num_steps
+        return min(self.stop_after_step or self.num_steps, self.num_steps)
 
     @property
     def batch_sizes(self) -> Piecewise:

@@ -201,7 +201,7 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
     train, step = recipe.train, details["step"]
     rows = {
         "recipe": recipe.name,
-        "steps": f"{step:,} of {train.num_steps:,}",
+        "steps": f"{step:,} of {_num_steps(recipe, details):,}",
         "rows per step": f"{train.batch_sizes.told()}, of {recipe.model.sequence_length} tokens",
         "tokens read": f"{recipe.tokens_per_step.before(step):,}",
         "masked positions": recipe.data.masked_fractions.told("{:.0%}".format),
@@ -212,6 +212,12 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
         "seed": recipe.seed,
     }
     return f"## Training\n\n{_table(rows)}\n\n"
+
+
+def _num_steps(recipe: RunConfig, details: dict[str, Any]) -> int:
+    """Of the whole run, as its time budget has decided if it has one."""
+    decided = _of_pretraining(details).get("time_budget", {}).get("decided")
+    return decided["num_steps"] if decided else recipe.train.num_steps
 
 
 def _evaluation(recipe: RunConfig | None, details: dict[str, Any]) -> str:

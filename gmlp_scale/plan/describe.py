@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gmlp_scale.config import PretrainingRecipe, RunConfig
+from gmlp_scale.engine import TrainConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.train.checkpoint import folder_name
 from gmlp_scale.train.remote_checkpoints import saved_steps
@@ -35,6 +36,7 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
         f"FLOPs per step          {flops.told(short)} ({short(flops.last / tokens.last)} per token)",
         f"tokens per step         {tokens.told()}",
         f"tokens in all           {tokens.before(run.train.num_steps):,}",
+        *_describe_time_budget(run.train),
         *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
         describe_states(states),
         _describe_activations(planned),
@@ -56,6 +58,12 @@ def _describe_micro_batches(run: PretrainingRecipe, world_size: int) -> str:
         return f"{rows} rows each, in micro-batches that are decided when the run starts (train.micro_batch_size=auto)"
     num_micro_batches = run.train.num_micro_batches(world_size).told()
     return f"{num_micro_batches} micro-batches of {micro_batch_size} rows each"
+
+
+def _describe_time_budget(train: TrainConfig) -> list[str]:
+    if train.time_budget_seconds is None:
+        return []
+    return [f"time budget             {train.time_budget_seconds:,.0f} s, unless {train.num_steps:,} steps take less"]
 
 
 def _describe_activations(run: PretrainingRecipe) -> str:

@@ -9,8 +9,9 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,8 +120,16 @@ class Checkpointer:
         if failed:
             raise CheckpointError(f"{name} could not be copied to the hosts of ranks {failed}: {error or 'see there'}")
 
-    def save(self, engine: Engine, step: int, recent_losses: Sequence[tuple[int, float]] = ()) -> float:
+    def save(
+        self,
+        engine: Engine,
+        step: int,
+        recent_losses: Sequence[tuple[int, float]] = (),
+        more_details: Mapping[str, Any] = MappingProxyType({}),
+    ) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
+
+        more_details: what this checkpoint's details have beside those of all.
 
         First waits for the save before, which is not tried again. Does not save a step again that it has saved, is
         saving or has resumed from.
@@ -133,6 +142,7 @@ class Checkpointer:
         self._settle()
         pieces = self._stage(engine)
         self._newest_step, self._recent_losses, self._began = step, list(recent_losses), started
+        self._details = {**self.details, **more_details}
         logger.info("saving %s", folder_name(step))
         self._no_more_attempts.clear()
         self._thread = threading.Thread(target=self._save, args=(step, pieces), name="checkpoint", daemon=True)
@@ -279,7 +289,7 @@ class Checkpointer:
         """Turns all ranks' receipts into DONE and the folder into a checkpoint, then deletes those that it outdates."""
         files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
         tensors = merged([receipt["layout"] for receipt in receipts])
-        done = {"format_version": FORMAT_VERSION, "step": step, "details": self.details, "files": files}
+        done = {"format_version": FORMAT_VERSION, "step": step, "details": self._details, "files": files}
         text = sealed(json.dumps({**done, "tensors": tensors, "recent_losses": self._recent_losses}))
         self.checkpoints.publish(folder, folder_name(step), text)
         try:

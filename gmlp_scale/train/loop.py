@@ -19,6 +19,7 @@ from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
 from gmlp_scale.train.stragglers import Stragglers
+from gmlp_scale.train.time_budget import TimeBudget
 from gmlp_scale.world import World
 
 
@@ -59,6 +60,7 @@ def train(
     loader: BatchLoader,
     checkpointer: Checkpointer,
     guard: StepGuard,
+    budget: TimeBudget,
     metrics: Metrics,
     evaluate: Callable[[int], dict[str, float]],
     start_step: int,
@@ -69,6 +71,7 @@ def train(
     In all three cases it leaves a complete checkpoint of the last finished step.
 
     Args:
+        config, optimizer: those of `budget`.
         evaluate: called on every rank with the number of finished steps; returns what to log, by tag.
         seed: for dropout, together with the step and the rank, so that a resumed run draws the same.
 
@@ -95,26 +98,32 @@ def train(
         step_loss = accumulate(engine, micro_batches, guard, step, world.device)
         world.note(f"the norm and update of step {step}")
         norm = engine.step(rate)
-        reports.send(step, step_loss, norm, rate, stragglers.own_seconds())
+        reports.send(step, step_loss, norm, rate, stragglers.own_seconds(), budget.spent_seconds())
         if step == start_step + 1:
             world.wait_for_device()
             metrics.log_start_up()
 
-        is_save_due = due(step, checkpointer.config.save_every_steps)
+        is_save_due = due(step, checkpointer.config.save_every_steps) or budget.is_decay_due
         is_evaluation_due = due(step, config.evaluate_every_steps) or step == config.num_steps
         must_know_now = is_save_due or is_evaluation_due or step == last_step
         for report in reports.read(until_step=step if must_know_now else step - reports.lag):
             guard.see(report)
             metrics.see(report)
             stragglers.see(report)
+            budget.see(report)
             is_final = report.step == step and (reports.is_stop or step == last_step)
             if due(report.step, config.log_every_steps) or is_final:
                 metrics.log_training(report, loader.wait_seconds)
+        if is_save_due and budget.is_decay_due:
+            config, optimizer = budget.decide()
+            metrics.config, last_step = config, config.last_step
         leaving = reports.is_stop or step == last_step
         if is_save_due or leaving:  # before the evaluation, which may fail or take longer than a stopped job has left
             world.note(f"the save of step {step}")
             with metrics.clock_stopped():
-                metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, guard.recent_losses)
+                metrics.checkpoint_stall_seconds += checkpointer.save(
+                    engine, step, guard.recent_losses, budget.record()
+                )
         if is_evaluation_due:
             world.note(f"the evaluation after step {step}")
             metrics.log_evaluation(step, evaluate)

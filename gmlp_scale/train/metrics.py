@@ -37,7 +37,7 @@ class StartUp:
     """
 
     def __init__(self, since: float):
-        self._part_began = since
+        self.since = self._part_began = since
         self.seconds: dict[str, float] = {}
         """By part, in the order in which the parts first ended."""
 

@@ -34,6 +34,8 @@ class StepReport:
     """By rank: what each computed for without any other (train/stragglers.py)."""
     wait_seconds: tuple[float, ...] = ()
     """By rank: how long each waited for the step's batches."""
+    spent_seconds: float = 0.0
+    """By rank 0's clock when it had sent the step (train/time_budget.py)."""
 
     @property
     def is_finite(self) -> bool:
@@ -51,18 +53,25 @@ class StepReports:
         self._sent: deque[tuple[int, float, Tensor, torch.cuda.Event | None]] = deque()
 
     def send(
-        self, step: int, loss: Tensor, norm: Tensor, learning_rate: float, own_seconds: tuple[float, float]
+        self,
+        step: int,
+        loss: Tensor,
+        norm: Tensor,
+        learning_rate: float,
+        own_seconds: tuple[float, float],
+        spent_seconds: float,
     ) -> None:
         """loss: the mean over this rank's rows; norm: the global one. Both 0-d, on the device.
 
-        own_seconds: this rank's compute_seconds and wait_seconds.
+        own_seconds: this rank's compute_seconds and wait_seconds. spent_seconds: only rank 0's is told.
         """
         # torch.tensor would copy the flag and the seconds to the device and wait for that.
         is_stop = torch.full_like(loss, self.world.is_stop_signalled, dtype=torch.float64)
         seconds_by_rank = loss.new_zeros(2, self.world.size, dtype=torch.float64)
         for kind, seconds in enumerate(own_seconds):
             seconds_by_rank[kind, self.world.rank].fill_(seconds)
-        summed = torch.cat([torch.stack([loss.double() / self.world.size, is_stop]), seconds_by_rank.flatten()])
+        spent = torch.full_like(is_stop, spent_seconds if self.world.is_main else 0.0)
+        summed = torch.cat([torch.stack([loss.double() / self.world.size, is_stop, spent]), seconds_by_rank.flatten()])
         summed = self.world.sum_on_device(summed)
         on_device = torch.cat([summed, torch.stack([norm.double(), loss.double()])])
         if on_device.device.type == "cpu":
@@ -80,7 +89,7 @@ class StepReports:
             step, learning_rate, values, copied = self._sent.popleft()
             if copied:
                 copied.synchronize()
-            loss, num_signalled, *by_rank, norm, own_loss = values.numpy().tolist()
+            loss, num_signalled, spent, *by_rank, norm, own_loss = values.numpy().tolist()
             self.is_stop |= num_signalled > 0
-            compute_seconds, wait_seconds = by_rank[: self.world.size], by_rank[self.world.size :]
-            yield StepReport(step, loss, norm, learning_rate, own_loss, tuple(compute_seconds), tuple(wait_seconds))
+            seconds = tuple(by_rank[: self.world.size]), tuple(by_rank[self.world.size :])
+            yield StepReport(step, loss, norm, learning_rate, own_loss, *seconds, spent)

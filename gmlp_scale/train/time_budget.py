@@ -1,0 +1,84 @@
+"""Lets the learning rate's decay end with `train.time_budget_seconds`, however fast the steps are.
+
+The rate stays at its peak until as small a part of the budget is left as optimizer.decay_steps is of train.num_steps.
+Then the speed so far tells how many steps fit into the rest of the time, and over these the rate falls to 0. This is
+decided once, at a step that is saved. Every checkpoint holds the time spent and what was decided, so from then on the
+run is a pure function of the step again, and resumes as such.
+"""
+
+import logging
+import time
+from typing import Any
+
+from gmlp_scale.engine import OptimizerConfig, TrainConfig
+from gmlp_scale.train.step_reports import StepReport
+
+log = logging.getLogger(__name__)
+
+
+class TimeBudget:
+    """Every rank has one, and all decide alike, from the same reports. Without a budget it does nothing.
+
+    Args:
+        config, optimizer: as the recipe has them; the attributes have the decided steps in their place.
+        began: when this start of the run began, in seconds of time.perf_counter().
+        recorded: the `time_budget` of the checkpoint that the run resumes from.
+    """
+
+    def __init__(
+        self, config: TrainConfig, optimizer: OptimizerConfig, *, began: float, recorded: dict[str, Any] | None
+    ):
+        self.config, self.optimizer = config, optimizer
+        recorded = recorded if config.time_budget_seconds else None
+        self._decay_share = optimizer.decay_steps / config.num_steps
+        self._decided = recorded and recorded["decided"]
+        self._began = began - (recorded["spent_seconds"] if recorded else 0.0)
+        self._first: StepReport | None = None
+        """Of this start. Its step is not counted in the speed, since it also compiles."""
+        self._last: StepReport | None = None
+        self._apply()
+
+    def spent_seconds(self) -> float:
+        """By now, over all starts of the run: what they lost by being killed is not counted."""
+        return time.perf_counter() - self._began
+
+    def see(self, report: StepReport) -> None:
+        """Call for every report, in order."""
+        self._first, self._last = self._first or report, report
+
+    @property
+    def is_decay_due(self) -> bool:
+        """Whether the time has come to decide, which has not been done yet."""
+        budget = self.config.time_budget_seconds
+        if budget is None or self._decided or self._last is self._first:
+            return False
+        begins_anyway = self.config.num_steps - self.optimizer.decay_steps
+        return self._last.step < begins_anyway and self._last.spent_seconds >= budget * (1 - self._decay_share)
+
+    def decide(self) -> tuple[TrainConfig, OptimizerConfig]:
+        """Fixes the rest of the run, by the reports so far: those of all steps must have been seen."""
+        first, last, batch_sizes = self._first, self._last, self.config.batch_sizes
+        num_rows = batch_sizes.before(last.step)
+        seconds_per_row = (last.spent_seconds - first.spent_seconds) / (num_rows - batch_sizes.before(first.step))
+        seconds_left = max(0.0, self.config.time_budget_seconds - last.spent_seconds)
+        fitting = batch_sizes.steps_within(num_rows + seconds_left / seconds_per_row)
+        num_steps = min(max(fitting, last.step + 1), self.config.num_steps)
+        self._decided = {"at_step": last.step, "num_steps": num_steps, "decay_steps": num_steps - last.step}
+        log.info(
+            "after %.0f of %.0f s at step %d: the rate falls from here on, and the run ends at step %d",
+            last.spent_seconds, self.config.time_budget_seconds, last.step, num_steps,
+        )  # fmt: skip
+        self._apply()
+        return self.config, self.optimizer
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint of the step last seen adds to its details; nothing without a budget."""
+        if self.config.time_budget_seconds is None:
+            return {}
+        return {"time_budget": {"spent_seconds": self._last.spent_seconds, "decided": self._decided}}
+
+    def _apply(self) -> None:
+        if self._decided:
+            num_steps, decay_steps = self._decided["num_steps"], self._decided["decay_steps"]
+            self.config = self.config.model_copy(update={"num_steps": num_steps})
+            self.optimizer = self.optimizer.model_copy(update={"decay_steps": decay_steps})

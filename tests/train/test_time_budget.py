@@ -1,0 +1,76 @@
+"""What is decided when the time for the decay has come; tests/test_pretrain.py has whole runs with a budget."""
+
+import pytest
+
+from gmlp_scale.engine import OptimizerConfig, TrainConfig
+from gmlp_scale.engine.optimizer import learning_rate
+from gmlp_scale.train.step_reports import StepReport
+from gmlp_scale.train.time_budget import TimeBudget
+
+OPTIMIZER = OptimizerConfig(schedule="stable", warmup_steps=10, decay_steps=100)  # a tenth of the 1000 steps
+
+
+def budget_of(seconds: float | None = 200.0, recorded: dict | None = None, **changes) -> TimeBudget:
+    fields = {"num_steps": 1000, "global_batch_size": 8, "micro_batch_size": 8, "time_budget_seconds": seconds}
+    return TimeBudget(TrainConfig(**(fields | changes)), OPTIMIZER, began=0.0, recorded=recorded)
+
+
+def see(budget: TimeBudget, spent_seconds: dict[int, float]) -> TimeBudget:
+    """Reports of the steps, with the seconds spent when each was done."""
+    for step, seconds in spent_seconds.items():
+        budget.see(StepReport(step, 1.0, 1.0, 1e-4, 1.0, spent_seconds=seconds))
+    return budget
+
+
+def test_the_decay_fills_the_rest_of_the_time_by_the_speed_so_far():
+    budget = see(
+        budget_of(), {1: 60.0, 238: 60.0 + 237 * 0.5}
+    )  # the first step took a minute, each other half a second
+    assert not budget.is_decay_due
+    assert see(budget, {243: 60.0 + 242 * 0.5}).is_decay_due  # 181 s, of which nine tenths of 200 are past
+    config, optimizer = budget.decide()
+    assert (config.num_steps, optimizer.decay_steps) == (243 + 38, 38), "19 seconds of half a second each"
+    assert (config.last_step, budget.is_decay_due) == (281, False)
+    rates = [learning_rate(optimizer, step, config.num_steps) / OPTIMIZER.peak_learning_rate for step in range(10, 281)]
+    assert rates[:234] == [1.0] * 234 and rates[-2:] == pytest.approx([2 / 38, 1 / 38])
+
+
+def test_a_growing_batch_is_timed_by_its_rows():
+    budget = see(budget_of(global_batch_size=[(0, 8), (240, 16), (250, 32)]), {1: 0.5, 241: 181.0})
+    seconds_per_row = (181 - 0.5) / (239 * 8 + 16)
+    rows_left = 19 / seconds_per_row
+    config, _ = budget.decide()
+    assert config.num_steps == 250 + (rows_left - 9 * 16) // 32
+
+
+def test_a_resume_repeats_the_decision_and_counts_the_time_before():
+    first = see(budget_of(), {1: 1.0, 150: 90.0})
+    spent_before = first.record()["time_budget"]
+    assert spent_before == {"spent_seconds": 90.0, "decided": None}
+    resumed = budget_of(recorded=spent_before)
+    assert resumed.spent_seconds() - budget_of().spent_seconds() == pytest.approx(90.0, abs=10.0)
+    decided = see(resumed, {151: 91.0, 241: 181.0}).decide()
+    again = budget_of(recorded=resumed.record()["time_budget"])
+    assert (again.config, again.optimizer) == decided and decided[0].num_steps == 260
+    assert not see(again, {242: 500.0, 243: 1000.0}).is_decay_due
+
+
+@pytest.mark.parametrize(
+    "spent, num_steps",
+    [
+        ({1: 1.0, 5: 300.0}, 6),  # the time was over before anyone looked
+        ({1: 1.0, 850: 180.0}, 944),
+        ({1: 1.0, 899: 180.0}, 999),
+        ({1: 0.0, 898: 180.0, 899: 180.1}, 998),
+        ({1: 179.9, 899: 180.0}, 1000),  # so fast of late that all steps of the recipe fit
+    ],
+)
+def test_a_run_never_ends_at_once_nor_after_the_recipes_last_step(spent, num_steps):
+    budget = see(budget_of(), spent)
+    assert budget.is_decay_due and budget.decide()[0].num_steps == num_steps
+
+
+def test_nothing_is_decided_without_a_budget_or_within_the_recipes_own_decay():
+    assert not see(budget_of(None), {1: 1.0, 2: 1e9}).is_decay_due and not budget_of(None).record()
+    assert not see(budget_of(), {1: 1.0, 900: 180.0}).is_decay_due
+    assert not see(budget_of(), {1: 190.0}).is_decay_due, "one step, which compiles, tells no speed"
