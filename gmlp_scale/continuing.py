@@ -38,9 +38,9 @@ def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
     """Nothing can allow another one: a checkpoint has the states of the optimizer that wrote it."""
     now, found = (section.get("kind", "adamw") for section in (config.to_json()["optimizer"], before["optimizer"]))
     if now != found:
-        needed = f"optimizer.kind={found}; or a new run with init_from, which takes the weights alone"
+        needed = f"give optimizer.kind={found}, or start a new run with init_from, which takes the weights alone"
         line = f"optimizer.kind: found {now}, but {place} has the states of {found}"
-        raise ConfigError(config.name, [line], f"needed: {needed}")
+        raise ConfigError(config.name, [line], needed)
 
 
 def _data_changes(config: Recipe, before: dict, now: dict, step: int) -> list[str]:

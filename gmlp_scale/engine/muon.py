@@ -85,7 +85,13 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon:
-    """The momentum of this rank's parts of the matrices, and the update that all ranks compute together."""
+    """The momentum of this rank's parts of the matrices, and the update that all ranks compute together.
+
+    Args:
+        shapes: of the matrices, by name; in the same order on every rank.
+        spans: by rank, what it holds of each matrix. The ranks' parts are in the order of the ranks.
+        precision: Newton-Schulz runs in bfloat16 under "bf16", as torch.optim.Muon's, else in float32.
+    """
 
     def __init__(
         self,
@@ -95,12 +101,6 @@ class Muon:
         world: World,
         precision: str,
     ):
-        """
-        Args:
-            shapes: of the matrices, by name; in the same order on every rank.
-            spans: by rank, what it holds of each matrix. The ranks' parts are in the order of the ranks.
-            precision: Newton-Schulz runs in bfloat16 under "bf16", as torch.optim.Muon's, else in float32.
-        """
         self.config, self.shapes, self.world = config, shapes, world
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         owner_of = owners(shapes, world.size)
@@ -133,8 +133,12 @@ class Muon:
     ) -> None:
         """One update of this rank's `parts`, in place, from their gradients, which it overwrites. Collective.
 
-        The gradients, of global norm `norm`, are clipped to `max_norm`. A norm that is not finite leaves parts and
-        momenta as they were. The host does not wait for it. A part without elements may be missing.
+        The host does not wait for the norm.
+
+        Args:
+            parts, gradients: float32, of any shape; those without elements may be missing.
+            norm: global, 0-d. If it is not finite, parts and momenta stay as they were.
+            max_norm: what the gradients are clipped to; None leaves them as they are.
         """
         is_finite = torch.isfinite(norm)
         share = is_finite * (1 - self.config.momentum)

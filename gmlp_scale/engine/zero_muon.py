@@ -29,7 +29,12 @@ class _Place(NamedTuple):
 
 
 class ZeroMuon:
-    """The matrices' momenta and updates. DeepSpeed's optimizer has the matrices, if any, as its last group."""
+    """The matrices' momenta and updates. DeepSpeed's optimizer has the matrices, if any, as its last group.
+
+    Args:
+        matrices: the parameters of DeepSpeed's module.
+        zero: DeepSpeed's sharding optimizer.
+    """
 
     def __init__(
         self,
@@ -42,11 +47,6 @@ class ZeroMuon:
         world: World,
         precision: str,
     ):
-        """
-        Args:
-            matrices: the parameters of DeepSpeed's module.
-            zero: DeepSpeed's sharding optimizer.
-        """
         if stage == 3:
             flats = zero.fp32_partitioned_groups_flat
             self.places = {name: _place_in_stage_3(matrix, zero, world) for name, matrix in matrices.items()}
