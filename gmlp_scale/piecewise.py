@@ -52,9 +52,9 @@ class Piecewise:
         return Piecewise([(start, self.at(start) * other.at(start)) for start in starts])
 
     def told(self, show: Callable[[float], str] = "{:,}".format) -> str:
-        """In words: 32, 64 from step 1,000."""
+        """In words: 32, then 64 from step 1,000."""
         later = zip(self.starts[1:], self.values[1:], strict=True)
-        return ", ".join([show(self.values[0]), *(f"{show(value)} from step {start:,}" for start, value in later)])
+        return ", ".join([show(self.values[0]), *(f"then {show(value)} from step {start:,}" for start, value in later)])
 
 
 def number_or_pieces(is_number: Callable[[Any], bool], needed: str) -> BeforeValidator:

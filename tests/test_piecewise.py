@@ -39,4 +39,4 @@ def test_a_number_is_the_same_at_every_step_and_far_sums_are_at_once():
     )
     growing = Piecewise([[0, 1024], [10_000, 4096]])
     assert growing.before(10**12) == 10_000 * 1024 + (10**12 - 10_000) * 4096
-    assert growing.map(lambda rows: rows // 2).told() == "512, 2,048 from step 10,000"
+    assert growing.map(lambda rows: rows // 2).told() == "512, then 2,048 from step 10,000"

@@ -16,7 +16,9 @@ from gmlp_scale.config import PretrainingRecipe
 from gmlp_scale.data.batch import ImageBatch, MaskedBatch, num_masked_positions
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.next_token import NextTokenBatch
+from gmlp_scale.plan.layouts import Assumptions, layouts, run_seconds, steps_within_budget
 from gmlp_scale.run import load_recipe
+from gmlp_scale.train.devices import GPUS
 
 ROOT = Path(__file__).parent.parent
 PATHS = {
@@ -182,6 +184,28 @@ def test_recipe_has_its_own_name_and_says_its_size_and_command(name):
     (gigaflops,) = re.findall(r"([\d.]+) GFLOPs forward", head)
     assert float(gigaflops) == pytest.approx(flops(name) / 1e9, rel=0.005)
     assert f"launch/pretrain.py --config {path} " in head
+
+
+@pytest.mark.parametrize("name", ["crammed_gmlp", "crammed_amlp", "hydra_gmlp"])
+def test_recipe_says_what_it_costs_as_the_plan_computes_it(name):
+    run, text = recipe(name), (ROOT / f"configs/pretrain/{name}.yaml").read_text().replace("\n# ", " ")
+    costs = re.findall(r"([\d.]+) GPU-hours on one ([\w-]+)(?: with ([\d,]+) steps)?", text)
+    assert [gpu for _, gpu, _ in costs] == ["h100", "a100-80g", "rtx4090"]
+    for hours, gpu, num_steps in costs:
+        assumed = Assumptions(GPUS[gpu], num_gpus=1, num_nodes=1)
+        cheapest = layouts(run, assumed)[0]
+        assert float(hours) == pytest.approx(run_seconds(run, cheapest) / 3600, abs=0.05)
+        if run.train.time_budget_seconds:
+            assert int(num_steps.replace(",", "")) == steps_within_budget(run, assumed)
+
+
+def test_the_protocols_of_others_are_as_they_say():
+    crammed, hydra = recipe("crammed_gmlp"), recipe("hydra_gmlp")
+    assert hydra.train.batch_sizes.before(hydra.train.num_steps) == 98_304_000
+    assert (crammed.train.time_budget_seconds, crammed.engine.kind) == (24 * 3600, "single")
+    for run in (crammed, recipe("crammed_amlp")):
+        assert run.optimizer == crammed.optimizer and run.train == crammed.train and run.data == crammed.data
+    assert {run.model.sequence_length for run in (crammed, hydra)} == {128}
 
 
 @pytest.mark.parametrize("name", PRINTED_MILLIONS)

@@ -63,7 +63,8 @@ def _describe_micro_batches(run: PretrainingRecipe, world_size: int) -> str:
 def _describe_time_budget(train: TrainConfig) -> list[str]:
     if train.time_budget_seconds is None:
         return []
-    return [f"time budget             {train.time_budget_seconds:,.0f} s, unless {train.num_steps:,} steps take less"]
+    most = f"steps, tokens and epochs are those of at most {train.num_steps:,} steps"
+    return [f"time budget             {train.time_budget_seconds:,.0f} s; {most}"]
 
 
 def _describe_activations(run: PretrainingRecipe) -> str:

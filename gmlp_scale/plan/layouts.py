@@ -12,7 +12,7 @@ from torch import nn
 
 from gmlp_scale.config import ConfigError, PretrainingRecipe, RunConfig
 from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig
+from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.engine.muon import count_in_matrices
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.plan.describe import count_parameters, meta_model, short
@@ -173,7 +173,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     parts = list(found[0].memory)
     lines = [
         f"{run.name}: {num_parameters:,} parameters, {run.flops_per_step().told(short)} FLOPs per step of "
-        f"{run.tokens_per_step.told()} tokens, {train.num_steps:,} steps{_most_time(train)}",
+        f"{run.tokens_per_step.told()} tokens, {train.num_steps:,} steps{_fewer_steps(run, assumed)}",
         f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
         f"{short(checkpoint_bytes(run))}B each, {_kept(run)} kept and one being written",
         f"assumed: {assumed.num_gpus} GPUs on {assumed.num_nodes} nodes, each {assumed.fraction_of_peak:.2f} of "
@@ -190,7 +190,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     for layout in found:
         memory = [f"{size / 1e9:.2f}" for size in (*layout.memory.values(), sum(layout.memory.values()))]
         sent = layout.communication_seconds * assumed.ring_bytes_per_second / 1e9
-        hours = min(layout.step_seconds * train.num_steps, train.time_budget_seconds or inf) / 3600
+        hours = run_seconds(run, layout) / 3600
         times = [f"{1000 * layout.communication_seconds:.1f}", f"{1000 * layout.step_seconds:.1f}"]
         cells = [layout.name, str(layout.micro_batch_size or "does not fit"), *memory, f"{sent:.2f}", *times]
         lines.append(f"| {' | '.join(cells)} | {hours / 24:.2f} | {hours * assumed.num_gpus:,.0f} |")
@@ -204,9 +204,24 @@ def checkpoint_bytes(run: PretrainingRecipe) -> int:
     return 12 * count_parameters(run) - 4 * count_in_matrices(meta_model(run), run.optimizer)
 
 
-def _most_time(train: TrainConfig) -> str:
-    seconds = train.time_budget_seconds
-    return f", or fewer that fit into {seconds:,.0f} s" if seconds else ""
+def _fewer_steps(run: RunConfig, assumed: Assumptions) -> str:
+    if run.train.time_budget_seconds is None:
+        return ""
+    return (
+        f", or the {steps_within_budget(run, assumed):,} that fit into {run.train.time_budget_seconds:,.0f} s, "
+        "communication not counted"
+    )
+
+
+def steps_within_budget(run: RunConfig, assumed: Assumptions) -> int:
+    """How many steps a run with a time budget computes in that time."""
+    num_flops = run.train.time_budget_seconds * assumed.flops_per_second(run.train.precision)
+    return min(run.flops_per_step().steps_within(num_flops), run.train.num_steps)
+
+
+def run_seconds(run: RunConfig, layout: Layout) -> float:
+    """Of all steps, or the time budget if they take longer."""
+    return min(layout.step_seconds * run.train.num_steps, run.train.time_budget_seconds or inf)
 
 
 def _kept(run: RunConfig) -> str:

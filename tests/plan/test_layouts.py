@@ -70,15 +70,17 @@ def test_the_table_says_what_it_rests_on(capsys, monkeypatch):
 
 
 def test_a_growing_batch_takes_the_time_of_all_its_steps():
-    h100 = Assumptions(GPUS["h100"], num_gpus=8, num_nodes=1)
-    growing = XLARGE.train.model_copy(update={"global_batch_size": [(0, 64), (250_000, 256)]})
-    (grown,) = (one for one in layouts(XLARGE.model_copy(update={"train": growing}), h100) if one.name == "fsdp2")
-    (full,) = (one for one in layouts(XLARGE, h100) if one.name == "fsdp2")
-    assert grown.compute_seconds == pytest.approx(full.compute_seconds * (0.25 * 0.25 + 0.75))
-    assert grown.micro_batch_size <= 64 // 8
-    run = load_run_config(RECIPES / "smoke.yaml", ["train.global_batch_size=[[0,4],[5,8]]"])
-    text = describe(run, 1)
-    assert "tokens per step         256, 512 from step 5" in text and "1, 2 from step 5 micro-batches of 4 rows" in text
+    h100 = Assumptions(GPUS["h100"], num_gpus=1, num_nodes=1)
+    full, grown = (
+        load_run_config(RECIPES / "smoke.yaml", [f"train.global_batch_size={batch}", "train.micro_batch_size=4"])
+        for batch in ("8", "[[0,4],[5,8]]")
+    )
+    of_full, of_grown = (layouts(run, h100)[0] for run in (full, grown))
+    assert of_grown.compute_seconds == pytest.approx(of_full.compute_seconds * (5 * 0.5 + 15) / 20)
+    assert (of_full.micro_batch_size, of_grown.micro_batch_size) == (8, 4)
+    text = describe(grown, 1)
+    assert "tokens per step         256, then 512 from step 5" in text
+    assert "1, then 2 from step 5 micro-batches of 4 rows" in text
     assert f"tokens in all           {5 * 256 + 15 * 512:,}" in text
 
 
