@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Two workers have two cores. Threads that wait for each other there spin: with one thread each, a busy machine makes
-# the benchmark's tests three times as long, not ten times. Read when torch is imported.
+# Two workers have two cores, and threads that wait for each other spin, which a busy machine makes much worse. Torch
+# reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from gmlp_scale import claim
