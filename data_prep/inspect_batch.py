@@ -9,11 +9,11 @@ there; the text, with <mask> where training masks it; and the masked tokens as `
 import argparse
 import sys
 
-from gmlp_scale.config import load_run_config
 from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.files import print_error
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.tasks.pretraining import build_loader
 
 

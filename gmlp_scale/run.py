@@ -14,16 +14,7 @@ import torch
 
 from gmlp_scale import IMPORTED_AT_SECONDS
 from gmlp_scale.banner import banner
-from gmlp_scale.config import (
-    FREE_IN_BRANCH,
-    ConfigError,
-    PretrainingRecipe,
-    Recipe,
-    RunConfig,
-    load_config,
-    read_recipe_file,
-    split_step,
-)
+from gmlp_scale.config import FREE_IN_BRANCH, ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
 from gmlp_scale.continuing import check_continues
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
@@ -34,6 +25,7 @@ from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.process import DeviceError
+from gmlp_scale.recipe_file import load_config, read_recipe_file
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining

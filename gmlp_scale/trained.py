@@ -20,12 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gmlp_scale.config import AnyConfig, RunConfig, load_config
+from gmlp_scale.config import RunConfig
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.files import download_file, is_url, list_files, read_file, redacted
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
+from gmlp_scale.recipe_file import AnyConfig, load_config
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, folder_name
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 from gmlp_scale.train.remote_checkpoints import RemoteCheckpoints, checkpoints_of, saved_steps

@@ -10,8 +10,9 @@ import json
 import sys
 
 from gmlp_scale.benchmark.image_loading import BATCH_SIZE, measure_image_loading
-from gmlp_scale.config import ConfigError, load_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.files import print_error
+from gmlp_scale.recipe_file import load_config
 from gmlp_scale.tasks.images import ImagesConfig
 
 

@@ -10,9 +10,9 @@ import argparse
 import sys
 
 from gmlp_scale.benchmark.collectives import table
-from gmlp_scale.config import load_run_config
 from gmlp_scale.files import print_error
 from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import USER_ERRORS
 from gmlp_scale.world import start_world
 

@@ -15,8 +15,9 @@ The exit code is 0 if the run would go, 1 if it would fail, 2 if the recipe has 
 import argparse
 import sys
 
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.doctor.checkup import Checkup
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import USER_ERRORS, exit_code
 from gmlp_scale.telling import leave_without_others, set_up_logging, tell
 from gmlp_scale.world import LostRankError, start_world

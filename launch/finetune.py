@@ -10,12 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from gmlp_scale.config import load_config
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
+from gmlp_scale.recipe_file import load_config
 from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
 from gmlp_scale.telling import leave_without_others, tell
 from gmlp_scale.world import LostRankError, World, launched_world_size

@@ -7,9 +7,9 @@ import argparse
 import sys
 
 from gmlp_scale.benchmark.collectives import describe_fake_step
-from gmlp_scale.config import load_run_config
 from gmlp_scale.files import print_error
 from gmlp_scale.plan.layouts import Assumptions, table
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import USER_ERRORS
 from gmlp_scale.train.devices import GPUS
 

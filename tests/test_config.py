@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gmlp_scale.config import FREE_ON_RESUME, ConfigError, check_unchanged, load_config, load_run_config, with_defaults
+from gmlp_scale.config import FREE_ON_RESUME, ConfigError, check_unchanged, with_defaults
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.recipe_file import load_config, load_run_config
 
 SMOKE = Path(__file__).parent.parent / "configs" / "pretrain" / "smoke.yaml"
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.continuing import check_continues
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.tasks.pretraining import build_loader
 from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
 

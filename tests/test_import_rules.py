@@ -19,6 +19,7 @@ ORDER = [
     ("engine",),
     ("train",),
     ("config",),
+    ("recipe_file",),
     ("plan", "trained", "continuing"),
     ("tasks", "banner", "filters"),
     ("run",),
@@ -64,7 +65,8 @@ ALLOWED = {
     ),
 }
 EXCEPTIONS = {
-    "data_prep.inspect_batch": ("gmlp_scale.config", "gmlp_scale.tasks.pretraining"),  # shows the rows of a recipe
+    # Shows the rows of a recipe.
+    "data_prep.inspect_batch": ("gmlp_scale.recipe_file", "gmlp_scale.tasks.pretraining"),
     "data_prep.benchmark_tokenizing": ("gmlp_scale.export.fast_tokenizer",),  # times the exported tokenizer too
 }
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from gmlp_scale import telling
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.plan.describe import describe
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.log_files import read_metrics

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gmlp_scale.benchmark.ceilings import DTYPES, copy_call, matrix_calls
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import RunConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
 from gmlp_scale.models.toeplitz import diagonal_sums
+from gmlp_scale.recipe_file import load_run_config
 
 TINY = [
     "model.sequence_length=16", "model.d_model=16", "model.d_ffn=32", "train.micro_batch_size=1",

@@ -12,8 +12,9 @@ from gmlp_scale.benchmark.loading import measure_loading
 from gmlp_scale.benchmark.scaling import measure_scaling
 from gmlp_scale.benchmark.step import measure_step
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
-from gmlp_scale.config import ConfigError, RunConfig, load_run_config
+from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.world import World, start_world
 
 USUAL_PARTS = ("step", "loader", "checkpoint", "start_up")

@@ -22,10 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 from gmlp_scale.benchmark.collectives import ENGINES, count_step
 from gmlp_scale.benchmark.step import random_batch
 from gmlp_scale.benchmark.timing import say
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import RunConfig
 from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import build_engine_of
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.world import World, start_world

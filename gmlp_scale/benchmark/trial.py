@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from gmlp_scale.benchmark.loading import random_rows, write_shards
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.telling import set_up_logging

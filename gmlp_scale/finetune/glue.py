@@ -10,11 +10,12 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from gmlp_scale.config import ConfigError, load_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.files import read_file, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import member, sweep
+from gmlp_scale.recipe_file import load_config
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.world import World

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from gmlp_scale.config import PretrainingRecipe, read_recipe_file, split_step
+from gmlp_scale.config import PretrainingRecipe, split_step
 from gmlp_scale.engine.vectors import round_matrices
 from gmlp_scale.files import read_file
 from gmlp_scale.models import build_model
+from gmlp_scale.recipe_file import read_recipe_file
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)

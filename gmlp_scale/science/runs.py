@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from gmlp_scale.analysis.heldout import evaluate_models
-from gmlp_scale.config import ConfigError, RunConfig, check_unchanged, load_run_config
+from gmlp_scale.config import ConfigError, RunConfig, check_unchanged
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.files import create_file, read_file, write_text
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
 from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained
 from gmlp_scale.tasks.pretraining import Pretraining

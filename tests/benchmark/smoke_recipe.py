@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import RunConfig
+from gmlp_scale.recipe_file import load_run_config
 
 SMOKE = Path(__file__).parents[2] / "configs/pretrain/smoke.yaml"
 

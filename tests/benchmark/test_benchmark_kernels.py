@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gmlp_scale.benchmark.kernel_times import pieces_of
-from gmlp_scale.config import load_run_config
+from gmlp_scale.recipe_file import load_run_config
 from launch.benchmark_kernels import main
 from tests.forked import Script
 from tests.triton_interpreter import run_interpreted

@@ -13,8 +13,8 @@ from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.loading import batched, measure_loading
 from gmlp_scale.benchmark.peers import transformer_size
 from gmlp_scale.benchmark.step import PEERS, measure_step, random_batch, run_eager_step
-from gmlp_scale.config import load_run_config
 from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.world import start_world
 from launch.benchmark import main
 from tests.benchmark.smoke_recipe import SMOKE, tiny_run

@@ -3,10 +3,11 @@
 import pytest
 
 from gmlp_scale.benchmark.collectives import ENGINES, CarriedBytes, count_fake_step, count_step
-from gmlp_scale.config import RunConfig, load_run_config
+from gmlp_scale.config import RunConfig
 from gmlp_scale.engine import COLLECTIVES, Fsdp2Config, SingleConfig
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.plan.describe import meta_model
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.world import start_world
 from tests.benchmark.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gmlp_scale.config import load_run_config
 from gmlp_scale.doctor import checkup, machines, places, training
 from gmlp_scale.doctor.checkup import Checkup
 from gmlp_scale.engine import Fsdp2Engine, known_sums
 from gmlp_scale.files import list_files
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.world import start_world
 from launch.doctor import main

@@ -7,11 +7,12 @@ import pytest
 import torch
 import yaml
 
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import precision
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
 from gmlp_scale.train.checkpoint import newest_checkpoint
 from gmlp_scale.world import OtherRankError

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gmlp_scale.config import ConfigError, load_config, load_run_config
+from gmlp_scale.config import ConfigError
+from gmlp_scale.recipe_file import load_config, load_run_config
 from gmlp_scale.run import load_recipe, pretrain
 from gmlp_scale.tasks.characters import Characters, CharactersConfig, Text
 from gmlp_scale.tasks.records import DataError

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from gmlp_scale.config import ConfigError, load_run_config
+from gmlp_scale.config import ConfigError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.models import build_model
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
 from gmlp_scale.tasks.start_weights import start_from
 from gmlp_scale.train.checkpoint import newest_checkpoint

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmlp_scale import bars
-from gmlp_scale.config import load_run_config
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train import loop

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.config import load_run_config
 from gmlp_scale.engine import Fsdp2Config
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
 from gmlp_scale.train import loop
 from gmlp_scale.train.log_files import read_metrics

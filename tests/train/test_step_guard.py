@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.config import load_run_config
 from gmlp_scale.engine import TrainConfig
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gmlp_scale.config import load_run_config
+from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
 from gmlp_scale.train import stragglers
 from gmlp_scale.train.step_reports import StepReport
