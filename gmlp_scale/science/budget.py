@@ -1,5 +1,7 @@
 """What the runs that are left will take: their FLOPs over the rate at which this process trains."""
 
+import torch
+
 from gmlp_scale.benchmark.step import our_step, random_batch
 from gmlp_scale.benchmark.timing import seconds_of
 from gmlp_scale.config import RunConfig
@@ -24,7 +26,8 @@ def budget(table: Table, world: World) -> str:
         pflop = sum(left[model] * flops[model] / 1e15 for model in runs)
         numbers = f"{len(models):6}{sum(left.values()):11}{pflop:9.3f}{hours:9.2f}{hours_in_all:9.2f}"
         lines.append(f"{part:6}{numbers}")
-    return "\n".join(lines)
+    one = table.run(table.models[0], RATES[0], 0).train.precision
+    return "\n".join([*lines, f"hours of one process like this, with {torch.get_num_threads()} CPU threads, in {one}"])
 
 
 def _flops(run: RunConfig) -> float:

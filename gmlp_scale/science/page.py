@@ -11,10 +11,11 @@ from gmlp_scale.science.runs import Table, arguments
 
 _HEAD = """# The paper's claims, small and with seeds
 
-Models of about 2 M parameters, each trained on {tokens:,} tokens of English text. A model is tried at three learning
-rates with seed 0. It takes the one with the lowest loss (bold; a better one may lie beyond), and {seeds} seeds there.
-A seed draws the initial weights, the order of the rows and their masks. The loss is that of the last checkpoint on all
-held-out rows, in float32, with the same masks for every model; ± is the seeds' standard deviation.
+Models of about 2 M parameters, each trained on {tokens:,} tokens of English text{precision}. A model is tried at three
+learning rates with seed 0. It takes the one with the lowest loss (bold; a better one may lie beyond), and has {seeds}
+seeds there. A seed draws the initial weights, the order of the rows and their masks. The loss is that of the last
+checkpoint on all held-out rows, in float32, with the same masks for every model; ± is the seeds' standard deviation.
+Gatings without a split have two thirds of the hidden width, so as many parameters.
 
 A claim is tested by a two-sided t-test of differences paired by seed, at 5 %, without a correction for the number of
 claims. With three seeds it tells differences of more than 2.5 standard deviations. Where the paper calls models level,
@@ -26,8 +27,10 @@ python launch/science.py --output outputs/science --shards data/compare/shards
 python launch/science.py --output outputs/science --table docs/science.md
 ```
 
-The first command prints what is left to do, trains it, skips what is done and goes on with what was stopped; two of
-them share the runs. `--part b` trains one part, `--dry-run` nothing. The second writes this page from what is done.
+The first command prints what is left to do, trains it, skips what is done and goes on with what was stopped. Several
+share the runs, such as two with `OMP_NUM_THREADS=1` on two cores; give those `train.precision=bf16` or `float32`, since
+`auto` measures badly on busy cores. `--part b` trains one part, `--dry-run` nothing. The second command writes this
+page from what is done.
 """
 
 _COMMANDS = """## Commands
@@ -40,8 +43,9 @@ others differ in the rate, the seed and the name. Each run's config.yaml has its
 def document(table: Table, picture: str | None) -> str:
     """The page. `picture`: the file beside it with the matrices of gmlp_dense, if it is trained."""
     run = table.run(table.models[0], RATES[0], 0)
-    tokens = run.tokens_per_step * run.train.num_steps
-    lines = [_HEAD.format(tokens=tokens, seeds=table.num_seeds, alike=ALIKE)]
+    tokens, precision = run.tokens_per_step * run.train.num_steps, table.precision()
+    in_precision = f" in {precision}" if precision else ""
+    lines = [_HEAD.format(tokens=tokens, precision=in_precision, seeds=table.num_seeds, alike=ALIKE)]
     for part in (part for part in PARTS if part in table.parts):
         title, models = PARTS[part]
         grid = ", ".join(f"{rate:g}" for rate in RATES)

@@ -117,15 +117,17 @@ class Table:
         done = set.intersection(*(set(self.losses(model)) for model in quantity.models))
         return [quantity.value(*(self.trained(model, seed) for model in quantity.models)) for seed in sorted(done)]
 
-    def check_equal(self) -> None:
-        """ConfigError unless all runs that are done had the same text and precision."""
+    def precision(self) -> str | None:
+        """That of all runs that are done. ConfigError if they differ in it or in their text, so cannot be compared."""
         found = {}
         for run in self.runs():
             if result := self.result(run):
-                found[f"shards {result['shards_sha256']}, {result['config']['train']['precision']}"] = run.name
+                found[result["config"]["train"]["precision"], result["shards_sha256"]] = run.name
         if len(found) > 1:
             needed = "needed are runs on one text in one precision: delete those that differ, or give another --output"
-            raise ConfigError(self.output, [f"{name}: {setting}" for setting, name in found.items()], needed)
+            mistakes = [f"{name}: {precision}, shards {sha256}" for (precision, sha256), name in found.items()]
+            raise ConfigError(self.output, mistakes, needed)
+        return next(iter(found))[0] if found else None
 
 
 def with_one_precision(table: Table, world: World, *, keep: bool) -> Table:
