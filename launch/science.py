@@ -4,8 +4,7 @@ python launch/science.py --output outputs/science --shards data/compare/shards -
 python launch/science.py --output outputs/science --shards data/compare/shards --part b
 python launch/science.py --output outputs/science --table docs/science.md
 
-It prints first what is left to do and how long that takes. Several processes with one --output share the runs; give
-them a train.precision, since auto measures badly on busy cores.
+It prints first what is left to do and how long that takes. Several processes with one --output share the runs.
 """
 
 import argparse

@@ -28,9 +28,8 @@ python launch/science.py --output outputs/science --table docs/science.md
 ```
 
 The first command prints what is left to do, trains it, skips what is done and goes on with what was stopped. Several
-share the runs, such as two with `OMP_NUM_THREADS=1` on two cores; give those `train.precision=bf16` or `float32`, since
-`auto` measures badly on busy cores. `--part b` trains one part, `--dry-run` nothing. The second command writes this
-page from what is done.
+share the runs, such as two with `OMP_NUM_THREADS=1` on two cores. `--part b` trains one part, `--dry-run` nothing. The
+second command writes this page from what is done.
 """
 
 _COMMANDS = """## Commands
