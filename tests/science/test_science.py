@@ -105,6 +105,11 @@ def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_pat
     code, _, errors = Script("launch/science.py", options).end()
     assert code == 2 and "train.num_steps: the checkpoint was trained with 4; the run says 8" in errors
 
+    changed = output / f"gmlp_rate_{RATES[0]:g}_seed_0/result.json"
+    changed.write_text(changed.read_text().replace('"precision": "float32"', '"precision": "bf16"'))
+    code, _, errors = Script("launch/science.py", [*options, "train.num_steps=4"]).end()
+    assert code == 2 and "2 mistakes" in errors and "needed are runs on one text in one precision" in errors
+
 
 def test_runs_that_another_process_holds_or_that_diverge_stop_no_other(shards, tmp_path):
     first = f"gmlp_rate_{RATES[0]:g}_seed_0"
