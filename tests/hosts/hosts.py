@@ -116,7 +116,8 @@ class Host:
         ):
             self.call(*line.split())
         if switch is None:
-            self.call("ip", "link", "add", "br0", "type", "bridge")
+            # An address of its own. Else a bridge takes a port's: where that left, packets to the old one were lost.
+            self.call(*f"ip link add br0 address 02:00:00:00:00:{self._number:02x} type bridge".split())
             device = "br0"
         else:
             device, self._switch, self._port = "eth0", switch, f"{self.name}.{self._num_boots}"
