@@ -41,7 +41,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 IMPORTED_AT_SECONDS = time.perf_counter()
-"""About when this process started: the log's start-up times count from here."""
+"""About when this process started: the log's start-up times count from here. A forked rank
+of launch/elastic.py sets it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gmlp_scale import IMPORTED_AT_SECONDS
+import gmlp_scale
 from gmlp_scale.banner import banner
 from gmlp_scale.config import FREE_IN_BRANCH, ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
 from gmlp_scale.continuing import check_continues
@@ -109,7 +109,7 @@ def load_recipe(path: str, overrides: Iterable[str] = ()) -> PretrainingRecipe:
 
 def pretrain(config: PretrainingRecipe) -> Progress:
     """Joins the processes that the launcher started and runs a pretraining recipe. Raises as `run_task` does."""
-    start_up = StartUp(since=IMPORTED_AT_SECONDS)
+    start_up = StartUp(since=gmlp_scale.IMPORTED_AT_SECONDS)
     start_up.finish("imports")
     with start_world_of(config) as world:
         start_up.finish("process group")

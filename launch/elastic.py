@@ -14,13 +14,18 @@ host. With fewer hosts than the least number it waits 10 minutes for more.
 """  # noqa: E501
 
 import argparse
+import logging
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
-import psutil
 import torch.distributed.launcher.api
 import torch.distributed.run
 from torch.distributed.elastic.agent.server import RunResult, WorkerState
@@ -28,7 +33,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
+import gmlp_scale
 from gmlp_scale.config import ConfigError
 from gmlp_scale.files import print_error
 from gmlp_scale.process import STOP_SIGNALS
@@ -45,16 +52,38 @@ FAILS_AGAIN = 2
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's (2.13), with two differences. A rank that left with FAILS_AGAIN ends the run. And of two agents that
-    shall restart their ranks, one is first, and all ranks then save and leave with 0: so ranks that left while a host
-    waits to join have not finished, but shall be restarted."""
+    """torchrun's (2.13), with three differences. Its ranks are forked from a server that has imported what is slow. A
+    rank that left with FAILS_AGAIN ends the run. And of two agents that shall restart their ranks, one is first, and
+    all ranks then save and leave with 0: so ranks that left while a host waits to join have not finished, but shall be
+    restarted."""
+
+    here: "_Agent | None" = None
+    start_method = "forkserver"
+
+    def __init__(self, spec, *arguments, **options):
+        super().__init__(spec, *arguments, **options | {"start_method": self.start_method})
+        spec.entrypoint, spec.args = _run, spec.args[1:]  # in place of python -u
+        _Agent.here = self
+
+    def ranks(self) -> list[BaseProcess]:
+        """The processes of this host's ranks."""
+        started = self._pcontext._pc.processes if self._pcontext else []
+        return [process for process in started if process.is_alive()]
+
+    def _shutdown(self, *arguments, **options) -> None:
+        if self._pcontext:
+            self._pcontext._worker_finished_event.set()  # else a rank that has saved waits for it before it ends
+        super()._shutdown(*arguments, **options)
 
     def _monitor_workers(self, worker_group) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if any(failure.exitcode == FAILS_AGAIN for failure in result.failures.values()):
             self._remaining_restarts = 0
-        if result.state == WorkerState.SUCCEEDED and worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
-            return RunResult(state=WorkerState.HEALTHY)
+        if result.state == WorkerState.SUCCEEDED:
+            hosts = worker_group.spec.rdzv_handler
+            hosts._state_holder._last_sync_time = -1.0  # what it knows may be a second old, from before a host came
+            if hosts.num_nodes_waiting() > 0:
+                return RunResult(state=WorkerState.HEALTHY)
         return result
 
 
@@ -83,6 +112,8 @@ def main() -> int:
     # With a store of its own for each start: else rank 0 of the next one does not publish its address, and all end.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     torch.distributed.launcher.api.LocalElasticAgent = _Agent
+    _start_rank_server()
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop_ranks)
     words = [
@@ -100,9 +131,31 @@ def main() -> int:
         return 1
     except SignalException as error:
         print_error(error)
-        return 1
+        return 128 + error.sigval
     is_finished = run.train.last_step in saved_steps(run.run_folder)
     return 0 if is_finished else options.unfinished_code
+
+
+def _start_rank_server() -> None:
+    """Returns once it has imported all: the other hosts wait for the ranks of one that has joined."""
+    multiprocessing.set_forkserver_preload(["gmlp_scale.rank_server"])
+    first = multiprocessing.get_context(_Agent.start_method).Process(target=int)
+    first.start()
+    first.join()
+
+
+def _run(script: str, *arguments: str) -> NoReturn:
+    """A rank, in a process of its own."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # it ends with its launcher, whatever ends that
+    gmlp_scale.IMPORTED_AT_SECONDS = time.perf_counter()
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _without_traceback(line: logging.LogRecord) -> bool:
+    """Of torch's own code, below its line on a rank that failed."""
+    line.exc_info = None
+    return True
 
 
 def _tell(error: ChildFailedError) -> int:
@@ -123,7 +176,7 @@ def _bounds(text: str) -> tuple[int, int]:
 
 def _stop_ranks(number: int, frame) -> None:
     """Tells this host's ranks, which tell the others. torchrun's own way would leave the other agents waiting."""
-    ranks = psutil.Process().children()
+    ranks = _Agent.here.ranks() if _Agent.here else []
     if not ranks:
         _leave(number, frame)
     for each in STOP_SIGNALS:

@@ -23,7 +23,7 @@ ORDER = [
     ("plan", "trained", "continuing"),
     ("tasks", "banner", "filters"),
     ("run",),
-    ("export",),
+    ("rank_server", "export"),
     ("finetune",),
     ("analysis", "benchmark"),
     ("doctor", "science"),

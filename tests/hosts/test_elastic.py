@@ -8,6 +8,7 @@ import re
 import signal
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,17 @@ class ElasticRun:
         return "".join(job.printed() for job in self.jobs)
 
     def wait_for_ranks(self, number: int) -> float:
-        """Until that many train together; returns when they did."""
-        wait_until(lambda: self._num_ranks_of(number) == number, lambda: f"{number} ranks: {self.printed()}")
-        known = len(self.starts())
-        wait_until(lambda: len(self.starts()) > known, lambda: f"the first step of {number} ranks: {self.printed()}")
+        """Until that many begin to train together; returns when they did."""
+        known = self._worlds().count(number)
+        wait_until(lambda: self._worlds().count(number) > known, lambda: f"{number} ranks: {self.printed()}")
+        return time.monotonic()
+
+    def num_ends(self) -> int:
+        """How often ranks have said that they train no longer: told to stop for a restart, or without the others."""
+        return self.printed().count("; the same command resumes")
+
+    def wait_for_end(self, known: int) -> float:
+        wait_until(lambda: self.num_ends() > known, lambda: f"the end of a start: {self.printed()}")
         return time.monotonic()
 
     def wait_for_save(self, after: int) -> int:
@@ -76,15 +84,10 @@ class ElasticRun:
     def last_step(self) -> int:
         return max(row["step"] for row in read_metrics(self.run_dir / "metrics.jsonl"))
 
-    def _num_ranks_of(self, world_size: int) -> int:
-        found = 0
-        for host in self.hosts:
-            for process in host.ranks().values():
-                try:
-                    found += f"WORLD_SIZE={world_size}\0".encode() in Path(f"/proc/{process}/environ").read_bytes()
-                except OSError:
-                    continue  # it has ended
-        return found
+    def _worlds(self) -> list[int]:
+        """How many ranks each start had that reached its first step."""
+        lines = re.findall(r"ranks +(\d+) on|(start-up)", self.printed())
+        return [int(before) for (before, _), (_, reached) in pairwise(lines) if before and reached]
 
 
 def test_hosts_killed_and_back_again(boot, shards, tmp_path, seen):
@@ -102,8 +105,9 @@ def test_hosts_killed_and_back_again(boot, shards, tmp_path, seen):
         without.append(run.wait_for_ranks(NUM_HOSTS - 1) - start)
         saved = run.wait_for_save(saved)
         host.boot(login)
-        start = time.monotonic()
+        known = run.num_ends()
         run.agents[host] = run.join(host)
+        start = run.wait_for_end(known)
         again.append(run.wait_for_ranks(NUM_HOSTS) - start)
         saved = run.wait_for_save(saved)
     os.kill(run.agents[hosts[0]].pid, signal.SIGTERM)
@@ -133,7 +137,7 @@ def summary(run: ElasticRun, without: list[float], again: list[float], redone: l
     every = max(10.0, math.sqrt(2 * stall * SECONDS_BETWEEN_KILLS))
     seconds = {
         "from the kill to the first step without the host": statistics.median(without),
-        "from its return to the first step with it": statistics.median(again),
+        "from the stop for its return to the first step with it": statistics.median(again),
         "steps done again": every / 2,
         "saves": stall / every * SECONDS_BETWEEN_KILLS,
     }

@@ -30,14 +30,15 @@ def test_bounds_that_are_none_are_refused(bounds, monkeypatch, capsys):
 
 
 def stand_for_pretrain(folder: Path) -> None:
-    """Has launch/elastic.py start folder/pretrain.py."""
+    """Has launch/elastic.py start folder/pretrain.py, which needs no server that imports what is slow."""
     elastic.__file__ = str(folder / "elastic.py")
+    elastic._Agent.start_method = "fork"
 
 
 def start(folder: Path, rank: str) -> tuple[int, str, int]:
     """A job of one rank, which runs the lines `rank` after it has counted its start: exit code, errors and starts."""
     starts = folder / "starts"
-    (folder / "pretrain.py").write_text(f"print(file=open({str(starts)!r}, 'a'))\nimport os, json\n{rank}\n")
+    (folder / "pretrain.py").write_text(f"print(file=open({str(starts)!r}, 'a'))\nimport os, sys\n{rank}\n")
     words = ["--hosts", "1", "--ranks-per-host", "1", "--rendezvous", "localhost:0", "--config", OPTIONS[-1]]
     job = Script("launch/elastic.py", [*words, f"output_dir={folder}"], prepare=partial(stand_for_pretrain, folder))
     code, _, errors = job.end()
@@ -47,10 +48,10 @@ def start(folder: Path, rank: str) -> tuple[int, str, int]:
 def test_a_failure_that_a_start_would_meet_again_ends_the_run_with_its_message(tmp_path):
     report = json.dumps({"message": {"message": "a shard is corrupt", "extraInfo": {"timestamp": "1"}}})
     told = f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({report!r})"
-    code, errors, num_starts = start(tmp_path, f"{told}\nos._exit(2)")
+    code, errors, num_starts = start(tmp_path, f"{told}\nsys.exit(2)")
     assert (code, num_starts) == (2, 1) and errors.endswith("\na shard is corrupt\n")
 
 
 def test_a_failure_that_may_pass_restarts_the_ranks(tmp_path):
-    code, errors, num_starts = start(tmp_path, f"os._exit(len(open({str(tmp_path / 'starts')!r}).read()) < 2)")
+    code, errors, num_starts = start(tmp_path, f"sys.exit(len(open({str(tmp_path / 'starts')!r}).read()) < 2)")
     assert (code, num_starts) == (0, 2), errors
