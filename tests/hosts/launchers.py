@@ -117,12 +117,19 @@ class Slurm:
     def call(self, *command: object) -> str:
         return self.login.call(*command, environment=self.environment)
 
-    def sbatch(self, num_ranks: int, arguments: list[str], *options: object, name: str = "job") -> "SlurmJob":
+    def sbatch(self, num_ranks: int, arguments: list[str], name: str = "job") -> "SlurmJob":
         """launch/slurm/pretrain.sbatch as it is, but for smaller nodes."""
+        return self._submit("pretrain", ["--ntasks-per-node", num_ranks, "--gpus-per-node", num_ranks], arguments, name)
+
+    def sbatch_elastic(self, least: int, arguments: list[str]) -> "SlurmJob":
+        """launch/slurm/elastic.sbatch as it is, but for nodes with one GPU. It goes on with `least` of them."""
+        words = ["--hosts", f"{least}:{len(self.hosts)}", *arguments]
+        return self._submit("elastic", ["--gpus-per-node", 1], words, "job")
+
+    def _submit(self, script: str, options: list, arguments: list[str], name: str) -> "SlurmJob":
         words = [
-            "sbatch", "--parsable", "--nodes", len(self.hosts), "--ntasks-per-node", num_ranks, "--cpus-per-task", 1,
-            "--gpus-per-node", num_ranks, "--output", self.folder / f"{name}.out", *options,
-            "launch/slurm/pretrain.sbatch", *arguments,
+            "sbatch", "--parsable", "--nodes", len(self.hosts), "--cpus-per-task", 1, *options,
+            "--output", self.folder / f"{name}.out", f"launch/slurm/{script}.sbatch", *arguments,
         ]  # fmt: skip
         return SlurmJob(self, self.call(*words).strip(), self.folder / f"{name}.out")
 
@@ -173,6 +180,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=5
 ReturnToService=2
 SlurmdTimeout=20
 KillWait=5

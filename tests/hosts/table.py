@@ -17,6 +17,7 @@ ROWS = (
     "SIGTERM to an agent or launcher",
     "Slurm's signals",
     "requeued by Slurm",
+    "Slurm's elastic form",
     "two jobs on the same hosts",
     "elastic: hosts killed and back again",
     "elastic: SIGTERM to one of 4 launchers",
@@ -52,6 +53,7 @@ hosts see, or at URLs.
 | | command | stops and saves at |
 |---|---|---|
 | Slurm | `sbatch --nodes 4 launch/slurm/pretrain.sbatch --config ... ` | `scancel --signal=USR1`, also with `--full`, `scontrol requeue`, the time limit |
+| the same, with restarts on the nodes that are left | `sbatch --nodes 4 launch/slurm/elastic.sbatch --hosts 2:4 --config ...` | the same |
 | DeepSpeed | `deepspeed --hostfile hosts launch/pretrain.py --config ...` on one host | SIGTERM or Ctrl-C to it, or SIGTERM to a rank |
 | torchrun | `torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --rdzv_id JOB launch/pretrain.py --config ...` on every host | SIGTERM to a rank |
 | the same, with hosts that come and go | `python launch/elastic.py --hosts 2:4 --ranks-per-host 8 --rendezvous HOST:PORT --config ...` on every host | SIGTERM or Ctrl-C to one of them |

@@ -52,6 +52,39 @@ def test_a_job_whose_host_is_lost_is_requeued(boot, run, undisturbed, tmp_path, 
     seen("requeued by Slurm", "a host lost and back: resumed")
 
 
+def test_an_elastic_job_goes_on_without_a_lost_host(boot, run, undisturbed, tmp_path, seen):
+    slurm = Slurm(*boot(2))
+    job = slurm.sbatch_elastic(1, run("fsdp2", 2))
+    wait_for_step(tmp_path / "run", FAULT_STEP)
+    slurm.hosts[1].lose()
+    assert job.end() == "COMPLETED 0:0", job.printed()
+    assert_close(logged(tmp_path / "run"), undisturbed)
+    seen("Slurm's elastic form", "a host lost: finished on the other in the same job")
+
+
+def test_an_elastic_job_that_loses_its_first_host_is_requeued(boot, run, undisturbed, tmp_path, seen):
+    slurm = Slurm(*boot(2))
+    job = slurm.sbatch_elastic(1, run("fsdp2", 2))
+    wait_for_step(tmp_path / "run", FAULT_STEP)
+    slurm.hosts[0].lose()
+    job.wait_for_restart()
+    slurm.hosts[0].boot(slurm.login)
+    slurm.serve(slurm.hosts[0])
+    assert job.end() == "COMPLETED 0:0", job.printed()
+    assert_close(logged(tmp_path / "run"), undisturbed)
+    seen("Slurm's elastic form", "the host of the rendezvous lost and back: requeued, resumed")
+
+
+def test_an_elastic_job_that_slurm_signals_saves_and_completes(boot, run, tmp_path, seen):
+    slurm = Slurm(*boot(2))
+    job = slurm.sbatch_elastic(2, run("fsdp2", 2, NEVER))
+    wait_for_step(tmp_path / "run", FAULT_STEP)
+    slurm.call("scancel", "--signal=USR1", "--full", job.number)
+    assert job.end() == "COMPLETED 0:0", job.printed()
+    assert_saved(tmp_path / "run")
+    seen("Slurm's elastic form", "scancel --signal=USR1 --full: all saved, COMPLETED 0:0")
+
+
 def test_two_jobs_on_the_same_hosts(boot, run, undisturbed, tmp_path, seen):
     slurm = Slurm(*boot(2))
     names = ("one", "two")

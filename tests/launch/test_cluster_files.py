@@ -31,6 +31,24 @@ def dry_run(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def elastic_start(monkeypatch):
+    """elastic_start(words): its exit code, the options that it gives torchrun, and a rank's words."""
+    started = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.distributed.run, "main", started.append)
+    monkeypatch.setattr(elastic.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(elastic, "_start_rank_server", lambda: None)
+
+    def start(words: list[str]) -> tuple[int, dict[str, str], list[str]]:
+        monkeypatch.setattr(sys, "argv", words)
+        code = elastic.main()
+        script = next(index for index, word in enumerate(started[0]) if word.endswith("pretrain.py"))
+        return code, dict(zip(started[0][:script:2], started[0][1:script:2], strict=True)), started[0][script:]
+
+    return start
+
+
 def test_the_image_has_what_nccl_and_deepspeed_need_between_nodes():
     (packages,) = re.findall(r"apt-get install (.*?) &&", (ROOT / "docker/Dockerfile").read_text(), re.DOTALL)
     assert {"rdma-core", "libibverbs1", "ibverbs-providers", "pdsh", "openssh-client"} <= set(packages.split())
@@ -52,7 +70,7 @@ def test_the_image_does_not_run_as_root():
     assert user == "trainer" and all("--chown=trainer" in step for step in steps if step[0] == "COPY")
 
 
-def test_kubernetes_starts_one_pod_for_each_host(dry_run, monkeypatch):
+def test_kubernetes_starts_one_pod_for_each_host(dry_run, elastic_start):
     service, job = yaml.safe_load_all((ROOT / "launch/kubernetes/pretrain.yaml").read_text())
     for resource in (service, job):
         kubernetes_validate.validate(resource, "1.29", strict=True)
@@ -63,21 +81,14 @@ def test_kubernetes_starts_one_pod_for_each_host(dry_run, monkeypatch):
     assert pod["subdomain"] == service["metadata"]["name"] and pod["terminationGracePeriodSeconds"] >= 300
     assert {volume["name"]: volume for volume in pod["volumes"]}["shared-memory"]["emptyDir"]["medium"] == "Memory"
 
-    started = []
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(torch.distributed.run, "main", started.append)
-    monkeypatch.setattr(elastic.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", [*container["command"][1:], *container["args"]])
     assert container["command"] == ["python", "launch/elastic.py"]
-    assert elastic.main() == 75  # it has not trained, so the Job starts it again
-    words = started[0]
-    told = dict(zip(words[::2], words[1::2], strict=False))
+    code, told, words = elastic_start([*container["command"][1:], *container["args"]])
+    assert code == 75  # it has not trained, so the Job starts it again
     num_hosts = job["spec"]["completions"]
     assert told["--nnodes"] == f"{num_hosts}:{num_hosts}" and job["spec"]["parallelism"] == num_hosts
     assert told["--nproc-per-node"] == str(num_gpus)
     assert told["--rdzv-endpoint"] == f"{job['metadata']['name']}-0.{pod['subdomain']}:29400"
-    script = next(index for index, word in enumerate(words) if word.endswith("pretrain.py"))
-    assert "parameters              130,073,552" in dry_run(words[script:], num_hosts * num_gpus)
+    assert "parameters              130,073,552" in dry_run(words, num_hosts * num_gpus)
 
 
 def test_skypilot_starts_torchrun_on_every_node(dry_run, tmp_path):
@@ -110,11 +121,11 @@ def test_skypilot_starts_torchrun_on_every_node(dry_run, tmp_path):
 
 @pytest.fixture
 def start_under_slurm(tmp_path):
-    """start_under_slurm(script, arguments, whole=True): a script of launch/slurm on the first of two nodes, done.
+    """start_under_slurm(script, arguments, whole=True, code=0): a script of launch/slurm, done on node 1 of 2.
 
     Stand-ins for Slurm's programs: srun prints its options and starts one of 16 tasks, scontrol prints what it is asked
-    to do, python shows what it gets. Without `whole` srun cannot have all nodes. srun sends the script SIGUSR1 first,
-    as `scancel --signal=USR1 --full` does, which must not end it.
+    to do, python shows what it gets and leaves with `code`. Without `whole` srun cannot have all nodes. srun sends the
+    script SIGUSR1 first, as `scancel --signal=USR1 --full` does, which must not end it.
     """
     variables = {
         "SLURM_CPUS_PER_TASK": "8",
@@ -122,6 +133,7 @@ def start_under_slurm(tmp_path):
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_NTASKS": "16",
         "SLURM_JOB_ID": "123456",
+        "SLURM_GPUS_ON_NODE": "8",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
     for name, text in {
@@ -129,15 +141,15 @@ def start_under_slurm(tmp_path):
         "scontrol": '[[ $1 == show ]] || exec echo "scontrol $*"; seq --format "node%.0f" 20000',
         "srun": 'kill -USR1 $PPID; [[ "$*" != "--immediate=60 true" ]] || exec $WHOLE\n'
         'while [[ $1 == -* ]]; do echo "$1"; shift; done; SLURM_PROCID=11 SLURM_LOCALID=3 exec "$@"',
-        "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@"',
+        "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@"; exit $CODE',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    def start(script: str, *arguments: str, whole: bool = True) -> subprocess.CompletedProcess:
-        environment = os.environ | variables | {"WHOLE": str(whole).lower()}
-        words = ["bash", ROOT / "launch/slurm" / script, *arguments]
-        return subprocess.run(words, env=environment, capture_output=True, text=True)
+    def start(script: str, *arguments: str, whole: bool = True, code: int = 0) -> subprocess.CompletedProcess:
+        environment = os.environ | variables | {"WHOLE": str(whole).lower(), "CODE": str(code)}
+        words = ["bash", f"launch/slurm/{script}", *arguments]
+        return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
 
     return start
 
@@ -158,3 +170,25 @@ def test_a_slurm_job_without_all_its_nodes_is_requeued(start_under_slurm):
     done = start_under_slurm("pretrain.sbatch", "--config", "a b", whole=False)
     assert (done.returncode, done.stdout) == (1, "scontrol requeue 123456\n"), done
     assert "cannot start a task on each of the job's 2 nodes" in done.stderr
+
+
+def test_slurm_starts_the_elastic_launcher_on_each_node(start_under_slurm, dry_run, elastic_start):
+    directives = (ROOT / "launch/slurm/elastic.sbatch").read_text().splitlines()
+    assert {"#SBATCH --open-mode append", "#SBATCH --no-kill", "#SBATCH --ntasks-per-node 1"} <= set(directives)
+    recipe = ["--config", "configs/pretrain/gmlp_base.yaml", "train.micro_batch_size=8"]
+    done = start_under_slurm("elastic.sbatch", "--hosts", "1:2", *recipe)
+    assert done.returncode == 0, done
+    *options, started = done.stdout.splitlines()
+    assert {"--no-kill", "--cpus-per-task=8", "--cpu-bind=cores"} <= set(options)
+    words = started.split()
+    code, told, words = elastic_start(words[words.index("launch/elastic.py") :])
+    assert code == 0 and told["--nnodes"] == "1:2" and told["--nproc-per-node"] == "8"
+    assert told["--rdzv-endpoint"] == "node1:23456"
+    assert "parameters              130,073,552" in dry_run(words, 16)
+
+
+@pytest.mark.parametrize("code, asked", [(0, []), (1, ["scontrol requeue 123456"]), (2, [])])
+def test_an_elastic_slurm_job_is_requeued_after_what_may_pass(code, asked, start_under_slurm):
+    done = start_under_slurm("elastic.sbatch", "--hosts", "1:2", code=code)
+    assert done.returncode == code
+    assert [line for line in done.stdout.splitlines() if line.startswith("scontrol")] == asked
