@@ -73,13 +73,16 @@ unless it has the rendezvous. `launch/elastic.py` passes the signal to its ranks
 The ranks of the others end with one line that names the missing ranks, their host and the step: at once if the kernel of
 the lost host closed its connections, else after `engine.timeout_seconds`; finding the names takes up to 5 s. Where the
 host of rank 0 is lost, the ranks' key-value store is lost with it, and the line says so. The same command then resumes.
-Slurm requeues a job whose host is lost (`--requeue`), once it finds the host down (SlurmdTimeout).
+Slurm requeues a job whose host is lost (`--requeue`), once it finds the host down (SlurmdTimeout), and starts it again
+2 minutes later (cred_expire). Starting it sooner by hand may lose it a node again; the script then asks for another requeue.
 The ranks of a host that is cut off end too, but torchrun's agent there stays until its kernel gives the connection up,
 minutes later (net.ipv4.tcp_retries2).
 
 `launch/elastic.py` goes on by itself: with the hosts that are left, as long as there are LEAST of them, and with more as
 soon as they join. It refuses a range of hosts of which one number of ranks does not divide the batch. Every start resumes
 from the newest checkpoint with the same global batches. To take a host away, kill its launcher (SIGKILL).
+What a restart would meet again ends the run on all hosts with its message, and exit code 2: a mistake in what was asked,
+a corrupt shard, a loss that is not finite. On each host the ranks are forked from a process that has imported all that is slow.
 The hosts meet at a store. One of the hosts has it, and the job ends with that host; or, where any host may be lost,
 another machine has it: `launch/elastic.py --help` has the line.
 
