@@ -13,7 +13,7 @@ from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train import loop
-from gmlp_scale.train.checkpoint import step_folders
+from gmlp_scale.train.checkpoint import Checkpoint, step_folders, step_of
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReports
@@ -138,6 +138,18 @@ def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeyp
     assert [_unhurried(line) for line in late] == [_unhurried(line) for line in at_once]
     assert [step_folders(place / "checkpoints")[0].name for place in places] == ["step_000000003"] * 2
     assert capsys.readouterr().err.count("evaluation:   0%") == 2 * 2, "every evaluation shows how far it is"
+
+
+@pytest.mark.parametrize("reports, decided_at", [(StepReports, 3), (ReadAStepLate, 4)])
+def test_the_end_of_the_time_is_seen_by_reports_read_a_step_late_too(reports, decided_at, monkeypatch, tmp_path):
+    monkeypatch.setattr(loop, "StepReports", reports)
+    budget = ["train.num_steps=20", "train.time_budget_seconds=0.001"]  # long over
+    stable = ["optimizer.schedule=stable", "optimizer.decay_steps=2"]
+    assert run_loop(contextlib.nullcontext, tmp_path, *budget, *stable) == decided_at + 1
+    saved = step_folders(tmp_path / "smoke" / "checkpoints")
+    assert [step_of(folder.name) for folder in saved] == [decided_at, decided_at + 1]
+    decided = [Checkpoint.open(folder).details["time_budget"]["decided"] for folder in saved]
+    assert decided == [{"at_step": decided_at, "num_steps": decided_at + 1, "decay_steps": 1}] * 2
 
 
 def _unhurried(line: dict) -> dict:
