@@ -9,6 +9,8 @@ from torch import nn
 from gmlp_scale.engine.muon import Muon, muon_matrices, orthogonalised, owners
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
+from gmlp_scale.world import start_world
+from tests.gloo_ranks import run_ranks
 
 CONFIG = MuonConfig(weight_decay=0.3, momentum=0.9, matrix_rate_ratio=0.5)
 SHAPES = {"tall": (48, 20), "wide": (16, 33), "square": (8, 8)}
@@ -63,6 +65,37 @@ def test_a_norm_that_is_not_finite_leaves_all_as_it_was(bad):
     before = step({name: torch.randn(shape) for name, shape in SHAPES.items()}, 3.0)
     after = step({name: torch.full(shape, bad) for name, shape in SHAPES.items()}, bad)
     assert all(torch.equal(one, other) for name in SHAPES for one, other in zip(before[name], after[name], strict=True))
+
+
+CUTS = {"tall": (0, 100, 100, 700, 960), "wide": (0, 0, 0, 528, 528), "square": (0, 1, 64, 64, 64)}
+"""Where the parts of four ranks begin and end."""
+
+
+def _update_in_parts() -> dict[str, torch.Tensor]:
+    """This rank's parts of the matrices after two steps. One rank owns none of the three."""
+    with start_world(60, "cpu", init_group=True) as world:
+        spans = [{name: (cuts[r], cuts[r + 1]) for name, cuts in CUTS.items()} for r in range(world.size)]
+        muon = Muon(CONFIG, SHAPES, spans, world, "float32")
+        return _two_steps(muon, spans[world.rank])
+
+
+def _two_steps(muon: Muon, span_of: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+
+    def part_of(tensors: dict) -> dict:
+        return {name: tensors[name].detach().flatten()[slice(*span)] for name, span in span_of.items()}
+
+    parts = part_of(_matrices())
+    for _ in range(2):
+        muon.step(parts, part_of(_matrices()), learning_rate=0.1, norm=torch.tensor(2.0), max_norm=1.0)
+    return parts
+
+
+def test_parts_on_several_ranks_are_updated_as_the_whole():
+    whole = _two_steps(Muon(CONFIG, SHAPES, [WHOLE], ALONE, "float32"), WHOLE)
+    ranks = run_ranks(_update_in_parts, 4)
+    for name, matrix in whole.items():
+        torch.testing.assert_close(torch.cat([parts[name] for parts in ranks]), matrix)
 
 
 def test_every_matrix_has_one_owner_and_the_work_is_balanced():

@@ -36,7 +36,6 @@ OPTIONS = {
     "selective": {"recompute": "selective"},
     "bf16": {"precision": "bf16"},
     "muon": {"optimizer": MUON},
-    "muon in bf16": {"optimizer": MUON, "precision": "bf16"},
 }
 CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute"), ("amlp", "muon")]
 BF16 = [("amlp", "bf16"), ("bert", "bf16")]
