@@ -2,8 +2,9 @@
 
 import logging
 
-from gmlp_scale.config import ConfigError, Recipe, RunConfig, check_unchanged, with_defaults
+from gmlp_scale.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, check_unchanged, with_defaults
 from gmlp_scale.data.fingerprint import changes_of_earlier_rows, comparable
+from gmlp_scale.piecewise import Piecewise
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,8 @@ def check_continues(
     allowed = tuple(config.train.allow_changed_on_resume)
     config_before = with_defaults(before["config"], config)
     _check_same_optimizer(config, place, config_before)
+    if not free:  # a branch has a decay of its own
+        _check_same_budget(config, place, before)
     changed = check_unchanged(config_before, now["config"], config.free_on_resume + free + allowed)
     differences = [*changed, *_data_changes(config, before, now, step)]
     if differences:
@@ -30,6 +33,7 @@ def check_continues(
             fields = ", ".join((*allowed, *can_be_allowed))
             needed += f"; or, to go on with the new values, 'train.allow_changed_on_resume=[{fields}]'"
         raise ConfigError(f"{place} belongs to another run", differences, needed)
+    _check_same_rows_before(config, config_before, step)
     for field in allowed:
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
 
@@ -40,6 +44,31 @@ def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
     if now != found:
         needed = f"give optimizer.kind={found}, or start a new run with init_from, which takes the weights alone"
         line = f"optimizer.kind: found {now}, but {place} has the states of {found}"
+        raise ConfigError(config.name, [line], needed)
+
+
+def _check_same_budget(config: Recipe, place: str, before: dict) -> None:
+    """Nothing can allow another one either, once the decay that the old one decided has begun."""
+    if not before.get("time_budget", {}).get("decided"):
+        return
+    now, found = (section["train"].get("time_budget_seconds") for section in (config.to_json(), before["config"]))
+    if now != found:
+        at_step = before["time_budget"]["decided"]["at_step"]
+        line = f"train.time_budget_seconds: found {now}, but by {found:g} s the decay began after step {at_step}"
+        needed = f"give {found:g}, or branch_from=RUN@{at_step} with another name and decay"
+        raise ConfigError(f"{place} belongs to another run", [line], needed)
+
+
+def _check_same_rows_before(config: Recipe, before: dict, step: int) -> None:
+    """The step alone says which rows were seen. So the batches before it must stay as they were."""
+    if not isinstance(config, PretrainingRecipe):
+        return
+    old = Piecewise(before["train"]["global_batch_size"])
+    if config.train.batch_sizes.before(step) != old.before(step):
+        pieces = [[start, rows] for start, rows in zip(old.starts, old.values, strict=True) if start < step]
+        line = f"train.global_batch_size: other batches before step {step} than the checkpoint's"
+        pieces.append([step, config.train.batch_sizes.last])
+        needed = f"keep these and change the batch from step {step} on: train.global_batch_size='{pieces}'"
         raise ConfigError(config.name, [line], needed)
 
 

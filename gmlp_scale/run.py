@@ -162,8 +162,9 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         )
         stack.callback(checkpointer.close)
         checkpoint = checkpointer.newest()
-        recorded = checkpoint.details.get("time_budget") if checkpoint else None  # a branch has a budget of its own
+        recorded = checkpoint.details.get("time_budget") if checkpoint else None
         budget = TimeBudget(task.train, task.optimizer, began=start_up.since, recorded=recorded)
+        checkpointer.keep(budget.decided_at)
         if checkpoint:
             check_continues(
                 config, str(checkpoint.path), checkpoint.details, checkpointer.details, step=checkpoint.step

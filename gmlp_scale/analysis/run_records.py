@@ -36,6 +36,7 @@ class SavedModel:
 
     step: int
     num_parameters: int
+    details: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,10 @@ def _newest(folder: str) -> SavedModel | None:
             copy.mkdir()
             try:
                 (copy / "DONE").write_bytes(read_file(f"{folder}/checkpoints/{copy.name}/DONE"))
-                tensors = read_done(copy).tensors
+                done = read_done(copy)
             except (CheckpointError, FileNotFoundError) as error:  # a run that trains may just have deleted it
                 log.warning("checkpoint passed over: %s", error)
                 continue
-        sizes = [math.prod(record.shape) for key, record in tensors.items() if key.startswith(PREFIX)]
-        return SavedModel(step, sum(sizes))
+        sizes = [math.prod(record.shape) for key, record in done.tensors.items() if key.startswith(PREFIX)]
+        return SavedModel(step, sum(sizes), done.details)
     return None

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gmlp_scale.analysis import curves
 from gmlp_scale.analysis.curves import Axis, Point, band, line, short, stretches, y_axis
 from gmlp_scale.analysis.run_records import RunRecord
+from gmlp_scale.train.time_budget import num_steps_of
 
 NUM_COLORS = 6
 """In run_report.html. Runs beyond them have the same colours with dashes."""
@@ -200,7 +201,7 @@ def _of(record: RunRecord, tag: str, summary: Callable[[list[float]], float], fo
 
 
 def _of_all(record: RunRecord) -> str:
-    num_steps = record.config.get("train.num_steps")
+    num_steps = num_steps_of(record.newest.details if record.newest else {}, record.config.get("train.num_steps"))
     return f" of {num_steps:,}" if isinstance(num_steps, int) else ""
 
 

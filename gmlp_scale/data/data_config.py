@@ -11,7 +11,11 @@ _CACHE_MAX_BYTES = 500_000_000_000
 
 
 def _is_fraction(value: Any) -> bool:
-    return isinstance(value, float) and 0 < value < 1
+    """A text may be one too: YAML takes 15e-2 for a text."""
+    try:
+        return isinstance(value, float | str) and 0 < float(value) < 1
+    except ValueError:
+        return False
 
 
 class DataConfig(BaseModel, frozen=True, extra="forbid"):

@@ -64,16 +64,18 @@ OptimizerConfig = Annotated[AdamwConfig | MuonConfig, Field(discriminator="kind"
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """The rate of update number `step`, from 0, in a run of `num_steps`."""
     peak, num_left = config.peak_learning_rate, max(0, num_steps - step)
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
+    is_warm = step >= config.warmup_steps
+    warm_up = peak if is_warm else peak * (step + 1) / config.warmup_steps
     num_after_warmup = num_steps - config.warmup_steps
     match config.schedule:
+        case "stable":  # a time budget may let the decay begin within the warm-up
+            return min(warm_up, peak * (num_left / config.decay_steps if num_left < config.decay_steps else 1.0))
+        case _ if not is_warm:
+            return warm_up
         case "linear":
             return peak * (num_left / num_after_warmup)
         case "cosine":
             return peak * (1 - math.cos(math.pi * num_left / num_after_warmup)) / 2
-        case "stable":
-            return peak * (num_left / config.decay_steps if num_left < config.decay_steps else 1.0)
 
 
 def decayed_names(model: nn.Module) -> set[str]:

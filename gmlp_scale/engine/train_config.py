@@ -25,9 +25,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     num_steps: int = Field(gt=0)
     """The length of the schedule in optimizer updates. [steps]"""
     time_budget_seconds: float | None = Field(None, gt=0)
-    """How long the run may take, over all its starts. The learning rate falls over the last part of that time, as large
-    a part as optimizer.decay_steps is of num_steps; how many steps that is follows from the speed until then, and is
-    decided once. num_steps is then the most steps. Needs optimizer.schedule=stable. [seconds]"""
+    """About how long the run may take, over all its starts; the last evaluation and save come after. The learning rate
+    falls over the last part of that time, as large a part as optimizer.decay_steps is of num_steps; how many steps that
+    is follows from the speed until then, and is decided once. num_steps is then the most steps. Needs
+    optimizer.schedule=stable. [seconds]"""
     stop_after_step: int | None = Field(None, gt=0)
     """Stop after this step with a checkpoint, as on a signal; the same command without it goes on. [steps]"""
     global_batch_size: Annotated[

@@ -10,6 +10,7 @@ import yaml
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.models import ModelConfig
+from gmlp_scale.train.time_budget import num_steps_of
 from gmlp_scale.trained import Head, recipe_in
 
 _USAGE: dict[Head, tuple[str, str]] = {
@@ -199,6 +200,7 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
     if recipe is None:
         return ""
     train, step = recipe.train, details["step"]
+    settings = recipe.optimizer.model_dump(exclude_none=True, exclude={"kind"})
     rows = {
         "recipe": recipe.name,
         "steps": f"{step:,} of {_num_steps(recipe, details):,}",
@@ -207,7 +209,8 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
         "masked positions": recipe.data.masked_fractions.told("{:.0%}".format),
         "training FLOPs": f"{recipe.flops_per_step().before(step):.3g}",
         "precision": train.precision,
-        **{name.replace("_", " "): value for name, value in recipe.optimizer.model_dump(exclude_none=True).items()},
+        "optimizer": recipe.optimizer.kind,
+        **{name.replace("_", " "): value for name, value in settings.items()},
         "engine": recipe.engine.kind,
         "seed": recipe.seed,
     }
@@ -216,8 +219,7 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
 
 def _num_steps(recipe: RunConfig, details: dict[str, Any]) -> int:
     """Of the whole run, as its time budget has decided if it has one."""
-    decided = _of_pretraining(details).get("time_budget", {}).get("decided")
-    return decided["num_steps"] if decided else recipe.train.num_steps
+    return num_steps_of(_of_pretraining(details), recipe.train.num_steps)
 
 
 def _evaluation(recipe: RunConfig | None, details: dict[str, Any]) -> str:

@@ -230,4 +230,5 @@ def _kept(run: RunConfig) -> str:
 
 
 def _data_bytes(run: RunConfig) -> int:
+    """Of all steps, also of those that a time budget may leave out."""
     return run.tokens_per_step.before(run.train.num_steps) * ROW_BYTES_PER_TOKEN

@@ -41,7 +41,7 @@ def _flops(run: RunConfig) -> float:
     train, num_heldout = run.train, Manifest.load(run.data.shards).num_rows("heldout")
     num_evaluated = train.num_steps // train.evaluate_every_steps * min(train.num_evaluation_rows, num_heldout)
     num_evaluated += min(HELDOUT_ROWS, num_heldout)
-    return run.flops_per_step() * (train.num_steps + num_evaluated / 3 / train.global_batch_size)
+    return run.flops_per_step().before(train.num_steps) + run.flops_per_row().last * num_evaluated / 3
 
 
 def _flop_rate(run: RunConfig, world: World) -> float:
@@ -49,7 +49,7 @@ def _flop_rate(run: RunConfig, world: World) -> float:
     step = our_step(run, world, random_batch(run, world.device))
     step.run_once()  # the first one takes longer
     seconds = min(_seconds(step.run_once, world.device) for _ in range(3))
-    return run.flops_per_step() / run.train.global_batch_size * run.train.micro_batch_size / seconds
+    return run.flops_per_row().last * run.train.micro_batch_size / seconds
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:

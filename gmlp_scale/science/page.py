@@ -42,7 +42,7 @@ others differ in the rate, the seed and the name. Each run's config.yaml has its
 def document(table: Table, picture: str | None) -> str:
     """The page. `picture`: the file beside it with the matrices of gmlp_dense, if it is trained."""
     run = table.run(table.models[0], RATES[0], 0)
-    tokens, precision = run.tokens_per_step * run.train.num_steps, table.precision()
+    tokens, precision = run.tokens_per_step.before(run.train.num_steps), table.precision()
     in_precision = f" in {precision}" if precision else ""
     lines = [_HEAD.format(tokens=tokens, precision=in_precision, seeds=table.num_seeds, alike=ALIKE)]
     for part in (part for part in PARTS if part in table.parts):

@@ -25,6 +25,7 @@ from gmlp_scale.train.checkpoint import (
     Checkpoint,
     CheckpointError,
     folder_name,
+    step_of,
 )
 from gmlp_scale.train.checkpoint_config import CheckpointConfig
 from gmlp_scale.train.checkpoint_files import write_pieces
@@ -77,9 +78,14 @@ class Checkpointer:
         self._close_deadline, self._is_hearing = math.inf, False
         self._num_attempts = 0
         self._newest_step: int | None = None
+        self._kept_step: int | None = None
         self._buffers: dict[str, Tensor] = {}
         self.directory.mkdir(parents=True, exist_ok=True)
         self._token = world.broadcast(uuid.uuid4().hex[:8])
+
+    def keep(self, step: int | None) -> None:
+        """The checkpoint after this step stays for good."""
+        self._kept_step = step
 
     def newest(self) -> Checkpoint | None:
         """Collective: rank 0 finds the newest_checkpoint and verifies it, and all ranks open it.
@@ -264,12 +270,15 @@ class Checkpointer:
             remove(folder)
         return self._may_try_again({failure["errno"] for failure in failures})
 
+    def _stays(self, name: str) -> bool:
+        return step_of(name) == self._kept_step or self.config.stays(name)
+
     def _may_try_again(self, numbers: set[int | None]) -> bool:
         """Whether to try again after failures with these errnos (None: neither disk nor store). Waits before a yes."""
         if (
             self.config.on_full_disk == "drop_oldest"
             and numbers <= _NO_ROOM
-            and (old := self.checkpoints.drop_oldest(self.config.stays))
+            and (old := self.checkpoints.drop_oldest(self._stays))
         ):
             logger.warning("%s. Deleted %s to make room (checkpoint.on_full_disk)", self.last_error, old)
             return True
@@ -294,7 +303,8 @@ class Checkpointer:
         self.checkpoints.publish(folder, folder_name(step), text)
         try:
             for old in self.config.outdated(self.checkpoints.names()):
-                self.checkpoints.delete(old)
+                if not self._stays(old):
+                    self.checkpoints.delete(old)
         except OSError as error:
             logger.warning("old checkpoints could not be deleted: %s", error)
 

@@ -116,6 +116,7 @@ def train(
                 metrics.log_training(report, loader.wait_seconds)
         if is_save_due and budget.is_decay_due:
             config, optimizer = budget.decide()
+            checkpointer.keep(budget.decided_at)  # another decay may branch off there
             metrics.config, last_step = config, config.last_step
         leaving = reports.is_stop or step == last_step
         if is_save_due or leaving:  # before the evaluation, which may fail or take longer than a stopped job has left

@@ -156,7 +156,8 @@ class Metrics:
             values["perf/mfu"] = tflops / self.peak_tflops_per_device
         self._write(step, values)
         if self.world.is_main:
-            log.info(_console_line(step, self.config.last_step, values, self._seconds_left(step, seconds / num_steps)))
+            left = self._seconds_left(report, seconds / num_steps)
+            log.info(_console_line(step, self.config.last_step, values, left))
         self.checkpoint_stall_seconds = 0.0
         self.start_clock(data_wait_seconds)
 
@@ -175,12 +176,15 @@ class Metrics:
         """Adds a picture to TensorBoard, on rank 0."""
         self._events.add_summary(step, picture_summary(tag, figure))
 
-    def _seconds_left(self, step: int, step_seconds: float) -> float:
-        """Until this start ends: its steps, and the evaluations from this step on, each as long as the last one."""
-        every, last_step = self.config.evaluate_every_steps, self.config.last_step
+    def _seconds_left(self, report: StepReport, step_seconds: float) -> float:
+        """Until this start ends: its steps, and the evaluations from this step on, each as long as the last one. Or
+        until the time budget is spent."""
+        step, every, last_step = report.step, self.config.evaluate_every_steps, self.config.last_step
         num_evaluations = last_step // every - (step - 1) // every
         num_evaluations += last_step == self.config.num_steps and last_step % every != 0
-        return (last_step - step) * step_seconds + num_evaluations * self.evaluation_seconds
+        seconds = (last_step - step) * step_seconds + num_evaluations * self.evaluation_seconds
+        budget = self.config.time_budget_seconds
+        return seconds if budget is None else min(seconds, max(0.0, budget - report.spent_seconds))
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         for file in self._files:

@@ -20,6 +20,10 @@ class RunFolderError(RuntimeError):
     """Another job holds the run folder."""
 
 
+class UnusableFolderError(RunFolderError, ValueError):
+    """The run folder cannot be created or locked."""
+
+
 @contextlib.contextmanager
 def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     """Creates the run folder, a path or a URL, if needed and holds it for this process.
@@ -27,7 +31,8 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     Yields a function that tells whether it still does. A local folder to which nothing was written is removed again.
 
     Raises:
-        RunFolderError: another process holds it, whose host and process are named; or it cannot be created or locked.
+        RunFolderError: another process holds it, whose host and process are named.
+        UnusableFolderError: it cannot be created or locked.
     """
     if is_url(run_folder):
         try:
@@ -48,7 +53,7 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
         needed = (
             "set output_dir to a folder that you may write to, on a filesystem with locks, which keep two jobs apart"
         )
-        raise RunFolderError(f"{lock} cannot be created or locked ({error.strerror}); {needed}") from None
+        raise UnusableFolderError(f"{lock} cannot be created or locked ({error.strerror}); {needed}") from None
     with held:
         lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
         try:

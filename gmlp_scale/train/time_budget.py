@@ -16,6 +16,12 @@ from gmlp_scale.train.step_reports import StepReport
 log = logging.getLogger(__name__)
 
 
+def num_steps_of(details: dict[str, Any], planned: int) -> int:
+    """The length of a run, of which a checkpoint has these details: as was decided, or else as planned."""
+    decided = details.get("time_budget", {}).get("decided")
+    return decided["num_steps"] if decided else planned
+
+
 class TimeBudget:
     """Every rank has one, and all decide alike, from the same reports. Without a budget it does nothing.
 
@@ -33,6 +39,8 @@ class TimeBudget:
         self._decay_share = optimizer.decay_steps / config.num_steps
         self._decided = recorded and recorded["decided"]
         self._began = began - (recorded["spent_seconds"] if recorded else 0.0)
+        self._timed: tuple[int, float] = recorded["timed"] if recorded else (0, 0.0)
+        """Rows, and the seconds that they took, of the starts before this one."""
         self._first: StepReport | None = None
         """Of this start. Its step is not counted in the speed, since it also compiles."""
         self._last: StepReport | None = None
@@ -47,6 +55,11 @@ class TimeBudget:
         self._first, self._last = self._first or report, report
 
     @property
+    def decided_at(self) -> int | None:
+        """The step after which the rate began to fall, where that was decided by the time."""
+        return self._decided["at_step"] if self._decided else None
+
+    @property
     def is_decay_due(self) -> bool:
         """Whether the time has come to decide, which has not been done yet."""
         budget = self.config.time_budget_seconds
@@ -57,17 +70,19 @@ class TimeBudget:
 
     def decide(self) -> tuple[TrainConfig, OptimizerConfig]:
         """Fixes the rest of the run, by the reports so far: those of all steps must have been seen."""
-        first, last, batch_sizes = self._first, self._last, self.config.batch_sizes
-        num_rows = batch_sizes.before(last.step)
-        seconds_per_row = (last.spent_seconds - first.spent_seconds) / (num_rows - batch_sizes.before(first.step))
+        last, batch_sizes, (timed_rows, timed_seconds) = self._last, self.config.batch_sizes, self._timed_so_far()
         seconds_left = max(0.0, self.config.time_budget_seconds - last.spent_seconds)
-        fitting = batch_sizes.steps_within(num_rows + seconds_left / seconds_per_row)
+        fitting = batch_sizes.steps_within(batch_sizes.before(last.step) + seconds_left / timed_seconds * timed_rows)
         num_steps = min(max(fitting, last.step + 1), self.config.num_steps)
         self._decided = {"at_step": last.step, "num_steps": num_steps, "decay_steps": num_steps - last.step}
         log.info(
             "after %.0f of %.0f s at step %d: the rate falls from here on, and the run ends at step %d",
             last.spent_seconds, self.config.time_budget_seconds, last.step, num_steps,
         )  # fmt: skip
+        if last.step < self.optimizer.warmup_steps:
+            log.warning("that is within the warm-up of %d steps: the budget is short", self.optimizer.warmup_steps)
+        if batch_sizes.starts[-1] >= num_steps:
+            log.warning("train.global_batch_size changes at step %d, which never comes", batch_sizes.starts[-1])
         self._apply()
         return self.config, self.optimizer
 
@@ -75,7 +90,14 @@ class TimeBudget:
         """What a checkpoint of the step last seen adds to its details; nothing without a budget."""
         if self.config.time_budget_seconds is None:
             return {}
-        return {"time_budget": {"spent_seconds": self._last.spent_seconds, "decided": self._decided}}
+        spent_seconds, timed = self._last.spent_seconds, self._timed_so_far()
+        return {"time_budget": {"spent_seconds": spent_seconds, "timed": timed, "decided": self._decided}}
+
+    def _timed_so_far(self) -> tuple[int, float]:
+        """Rows, and the seconds that they took with evaluations and saves, over all starts."""
+        (num_rows, seconds), batch_sizes = self._timed, self.config.batch_sizes
+        num_rows += batch_sizes.before(self._last.step) - batch_sizes.before(self._first.step)
+        return num_rows, seconds + self._last.spent_seconds - self._first.spent_seconds
 
     def _apply(self) -> None:
         if self._decided:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from gmlp_scale.engine import OptimizerConfig, TrainConfig
-from gmlp_scale.engine.optimizer import learning_rate
+from gmlp_scale.engine import TrainConfig
+from gmlp_scale.engine.optimizer import AdamwConfig, learning_rate
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.time_budget import TimeBudget
 
-OPTIMIZER = OptimizerConfig(schedule="stable", warmup_steps=10, decay_steps=100)  # a tenth of the 1000 steps
+OPTIMIZER = AdamwConfig(schedule="stable", warmup_steps=10, decay_steps=100)  # a tenth of the 1000 steps
 
 
 def budget_of(seconds: float | None = 200.0, recorded: dict | None = None, **changes) -> TimeBudget:
