@@ -46,9 +46,12 @@ RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3
 """Seconds. A lost host is found after 6, not 15, and 3, not 30, are left to late ones once there are enough hosts. One
 that comes later leads to another start."""
 
-
 FAILS_AGAIN = 2
 """What a rank leaves with where another start would fail as well: `exit_code` of gmlp_scale/run.py."""
+ENDED_ELSEWHERE = 3
+"""What this command leaves with where another host ended the run, whose own code decides whether to start again."""
+HEARD_AFTER_SECONDS = 15.0
+"""Until all hosts have heard of the end: a rank tells an error after 10 (telling.py), or misses others after 5."""
 
 
 class _Agent(LocalElasticAgent):
@@ -125,10 +128,13 @@ def main() -> int:
     try:
         torch.distributed.run.main(words)
     except ChildFailedError as error:
-        return _tell(error)
+        code = _tell(error)
+        if code == FAILS_AGAIN and most > 1:  # this host may have the store, where the others learn that it is the end
+            time.sleep(HEARD_AFTER_SECONDS)
+        return code
     except RendezvousClosedError:
         print_error(f"{run.name} has ended on another host, whose last lines say why")
-        return 1
+        return ENDED_ELSEWHERE
     except SignalException as error:
         print_error(error)
         return 128 + error.sigval
@@ -179,14 +185,13 @@ def _stop_ranks(number: int, frame) -> None:
     ranks = _Agent.here.ranks() if _Agent.here else []
     if not ranks:
         _leave(number, frame)
-    for each in STOP_SIGNALS:
-        signal.signal(each, _leave)
+    signal.signal(signal.SIGINT, _leave)  # a second Ctrl-C; Slurm may send other signals twice
     for rank in ranks:
         rank.terminate()
 
 
 def _leave(number: int, frame) -> None:
-    raise SignalException("stopped by a second signal, or without a rank to tell", signal.Signals(number))
+    raise SignalException("stopped by a second Ctrl-C, or without a rank to tell", signal.Signals(number))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What launch/elastic.py refuses, and which failures it restarts after. tests/hosts/test_elastic.py has its runs."""
 
-import json
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -29,29 +29,47 @@ def test_bounds_that_are_none_are_refused(bounds, monkeypatch, capsys):
     assert left.value.code == 2 and f"--hosts: found {bounds}; needed: two numbers" in capsys.readouterr().err
 
 
+TELL = """report = {"message": {"message": "a shard is corrupt", "extraInfo": {"timestamp": "1"}}}
+json.dump(report, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+sys.exit(2)"""
+
+
 def stand_for_pretrain(folder: Path) -> None:
     """Has launch/elastic.py start folder/pretrain.py, which needs no server that imports what is slow."""
     elastic.__file__ = str(folder / "elastic.py")
     elastic._Agent.start_method = "fork"
+    elastic.HEARD_AFTER_SECONDS = 3.0
 
 
-def start(folder: Path, rank: str) -> tuple[int, str, int]:
-    """A job of one rank, which runs the lines `rank` after it has counted its start: exit code, errors and starts."""
-    starts = folder / "starts"
-    (folder / "pretrain.py").write_text(f"print(file=open({str(starts)!r}, 'a'))\nimport os, sys\n{rank}\n")
-    words = ["--hosts", "1", "--ranks-per-host", "1", "--rendezvous", "localhost:0", "--config", OPTIONS[-1]]
-    job = Script("launch/elastic.py", [*words, f"output_dir={folder}"], prepare=partial(stand_for_pretrain, folder))
-    code, _, errors = job.end()
-    return code, errors, len(starts.read_text())
+def start(folder: Path, rank: str, num_hosts: int = 1) -> list[tuple[int, str, str]]:
+    """A job with one rank on each of some hosts, which are one: it adds a line to folder/starts, then runs `rank`."""
+    count = f"print(file=open({str(folder / 'starts')!r}, 'a'))"
+    (folder / "pretrain.py").write_text(f"import json, os, sys, time\n{count}\n{rank}\n")
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+    words = ["--hosts", num_hosts, "--ranks-per-host", 1, "--rendezvous", f"localhost:{port}", *OPTIONS[-2:]]
+    prepare = partial(stand_for_pretrain, folder)
+    jobs = [Script("launch/elastic.py", [*words, "engine.kind=fsdp2"], prepare=prepare) for _ in range(num_hosts)]
+    return [job.end() for job in jobs]
+
+
+def num_starts(folder: Path) -> int:
+    return len((folder / "starts").read_text())
 
 
 def test_a_failure_that_a_start_would_meet_again_ends_the_run_with_its_message(tmp_path):
-    report = json.dumps({"message": {"message": "a shard is corrupt", "extraInfo": {"timestamp": "1"}}})
-    told = f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({report!r})"
-    code, errors, num_starts = start(tmp_path, f"{told}\nsys.exit(2)")
-    assert (code, num_starts) == (2, 1) and errors.endswith("\na shard is corrupt\n")
+    ((code, _, errors),) = start(tmp_path, TELL)
+    assert (code, num_starts(tmp_path)) == (2, 1) and errors.endswith("\na shard is corrupt\n")
+
+
+def test_such_a_failure_on_one_host_ends_the_run_on_all(tmp_path):
+    """The other host's rank leaves as one does that misses another rank."""
+    jobs = start(tmp_path, f"if os.environ['RANK'] == '1':\n    time.sleep(1)\n    sys.exit(1)\n{TELL}", num_hosts=2)
+    ended = {code: errors for code, _, errors in jobs}
+    assert ended.keys() == {2, 3} and num_starts(tmp_path) == 2, jobs
+    assert ended[2].endswith("\na shard is corrupt\n") and "has ended on another host" in ended[3]
 
 
 def test_a_failure_that_may_pass_restarts_the_ranks(tmp_path):
-    code, errors, num_starts = start(tmp_path, f"sys.exit(len(open({str(tmp_path / 'starts')!r}).read()) < 2)")
-    assert (code, num_starts) == (0, 2), errors
+    ((code, _, errors),) = start(tmp_path, f"sys.exit(len(open({str(tmp_path / 'starts')!r}).read()) < 2)")
+    assert (code, num_starts(tmp_path)) == (0, 2), errors
