@@ -144,6 +144,8 @@ def main() -> int:
 
 def _start_rank_server() -> None:
     """Returns once it has imported all: the other hosts wait for the ranks of one that has joined."""
+    for number in (signal.SIGUSR1, signal.SIGHUP):  # multiprocessing's tracker of resources inherits this
+        signal.signal(number, signal.SIG_IGN)
     multiprocessing.set_forkserver_preload(["gmlp_scale.rank_server"])
     first = multiprocessing.get_context(_Agent.start_method).Process(target=int)
     first.start()
@@ -153,6 +155,8 @@ def _start_rank_server() -> None:
 def _run(script: str, *arguments: str) -> NoReturn:
     """A rank, in a process of its own."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # it ends with its launcher, whatever ends that
+    for number in STOP_SIGNALS:  # its server hears none
+        signal.signal(number, signal.SIG_DFL)
     gmlp_scale.IMPORTED_AT_SECONDS = time.perf_counter()
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
@@ -185,6 +189,7 @@ def _stop_ranks(number: int, frame) -> None:
     ranks = _Agent.here.ranks() if _Agent.here else []
     if not ranks:
         _leave(number, frame)
+    _Agent.here._remaining_restarts = 0  # for a rank that does not save yet, and ends of the signal
     signal.signal(signal.SIGINT, _leave)  # a second Ctrl-C; Slurm may send other signals twice
     for rank in ranks:
         rank.terminate()

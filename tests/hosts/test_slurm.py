@@ -4,12 +4,15 @@ import re
 
 import pytest
 
+from gmlp_scale.train.checkpoint import newest_checkpoint
 from tests.hosts.launchers import Slurm
 from tests.hosts.test_lost import FAULT_STEP, wait_for_step
 from tests.hosts.test_stopped import NEVER, assert_saved, training, training_of
 from tests.test_pretrain import assert_close, logged
 
 pytestmark = pytest.mark.hosts
+MANY_STEPS = 20000
+"""More than are trained before a signal comes through a launcher."""
 
 
 @pytest.mark.parametrize("options", [["--signal=USR1"], ["--signal=USR1", "--full"]], ids=["ranks", "full"])
@@ -77,11 +80,17 @@ def test_an_elastic_job_that_loses_its_first_host_is_requeued(boot, run, undistu
 
 def test_an_elastic_job_that_slurm_signals_saves_and_completes(boot, run, tmp_path, seen):
     slurm = Slurm(*boot(2))
-    job = slurm.sbatch_elastic(2, run("fsdp2", 2, NEVER))
+    longer = [
+        f"checkpoint.save_every_steps={MANY_STEPS}",
+        f"train.num_steps={MANY_STEPS}",
+        f"train.evaluate_every_steps={MANY_STEPS}",
+    ]
+    job = slurm.sbatch_elastic(2, run("fsdp2", 2, *longer))
     wait_for_step(tmp_path / "run", FAULT_STEP)
     slurm.call("scancel", "--signal=USR1", "--full", job.number)
     assert job.end() == "COMPLETED 0:0", job.printed()
-    assert_saved(tmp_path / "run")
+    checkpoint, damaged = newest_checkpoint(tmp_path / "run/checkpoints")
+    assert "stopped after step" in job.printed() and checkpoint.step < MANY_STEPS and not damaged
     seen("Slurm's elastic form", "scancel --signal=USR1 --full: all saved, COMPLETED 0:0")
 
 
