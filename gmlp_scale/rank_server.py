@@ -2,23 +2,21 @@
 
 Nothing of it asks for a GPU, which a forked process could not use then.
 """
+# ruff: noqa: F401
 
 import gc
-import importlib
 import os
 import signal
 
+import tensorboard.plugins.custom_scalar.layout_pb2
+import tensorboard.plugins.hparams.summary_v2
+import torch._dynamo  # by the first optimizer
+import torch.distributed.fsdp
+import torch.distributed.run  # by launch/elastic.py, which multiprocessing imports in each rank
+
+import gmlp_scale.run
 from gmlp_scale.process import STOP_SIGNALS
 
-for name in (
-    "gmlp_scale.run",
-    "torch._dynamo",  # by the first optimizer
-    "torch.distributed.fsdp",
-    "torch.distributed.run",  # by launch/elastic.py, which multiprocessing imports in each rank
-    "tensorboard.plugins.custom_scalar.layout_pb2",  # by the log files
-    "tensorboard.plugins.hparams.summary_v2",
-):
-    importlib.import_module(name)
 gc.freeze()  # or every rank would walk, and so copy, all of this as it collects and as it ends
 os.setsid()
 # A terminal and Slurm send signals to all processes of a job. The launcher hears them, and tells the ranks.
