@@ -36,11 +36,12 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 import gmlp_scale
-from gmlp_scale.config import ConfigError
+from gmlp_scale.config import ConfigError, PretrainingRecipe
 from gmlp_scale.files import print_error
 from gmlp_scale.process import STOP_SIGNALS
 from gmlp_scale.run import load_recipe
-from gmlp_scale.train.remote_checkpoints import saved_steps
+from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
+from gmlp_scale.train.time_budget import num_steps_of
 
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 """Seconds. A lost host is found after 6, not 15, and 3, not 30, are left to late ones once there are enough hosts. One
@@ -138,8 +139,18 @@ def main() -> int:
     except SignalException as error:
         print_error(error)
         return 128 + error.sigval
-    is_finished = run.train.last_step in saved_steps(run.run_folder)
-    return 0 if is_finished else options.unfinished_code
+    return 0 if is_finished(run) else options.unfinished_code
+
+
+def is_finished(run: PretrainingRecipe) -> bool:
+    """Whether there is a checkpoint of the last step, be it one that the time budget decided."""
+    if run.train.last_step in saved_steps(run.run_folder):
+        return True
+    if run.train.time_budget_seconds is None:
+        return False
+    with checkpoints_of(run.run_folder) as checkpoints:
+        newest, _ = checkpoints.newest()
+    return newest is not None and newest.step == num_steps_of(newest.details, run.train.num_steps)
 
 
 def _start_rank_server() -> None:

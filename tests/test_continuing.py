@@ -1,4 +1,4 @@
-"""Which runs go on from a checkpoint of a mixture."""
+"""Which runs go on from which checkpoints."""
 
 from pathlib import Path
 
@@ -50,6 +50,40 @@ def continues(tmp_path):
 
 
 A, B = ("a", 3), ("b", 1)
+
+
+def told_of(old: list[str], new: list[str], **details) -> str:
+    """What a run with overrides `new` is told at step 6 of one with `old`."""
+    before, now = load_run_config(SMOKE, old), load_run_config(SMOKE, new)
+    try:
+        check_continues(
+            now,
+            "run",
+            {"config": before.to_json(), "data": {}} | details,
+            {"config": now.to_json(), "data": {}},
+            step=STEP,
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_batches_may_change_from_the_checkpoint_on_but_not_before():
+    old, allowed = "train.global_batch_size=[[0,8],[5,16]]", "train.allow_changed_on_resume=[train.global_batch_size]"
+    assert not told_of([old], ["train.global_batch_size=[[0,8],[5,16],[6,32]]", allowed])
+    told = told_of([old], ["train.global_batch_size=32", allowed])
+    assert "other batches before step 6" in told and "train.global_batch_size='[[0, 8], [5, 16], [6, 32]]'" in told
+
+
+def test_a_time_budget_may_change_until_it_has_decided():
+    budget = ["optimizer.schedule=stable", "optimizer.decay_steps=2", "train.time_budget_seconds=9"]
+    changed = [*budget, "train.time_budget_seconds=30", "train.allow_changed_on_resume=[train.time_budget_seconds]"]
+    recorded = {"spent_seconds": 3.0, "timed": [48, 3.0], "decided": None}
+    assert not told_of(budget, changed, time_budget=recorded)
+    decided = {"at_step": 5, "num_steps": 9, "decay_steps": 4}
+    told = told_of(budget, changed, time_budget=recorded | {"decided": decided})
+    assert "found 30.0, but by 9 s the decay began after step 5" in told and "branch_from=RUN@5" in told
+    assert not told_of(budget, budget, time_budget=recorded | {"decided": decided})
 
 
 def test_the_same_sources_go_on_wherever_they_lie(continues):

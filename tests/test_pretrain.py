@@ -23,6 +23,7 @@ from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.train.time_budget import TimeBudget
 from gmlp_scale.trained import read_run
+from launch.elastic import is_finished
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables, run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
@@ -259,22 +260,24 @@ def _pretrain_by_clock(overrides: list[str], seconds_per_step: float) -> list[tu
 def test_the_decay_ends_with_the_time_budget_also_after_a_resume(forty_rows, tmp_path):
     budget = [
         "train.time_budget_seconds=11", "train.num_steps=40", "optimizer.schedule=stable", "optimizer.decay_steps=15",
-        "checkpoint.save_every_steps=3", "checkpoint.keep_last=9",
+        "checkpoint.save_every_steps=3", "checkpoint.keep_last=1",
     ]  # fmt: skip
     recipe = [*RECIPE, *budget, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     run_ranks(_pretrain_by_clock, 2, [*recipe, *FSDP2, "name=whole"], 1.0)
     whole = logged(tmp_path / "whole")
     assert [row["step"] for row in whole if "eval/loss" in row] == [4, 8, 11], "and the last one"
     saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
-    assert saved == [f"step_{step:09d}" for step in (3, 6, 8, 9, 11)]
+    assert saved == [f"step_{step:09d}" for step in (8, 11)], "the one of the decision, and the newest"
     peak = load_run_config(SMOKE).optimizer.peak_learning_rate
     rates = [row["train/learning_rate"] / peak for row in whole if "train/loss" in row]
     assert rates == pytest.approx([0.5, *[1.0] * 8, 2 / 3, 1 / 3])
     checkpoint = read_run(tmp_path / "whole")
     decided = {"at_step": 8, "num_steps": 11, "decay_steps": 3}
-    assert checkpoint.details["time_budget"] == {"spent_seconds": 11.0, "decided": decided}
+    assert checkpoint.details["time_budget"] == {"spent_seconds": 11.0, "timed": [80, 10.0], "decided": decided}
     card = model_card(checkpoint.config, 1, checkpoint.head, None, checkpoint.details, Publication())
     assert "| steps | 11 of 11 |" in card
+    assert is_finished(load_run_config(SMOKE, [*recipe, "name=whole"]))
+    assert not is_finished(load_run_config(SMOKE, [*recipe, "name=another"]))
     # The same clock up to the decision, which step 8's checkpoint holds; then a slow one, which nobody looks at.
     for stop, seconds_per_step in ((5, 1.0), (9, 1.0), (40, 100.0)):
         run_ranks(_pretrain_by_clock, 1, [*recipe, *SINGLE, f"train.stop_after_step={stop}"], seconds_per_step)

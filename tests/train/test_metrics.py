@@ -107,9 +107,10 @@ def test_the_time_left_counts_the_evaluations_to_come_and_ends_where_this_start_
         metrics = make_metrics(tmp_path, world, 0, config=train_config(evaluate_every_steps=30, **changes))
         metrics.evaluation_seconds = 1000.0
         metrics.close()
-        return metrics._seconds_left(step, step_seconds=1.0)
+        return metrics._seconds_left(StepReport(step, 1.0, 1.0, 1e-4, 1.0, spent_seconds=500.0), step_seconds=1.0)
 
     assert seconds_left(29) == 71 + 4000  # after 30, 60, 90 and the last step
+    assert seconds_left(29, time_budget_seconds=600.0) == 100
     assert seconds_left(30) == 70 + 4000  # the line of step 30 comes before its evaluation
     assert seconds_left(31) == 69 + 3000
     assert seconds_left(31, stop_after_step=60) == 29 + 1000

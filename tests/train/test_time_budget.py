@@ -46,12 +46,13 @@ def test_a_growing_batch_is_timed_by_its_rows():
 def test_a_resume_repeats_the_decision_and_counts_the_time_before():
     first = see(budget_of(), {1: 1.0, 150: 90.0})
     spent_before = first.record()["time_budget"]
-    assert spent_before == {"spent_seconds": 90.0, "decided": None}
+    assert spent_before == {"spent_seconds": 90.0, "timed": (149 * 8, 89.0), "decided": None}
     resumed = budget_of(recorded=spent_before)
     assert resumed.spent_seconds() - budget_of().spent_seconds() == pytest.approx(90.0, abs=10.0)
     decided = see(resumed, {151: 91.0, 241: 181.0}).decide()
     again = budget_of(recorded=resumed.record()["time_budget"])
-    assert (again.config, again.optimizer) == decided and decided[0].num_steps == 260
+    assert (again.config, again.optimizer) == decided and again.decided_at == 241
+    assert decided[0].num_steps == 266, "19 seconds at the speed of both starts, 239 steps in 179 seconds"
     assert not see(again, {242: 500.0, 243: 1000.0}).is_decay_due
 
 
@@ -68,6 +69,19 @@ def test_a_resume_repeats_the_decision_and_counts_the_time_before():
 def test_a_run_never_ends_at_once_nor_after_the_recipes_last_step(spent, num_steps):
     budget = see(budget_of(), spent)
     assert budget.is_decay_due and budget.decide()[0].num_steps == num_steps
+
+
+def test_a_decay_within_the_warm_up_falls_to_0_and_is_told(caplog):
+    budget = see(budget_of(), {1: 1.0, 5: 300.0})
+    config, optimizer = budget.decide()
+    assert "within the warm-up of 10 steps" in caplog.text
+    assert learning_rate(optimizer, config.num_steps, config.num_steps) == 0.0
+    assert learning_rate(optimizer, 3, 1000) == OPTIMIZER.peak_learning_rate * 4 / 10
+
+
+def test_a_change_that_never_comes_is_told(caplog):
+    see(budget_of(global_batch_size=[(0, 8), (900, 16)]), {1: 1.0, 150: 190.0}).decide()
+    assert "train.global_batch_size changes at step 900, which never comes" in caplog.text
 
 
 def test_nothing_is_decided_without_a_budget_or_within_the_recipes_own_decay():
