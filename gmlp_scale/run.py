@@ -38,7 +38,7 @@ from gmlp_scale.train.loop import BatchLoader, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
 from gmlp_scale.train.recheck import RecheckError
 from gmlp_scale.train.remote_folder import RemoteFolder
-from gmlp_scale.train.run_folder import RunFolderError, claimed
+from gmlp_scale.train.run_folder import RunFolderError, UnusableFolderError, claimed
 from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
 from gmlp_scale.train.time_budget import TimeBudget
 from gmlp_scale.train.tracker import TrackerError
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 USER_ERRORS = (
     ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
     RecheckError, SpikeError, DeviceError, LauncherError, LostRankError, OtherRankError, KernelsError, TrackerError,
-    TrainedModelError, ExportError,
+    TrainedModelError, ExportError, UnusableFolderError,
 )  # fmt: skip
 """Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
 

@@ -19,7 +19,7 @@ from gmlp_scale.run import run_task
 from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
-from gmlp_scale.train.run_folder import RunFolderError, UnusableFolderError
+from gmlp_scale.train.run_folder import RunFolderError
 from gmlp_scale.train.step_guard import NotFiniteError
 from gmlp_scale.trained import read_run
 from gmlp_scale.world import World
@@ -160,8 +160,6 @@ def train_all(table: Table, world: World) -> bool:
                 return False
             evaluated = evaluate_models([read_run(run.run_folder)], run.data.shards, HELDOUT_ROWS, world)
             content["loss"] = evaluated["models"][0]["loss"]
-        except UnusableFolderError:
-            raise
         except RunFolderError as error:
             log.info("left to the process that trains it: %s", error)
             elsewhere.add(run.name)

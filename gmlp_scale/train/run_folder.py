@@ -20,7 +20,7 @@ class RunFolderError(RuntimeError):
     """Another job holds the run folder."""
 
 
-class UnusableFolderError(RunFolderError, ValueError):
+class UnusableFolderError(ValueError):
     """The run folder cannot be created or locked."""
 
 
