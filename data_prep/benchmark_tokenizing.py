@@ -21,18 +21,19 @@ from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.files import print_error
 from gmlp_scale.prepare.input_files import Record
 from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.read_documents import ReadDocuments
 from gmlp_scale.prepare.write_shards import WriteShards
+from gmlp_scale.telling import command
 
 _TEXTS_AT_A_TIME = 100
 _SLOW_TEXTS = 300  # of each file for `tokenizers`, which is slow
 _C4_SHARDS, _C4_ROWS_PER_SHARD, _C4_STEP = 40_000, 7_625, 1_000_000  # 305 M rows
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="of documents; each a process")
@@ -45,12 +46,8 @@ def main() -> int:
             input=arguments.input, tokenizer=arguments.tokenizer, sequence_length=512, output=f"{folder}/out",
             max_bad_fraction=1.0,
         )  # fmt: skip
-        try:
-            num_files = len(options.files)
-            Tokenizer(options.tokenizer)
-        except (ValueError, OSError) as error:
-            print_error(error)
-            return 2
+        num_files = len(options.files)
+        Tokenizer(options.tokenizer)
         for contender in (pipeline, sentencepiece, tokenizers, *(pipeline, sentencepiece) * (arguments.rounds - 1)):
             name = contender.__name__
             print(name, file=sys.stderr, flush=True)

@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gmlp_scale.bars import progress_bar
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import write_file
+from gmlp_scale.telling import command
 
 _SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 _PASSED_OVER = {"tests", "test", "testing", "__pycache__", "licenses"}
@@ -43,6 +45,7 @@ _LICENCE_TEXT = re.compile(
 )
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     packages, default = Path(sysconfig.get_paths()["purelib"]), "(default: %(default)s)"
@@ -52,8 +55,7 @@ def main() -> int:
     options = parser.parse_args()
     files = find_files(options.folder)
     if not files:
-        print(f"--folder {options.folder} holds no Python or documentation files", file=sys.stderr)
-        return 2
+        raise InputError(f"--folder {options.folder} holds no Python or documentation files")
     documents = gather(options.folder, files, options.bytes)
     content = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in documents).encode()
     write_file(options.output, content)

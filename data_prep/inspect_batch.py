@@ -12,11 +12,13 @@ import sys
 from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.files import print_error
+from gmlp_scale.errors import InputError
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.tasks.pretraining import build_loader
+from gmlp_scale.telling import command
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
@@ -26,16 +28,12 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="print only so many (default: all)")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
-    try:
-        run = load_run_config(options.config, options.overrides)
-        if not 0 <= options.step < run.train.num_steps:
-            raise ValueError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")
-        run = run.with_micro_batch_size(1)
-        loader = build_loader(run, rank=0, world_size=1)
-        tokenizer = Tokenizer(run.data.tokenizer_folder)
-    except (ValueError, OSError) as error:
-        print_error(error)
-        return 2
+    run = load_run_config(options.config, options.overrides)
+    if not 0 <= options.step < run.train.num_steps:
+        raise InputError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")
+    run = run.with_micro_batch_size(1)
+    loader = build_loader(run, rank=0, world_size=1)
+    tokenizer = Tokenizer(run.data.tokenizer_folder)
     print_batch(loader, tokenizer, options.step, options.rows)
     return 0
 

@@ -25,14 +25,17 @@ from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.hashing import permutation
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.shards import MANIFEST_NAME, Shard, Splits
-from gmlp_scale.files import print_error, write_file, write_text
-from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, SourceError, as_jpeg, open_source
-from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.errors import InputError
+from gmlp_scale.files import write_file, write_text
+from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
+from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.telling import command
 
 _ORDER_SEED = 0
 _BAD_IMAGES_SHOWN = 3
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, metavar="SOURCE", help="the training images")
@@ -50,26 +53,22 @@ def main() -> int:
         parser.error("--images-per-shard and --workers must be at least 1")
     if options.heldout_fraction is not None and not 0 < options.heldout_fraction < 1:
         parser.error(f"--heldout-fraction is {options.heldout_fraction}; it must be between 0 and 1")
-    try:
-        splits = _splits(options)
-        job = JobFolder(options.output)
-        with job.begun(_settings(options, splits)):
-            return _run(options, splits, job)
-    except (ValueError, OSError) as error:
-        print_error(error)
-        return 2
+    splits = _splits(options)
+    job = JobFolder(options.output)
+    with job.begun(_settings(options, splits)):
+        return _run(options, splits, job)
 
 
 def _splits(options: argparse.Namespace) -> dict[str, ImageSource]:
     """The images of each split, in the order in which they are stored."""
     if options.heldout == options.input:
-        raise SourceError("--heldout is --input: give other images, or --heldout-fraction")
+        raise InputError("--heldout is --input: give other images, or --heldout-fraction")
     train = _in_order(open_source(options.input))
     if options.heldout:
         return {"train": train, "heldout": _in_order(open_source(options.heldout)).with_classes(train.classes)}
     num_train = len(train.images) - round(options.heldout_fraction * len(train.images))
     if not 0 < num_train < len(train.images):
-        raise SourceError(f"--heldout-fraction leaves {num_train} of {len(train.images)} images to train on")
+        raise InputError(f"--heldout-fraction leaves {num_train} of {len(train.images)} images to train on")
     parts = {"train": train.images[:num_train], "heldout": train.images[num_train:]}
     return {split: ImageSource(train.classes, images, train.read) for split, images in parts.items()}
 
@@ -111,9 +110,6 @@ def _run(options: argparse.Namespace, splits: dict[str, ImageSource], job: JobFo
                 receipts[receipt["name"]] = receipt
                 bar.update()
         manifest = _manifest([receipts[name] for name in planned], splits["train"].classes, options.max_bad_images)
-    except (JobError, OSError) as error:
-        print_error(error)
-        return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the shards that are not written", file=sys.stderr)
         return 130
@@ -139,11 +135,11 @@ def _write_shard(output: str, plan: tuple) -> dict:
 
 
 def _manifest(receipts: list[dict], classes: tuple[str, ...], max_bad_images: int) -> ImageManifest:
-    """Raises JobError if more images are bad than may be left out."""
+    """Raises InputError if more images are bad than may be left out."""
     bad = [line for receipt in receipts for line in receipt["bad"]]
     if len(bad) > max_bad_images:
         shown = "\n".join(f"  {line}" for line in bad[:_BAD_IMAGES_SHOWN])
-        raise JobError(
+        raise InputError(
             f"{len(bad)} images cannot be decoded:\n{shown}\nmend them and write to a new folder, or run the same "
             f"command with --max-bad-images {len(bad)}, which leaves them out"
         )

@@ -14,14 +14,15 @@ import sys
 import time
 
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.files import print_error, read_file, redacted, write_file
+from gmlp_scale.files import read_file, redacted, write_file
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS
 from gmlp_scale.prepare.estimate import estimate
-from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.report import check_input, make_report, print_table, write_manifest
 from gmlp_scale.prepare.run_job import run_passes
 from gmlp_scale.prepare.write_shards import PACKINGS
+from gmlp_scale.telling import command
 
 
 def parse_options() -> JobOptions:
@@ -61,19 +62,16 @@ def parse_options() -> JobOptions:
     return JobOptions.checked(vars(parser.parse_args()))
 
 
+@command
 def main() -> int:
-    try:
-        options = parse_options()
-        tokenizer = Tokenizer(options.tokenizer)
-        if options.dry_run:
-            print_table(estimate(options, tokenizer))
-            return 0
-        job = JobFolder(options.output)
-        with job.begun(options.settings(tokenizer)):
-            return run(options, tokenizer, job)
-    except (ValueError, OSError) as error:
-        print_error(error)
-        return 2
+    options = parse_options()
+    tokenizer = Tokenizer(options.tokenizer)
+    if options.dry_run:
+        print_table(estimate(options, tokenizer))
+        return 0
+    job = JobFolder(options.output)
+    with job.begun(options.settings(tokenizer)):
+        return run(options, tokenizer, job)
 
 
 def run(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> int:
@@ -85,9 +83,6 @@ def run(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> int:
             print(f"shards in {redacted(options.output)}, after {time.monotonic() - started:.1f} s")
         else:
             print("submitted to Slurm; when the jobs have ended, the same command writes the manifest")
-    except (JobError, OSError) as error:
-        print_error(error)
-        return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the tasks that are not done", file=sys.stderr)
         return 130

@@ -17,9 +17,11 @@ from pathlib import Path
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
-from gmlp_scale.files import print_error, redacted, write_file
+from gmlp_scale.errors import InputError
+from gmlp_scale.files import redacted, write_file
 from gmlp_scale.prepare.input_files import FileReader, InputFile, Record, find_inputs, records_before_fault
 from gmlp_scale.repeating import repeating
+from gmlp_scale.telling import command
 
 _READ_PER_SAMPLED_BYTE = 10
 _MAX_RECORD_BYTES = 4_000_000
@@ -38,30 +40,27 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@command
 def main() -> int:
     options = parse_options()
     started = time.monotonic()
-    try:
-        smallest = NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS + 1
-        if not smallest <= options.vocab_size <= 1 << 16:
-            raise ValueError(f"--vocab-size is {options.vocab_size}; it must be between {smallest} and 65536")
-        if Path(options.output).exists():
-            raise ValueError(f"--output {options.output} is there already: choose another, or delete it")
-        texts = sample(
-            find_inputs(options.input),
-            options.text_field,
-            options.sample_bytes,
-            options.seed,
-            max_bad_files=options.max_bad_files,
-        )
-        num_bytes = sum(len(text.encode()) for text in texts)
-        description = f"training on {len(texts):,} documents, {num_bytes:,} bytes"
-        bar = progress_bar(desc=description, bar_format="{desc}: {elapsed}")
-        with bar, repeating(bar.refresh, every_seconds=1.0):
-            train_tokenizer(texts, options.vocab_size, options.output)
-    except (ValueError, OSError) as error:
-        print_error(error)
-        return 2
+    smallest = NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS + 1
+    if not smallest <= options.vocab_size <= 1 << 16:
+        raise InputError(f"--vocab-size is {options.vocab_size}; it must be between {smallest} and 65536")
+    if Path(options.output).exists():
+        raise InputError(f"--output {options.output} is there already: choose another, or delete it")
+    texts = sample(
+        find_inputs(options.input),
+        options.text_field,
+        options.sample_bytes,
+        options.seed,
+        max_bad_files=options.max_bad_files,
+    )
+    num_bytes = sum(len(text.encode()) for text in texts)
+    description = f"training on {len(texts):,} documents, {num_bytes:,} bytes"
+    bar = progress_bar(desc=description, bar_format="{desc}: {elapsed}")
+    with bar, repeating(bar.refresh, every_seconds=1.0):
+        train_tokenizer(texts, options.vocab_size, options.output)
     tokenizer = Tokenizer(options.output)
     tokens_per_byte = sum(map(len, tokenizer.encode_batch(texts[:1000]))) / sum(len(t.encode()) for t in texts[:1000])
     details = vars(options) | {
@@ -81,7 +80,7 @@ def sample(
 ) -> list[str]:
     """The documents with the smallest seeded hashes, about `sample_bytes` in all, in the order of the hashes.
 
-    Raises JobError where more files are found broken than allowed.
+    Raises InputError where more files are found broken than allowed.
     """
     bad_files = []
     read_per_file = _READ_PER_SAMPLED_BYTE * sample_bytes / len(files)
@@ -103,7 +102,7 @@ def sample(
             if read_bytes >= read_per_file:
                 break
     if not kept:
-        raise ValueError(f"--input holds no text in field {text_field!r}")
+        raise InputError(f"--input holds no text in field {text_field!r}")
     return [text for _, text in sorted(kept, reverse=True)]
 
 

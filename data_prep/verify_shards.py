@@ -21,21 +21,19 @@ from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, unpack_images
 from gmlp_scale.data.shards import MANIFEST_NAME, CorruptShardError, Manifest, Shard, ShardRows, read_verified
 from gmlp_scale.data.tokenizer import MODEL_NAME
-from gmlp_scale.files import is_local, open_filesystem, print_error, read_file, with_retries
+from gmlp_scale.files import is_local, open_filesystem, read_file, with_retries
 from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg
+from gmlp_scale.telling import command
 
 _ROWS_AT_A_TIME = 8192
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", metavar="SHARDS_DIR", help="a path or a URL")
     folder = parser.parse_args().shards
-    try:
-        manifest = (ImageManifest if is_of_images(folder) else Manifest).load(folder)
-    except (ValueError, OSError) as error:
-        print_error(error)
-        return 2
+    manifest = (ImageManifest if is_of_images(folder) else Manifest).load(folder)
     shards = [*manifest.splits.train, *manifest.splits.heldout]
     problems = check_all_listed(folder, shards)
     if isinstance(manifest, Manifest):

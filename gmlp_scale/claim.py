@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from gmlp_scale.errors import UserError
 from gmlp_scale.files import create_file, open_filesystem, read_file, redacted, with_retries, write_file
 from gmlp_scale.repeating import repeating
 
@@ -26,7 +27,7 @@ _GONE_AFTER_SECONDS = 30.0
 _LOOK_EVERY_SECONDS = 0.5
 
 
-class ClaimedError(ValueError):
+class ClaimedError(UserError):
     """Another job works in the folder."""
 
 

@@ -21,6 +21,7 @@ from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import load_manifests
 from gmlp_scale.data.mixture import Mixture, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import is_url, open_filesystem, redacted
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.gmlp import GmlpConfig
@@ -47,7 +48,7 @@ _STORES = ("s3", "s3a", "gs", "gcs", "memory")
 """Those that create a file for only one of several processes, as the claim on a run folder needs."""
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """All mistakes in a recipe and its overrides, one per line; then what to change, if they share that."""
 
     def __init__(self, source: str, mistakes: list[str], needed: str = ""):

@@ -10,6 +10,8 @@ from types import FrameType
 
 import torch
 
+from gmlp_scale.errors import UserError
+
 log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -29,8 +31,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 to the kernel at once."""
 
 
-class DeviceError(RuntimeError):
+class DeviceError(UserError):
     """The machine lacks the device that the recipe asks for."""
+
+    exit_code = 2
 
 
 def allow_open_files(rank: int, size: int) -> None:

@@ -16,50 +16,30 @@ import gmlp_scale
 from gmlp_scale.banner import banner
 from gmlp_scale.config import FREE_IN_BRANCH, ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
 from gmlp_scale.continuing import check_continues
-from gmlp_scale.data.shards import ShardError
-from gmlp_scale.engine import Engine, EngineConfigError, OptimizerConfig, TrainConfig, build_engine
+from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
 from gmlp_scale.filters import draw_filters, spatial_filters
-from gmlp_scale.kernels.spatial_gating_unit import KernelsError
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.process import DeviceError
 from gmlp_scale.recipe_file import load_config, read_recipe_file
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.tasks.records import DataError
 from gmlp_scale.telling import set_up_logging
-from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError
+from gmlp_scale.train.checkpoint import Checkpoint
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 from gmlp_scale.train.loop import BatchLoader, Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
-from gmlp_scale.train.recheck import RecheckError
 from gmlp_scale.train.remote_folder import RemoteFolder
-from gmlp_scale.train.run_folder import RunFolderError, UnusableFolderError, claimed
-from gmlp_scale.train.step_guard import NotFiniteError, SpikeError, StepGuard
+from gmlp_scale.train.run_folder import claimed
+from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.time_budget import TimeBudget
-from gmlp_scale.train.tracker import TrackerError
-from gmlp_scale.trained import ExportError, TrainedModelError, open_checkpoint
-from gmlp_scale.world import LauncherError, LostRankError, OtherRankError, World, start_world
+from gmlp_scale.trained import open_checkpoint
+from gmlp_scale.world import World, start_world
 
 log = logging.getLogger(__name__)
-
-USER_ERRORS = (
-    ConfigError, EngineConfigError, ShardError, DataError, OSError, RunFolderError, CheckpointError, NotFiniteError,
-    RecheckError, SpikeError, DeviceError, LauncherError, LostRankError, OtherRankError, KernelsError, TrackerError,
-    TrainedModelError, ExportError, UnusableFolderError,
-)  # fmt: skip
-"""Mistakes that a user can put right. Each message says what was found, what is needed and what to change."""
-
-
-def exit_code(error: Exception) -> int:
-    """2 where the same command would fail again: for what was asked, the data or the training. 1 for what may pass: a
-    lost rank, a disk, another job in the run folder. Clusters and launch/elastic.py start again what left with 1."""
-    fails_again = isinstance(error, ValueError | FileNotFoundError | DeviceError | NotFiniteError | SpikeError)
-    return 2 if fails_again else 1
 
 
 class Task(Protocol):

@@ -1,15 +1,20 @@
 """What a process of a run says: its log, and the error that ends it."""
 
+import functools
 import json
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from gmlp_scale.errors import USER_ERRORS, LostRankError, exit_code
 from gmlp_scale.files import print_error, redacted
-from gmlp_scale.world import LostRankError, World
+
+if TYPE_CHECKING:
+    from gmlp_scale.world import World
 
 OTHERS_TELL_AFTER_SECONDS = 10.0
 """DeepSpeed's launcher looks for ended ranks every second."""
@@ -22,7 +27,7 @@ class _RedactedLines(logging.Formatter):
         return redacted(super().format(record))
 
 
-def set_up_logging(world: World) -> None:
+def set_up_logging(world: "World") -> None:
     """Sends the package's log to standard error: all lines of rank 0, warnings of the others, each with its rank."""
     rank = f" rank {world.rank}" if world.size > 1 else ""
     line = logging.StreamHandler(sys.stderr)
@@ -31,6 +36,26 @@ def set_up_logging(world: World) -> None:
     log.handlers = [line]
     log.propagate = False
     log.setLevel(logging.INFO if world.is_main else logging.WARNING)
+
+
+def command(main: Callable[[], int]) -> Callable[[], int]:
+    """Makes a script's main tell a user's mistake in its words alone, and return what to leave with.
+
+    Any other error keeps its traceback.
+    """
+
+    @functools.wraps(main)
+    def told_main() -> int:
+        try:
+            return main()
+        except USER_ERRORS as error:
+            tell(error)
+            code = exit_code(error)
+            if isinstance(error, LostRankError):
+                leave_without_others(code)
+            return code
+
+    return told_main
 
 
 def tell(error: BaseException) -> None:

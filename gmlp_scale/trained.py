@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import download_file, is_url, list_files, read_file, redacted
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.backbone import Backbone
@@ -48,11 +49,11 @@ CLASS_OF_HEAD: dict[Head, str] = {
 }
 
 
-class TrainedModelError(ValueError):
+class TrainedModelError(InputError):
     """A trained model does not have what was asked for."""
 
 
-class ExportError(ValueError):
+class ExportError(InputError):
     """A folder is not an export, or an export cannot be written to it."""
 
 

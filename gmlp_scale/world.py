@@ -18,6 +18,7 @@ from uuid import UUID
 import torch
 import torch.distributed as dist
 
+from gmlp_scale.errors import InputError, LostRankError, OtherRankError
 from gmlp_scale.files import redacted
 from gmlp_scale.process import (
     ONE_GPU_EACH,
@@ -39,18 +40,6 @@ _NUM_NAMED = 8
 
 _NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
-
-
-class OtherRankError(RuntimeError):
-    """Another rank failed; its own message says why."""
-
-
-class LostRankError(RuntimeError):
-    """A collective failed because a rank did not come to it."""
-
-
-class LauncherError(ValueError):
-    """The launcher's variables are incomplete, or lead to another run."""
 
 
 def launched_world_size() -> int:
@@ -77,7 +66,7 @@ def start_world(
         traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
 
     Raises:
-        LauncherError: the launcher's variables are incomplete, their port is another job's, or their ranks belong to
+        InputError: the launcher's variables are incomplete, their port is another job's, or their ranks belong to
             another run.
         LostRankError: rank 0 was not there within the timeout.
         DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
@@ -85,7 +74,7 @@ def start_world(
     size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
     allow_open_files(rank, size)
     if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise LauncherError(
+        raise InputError(
             f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
             "start the processes with torchrun or deepspeed, or set all five"
         )
@@ -139,13 +128,13 @@ def _join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Stor
         host_run = store.get("run").decode()
     except dist.DistNetworkError as error:
         if is_host:
-            raise LauncherError(f"{found} cannot be opened ({_first_line(error)}); {needed}") from None
+            raise InputError(f"{found} cannot be opened ({_first_line(error)}); {needed}") from None
         raise LostRankError(f"rank {rank} did not reach {found}: {_first_line(error)}") from None
     except dist.DistStoreError:
         seconds = timeout.total_seconds()
         raise LostRankError(f"rank 0 did not come to {found} in {seconds:.0f} s: its own message says why") from None
     if host_run != redacted(run):
-        raise LauncherError(f"{found} belongs to the run {host_run}, and this rank {rank} to {redacted(run)}; {needed}")
+        raise InputError(f"{found} belongs to the run {host_run}, and this rank {rank} to {redacted(run)}; {needed}")
     store.set(f"came/{rank}", "")
     return store
 

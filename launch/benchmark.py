@@ -18,10 +18,11 @@ from pathlib import Path
 
 from gmlp_scale.benchmark.comparison import read_report, table, worsened
 from gmlp_scale.benchmark.parts import PARTS, USUAL_PARTS, measure
-from gmlp_scale.files import print_error, write_text
-from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.files import write_text
+from gmlp_scale.telling import command
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -37,24 +38,20 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
-    try:
-        if options.table:
-            print(table(read_report(options.table)))
-            return 0
-        before = read_report(options.compare) if options.compare else None
-        date, parts = datetime.date.today().isoformat(), options.parts.split(",")
-        machine, recipes = measure(
-            options.config, options.overrides, parts, options.rounds, with_peers=not options.no_peers
-        )
-        report = {"date": date, "machine": machine, "command": sys.argv[1:], "recipes": recipes}
-        text = json.dumps(report, indent=1)
-        print(text)
-        if options.output:
-            write_text(options.output, text + "\n")
-        lines = worsened(before, report) if before else []
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return 2
+    if options.table:
+        print(table(read_report(options.table)))
+        return 0
+    before = read_report(options.compare) if options.compare else None
+    date, parts = datetime.date.today().isoformat(), options.parts.split(",")
+    machine, recipes = measure(
+        options.config, options.overrides, parts, options.rounds, with_peers=not options.no_peers
+    )
+    report = {"date": date, "machine": machine, "command": sys.argv[1:], "recipes": recipes}
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.output:
+        write_text(options.output, text + "\n")
+    lines = worsened(before, report) if before else []
     for line in lines:
         print(f"worse: {line}", file=sys.stderr)
     return 1 if lines else 0

@@ -10,12 +10,12 @@ import json
 import sys
 
 from gmlp_scale.benchmark.image_loading import BATCH_SIZE, measure_image_loading
-from gmlp_scale.config import ConfigError
-from gmlp_scale.files import print_error
 from gmlp_scale.recipe_file import load_config
 from gmlp_scale.tasks.images import ImagesConfig
+from gmlp_scale.telling import command
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe with task: images")
@@ -25,11 +25,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     if options.images < 1 or options.images % BATCH_SIZE or options.rounds < 1:
         parser.error(f"--images must be a multiple of {BATCH_SIZE}, and --rounds at least 1")
-    try:
-        run = load_config(ImagesConfig, options.config, options.overrides)
-    except ConfigError as error:
-        print_error(error)
-        return 2
+    run = load_config(ImagesConfig, options.config, options.overrides)
     print(json.dumps(measure_image_loading(run, options.images, options.rounds), indent=1))
     return 0
 

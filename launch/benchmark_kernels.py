@@ -24,11 +24,11 @@ import torch
 
 from gmlp_scale.benchmark.kernel_launches import compiled_kernels, host_seconds
 from gmlp_scale.benchmark.kernel_times import load_recipe, measure_kernels
-from gmlp_scale.files import print_error
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
-from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.telling import command
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="of a gMLP or aMLP; its micro-batch is timed")
@@ -37,16 +37,10 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device: run it on a GPU, or with --device none or cpu", file=sys.stderr)
-        return 2
+        parser.error("there is no CUDA device: run it on a GPU, or with --device none or cpu")
     if (options.device == "cpu") != is_interpreted():
-        print("--device cpu needs TRITON_INTERPRET=1 in the environment, others need it away", file=sys.stderr)
-        return 2
-    try:
-        report = measure(options)
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return 2
+        parser.error("--device cpu needs TRITON_INTERPRET=1 in the environment, others need it away")
+    report = measure(options)
     print(json.dumps(report, indent=1))
     return 0
 

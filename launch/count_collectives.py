@@ -10,27 +10,23 @@ import argparse
 import sys
 
 from gmlp_scale.benchmark.collectives import table
-from gmlp_scale.files import print_error
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.telling import command
 from gmlp_scale.world import start_world
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
-    try:
-        run = load_run_config(options.config, options.overrides)
-        with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
-            lines = table(with_decided_precision(run, world), world)
-            if world.is_main:
-                print(lines)
-    except USER_ERRORS as error:
-        print_error(error)
-        return 2
+    run = load_run_config(options.config, options.overrides)
+    with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
+        lines = table(with_decided_precision(run, world), world)
+        if world.is_main:
+            print(lines)
     return 0
 
 

@@ -15,40 +15,29 @@ The exit code is 0 if the run would go, 1 if it would fail, 2 if the recipe has 
 import argparse
 import sys
 
-from gmlp_scale.config import ConfigError
 from gmlp_scale.doctor.checkup import Checkup
 from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import USER_ERRORS, exit_code
-from gmlp_scale.telling import leave_without_others, set_up_logging, tell
-from gmlp_scale.world import LostRankError, start_world
+from gmlp_scale.telling import command, set_up_logging
+from gmlp_scale.world import start_world
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the recipe of the run: a file, or a name such as gmlp_base")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
-    try:
-        run = load_run_config(options.config, options.overrides)
-    except ConfigError as error:
-        tell(error)
-        return 2
-    try:
-        needs_group = run.engine.needs_process_group
-        with start_world(
-            run.engine.timeout_seconds, run.train.device, init_group=needs_group, hear_stop_signals=False
-        ) as world:
-            set_up_logging(world)
-            checkup = Checkup(run, world)
-            checkup.examine()
-            if world.is_main:
-                print(f"{checkup.num_failed} checks FAIL" if checkup.num_failed else "the run can start")
-    except USER_ERRORS as error:
-        tell(error)
-        if isinstance(error, LostRankError):
-            leave_without_others(exit_code(error))
-        return exit_code(error)
+    run = load_run_config(options.config, options.overrides)
+    needs_group = run.engine.needs_process_group
+    with start_world(
+        run.engine.timeout_seconds, run.train.device, init_group=needs_group, hear_stop_signals=False
+    ) as world:
+        set_up_logging(world)
+        checkup = Checkup(run, world)
+        checkup.examine()
+        if world.is_main:
+            print(f"{checkup.num_failed} checks FAIL" if checkup.num_failed else "the run can start")
     return 1 if checkup.num_failed else 0
 
 

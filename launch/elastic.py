@@ -36,10 +36,11 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 import gmlp_scale
-from gmlp_scale.config import ConfigError, PretrainingRecipe
+from gmlp_scale.config import PretrainingRecipe
 from gmlp_scale.files import print_error
 from gmlp_scale.process import STOP_SIGNALS
 from gmlp_scale.run import load_recipe
+from gmlp_scale.telling import command
 from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
 from gmlp_scale.train.time_budget import num_steps_of
 
@@ -48,7 +49,7 @@ RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3
 that comes later leads to another start."""
 
 FAILS_AGAIN = 2
-"""What a rank leaves with where another start would fail as well: `exit_code` of gmlp_scale/run.py."""
+"""What a rank leaves with where another start would fail as well: `exit_code` of gmlp_scale/errors.py."""
 ENDED_ELSEWHERE = 3
 """What this command leaves with where another host ended the run, whose own code decides whether to start again."""
 HEARD_AFTER_SECONDS = 15.0
@@ -91,6 +92,7 @@ class _Agent(LocalElasticAgent):
         return result
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts it may have")
@@ -106,13 +108,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     least, most = options.hosts
-    try:
-        run = load_recipe(options.config, options.overrides)
-        for num_hosts in range(least, most + 1):
-            run.rows_per_rank(num_hosts * options.ranks_per_host)
-    except (ConfigError, OSError) as error:
-        print_error(error)
-        return 2
+    run = load_recipe(options.config, options.overrides)
+    for num_hosts in range(least, most + 1):
+        run.rows_per_rank(num_hosts * options.ranks_per_host)
     # With a store of its own for each start: else rank 0 of the next one does not publish its address, and all end.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     torch.distributed.launcher.api.LocalElasticAgent = _Agent

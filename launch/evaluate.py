@@ -17,14 +17,15 @@ from pathlib import Path
 
 from gmlp_scale.analysis.heldout import evaluate_models, table, write_curve
 from gmlp_scale.analysis.probe import add_probe_scores, load_probe
-from gmlp_scale.files import print_error, write_text
-from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.errors import InputError
+from gmlp_scale.files import write_text
 from gmlp_scale.tasks.table import TASKS
-from gmlp_scale.telling import set_up_logging
+from gmlp_scale.telling import command, set_up_logging
 from gmlp_scale.trained import read_all_steps, read_export, read_run
 from gmlp_scale.world import World, start_world
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
@@ -44,15 +45,11 @@ def main() -> int:
         parser.error("--step, --all-steps and --finetune-probe need --run")
     if options.overrides and not options.finetune_probe:
         parser.error(f"{options.overrides[0]}: only --finetune-probe takes such fields")
-    try:
-        with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
-            if world.size > 1:
-                raise ValueError("launch/evaluate.py is one process: start it without torchrun or deepspeed")
-            set_up_logging(world)
-            content = _evaluate(options, world)
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return exit_code(error)
+    with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
+        if world.size > 1:
+            raise InputError("launch/evaluate.py is one process: start it without torchrun or deepspeed")
+        set_up_logging(world)
+        content = _evaluate(options, world)
     print(f"{options.run or options.export}: {table(content)}")
     if options.output:
         write_text(options.output, json.dumps(content, indent=2) + "\n")

@@ -13,13 +13,15 @@ import torch
 
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
+from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import TrainedClassifier, read_image_run, read_timm
-from gmlp_scale.files import print_error, write_text
-from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.files import write_text
 from gmlp_scale.tasks.images import evaluate_images
+from gmlp_scale.telling import command
 from gmlp_scale.world import World, start_world
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -36,19 +38,15 @@ def main() -> int:
         parser.error("--step needs --run")
     if options.batch_size < 1 or options.workers < 0:
         parser.error("--batch-size must be at least 1, and --workers not negative")
-    try:
-        trained = read_timm(options.timm) if options.timm else read_image_run(options.run, options.step)
-        with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
-            if world.size > 1:
-                raise ValueError("launch/evaluate_images.py is one process: start it without torchrun or deepspeed")
-            scores = _evaluate(trained, options, world)
-        text = json.dumps(scores, indent=1)
-        print(text)
-        if options.output:
-            write_text(options.output, text + "\n")
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return exit_code(error)
+    trained = read_timm(options.timm) if options.timm else read_image_run(options.run, options.step)
+    with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
+        if world.size > 1:
+            raise InputError("launch/evaluate_images.py is one process: start it without torchrun or deepspeed")
+        scores = _evaluate(trained, options, world)
+    text = json.dumps(scores, indent=1)
+    print(text)
+    if options.output:
+        write_text(options.output, text + "\n")
     return 0
 
 

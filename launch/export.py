@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 from gmlp_scale.export.card import Publication
 from gmlp_scale.export.folder import check_is_free, export_checkpoint
 from gmlp_scale.export.hub import open_repository, push
-from gmlp_scale.files import print_error
-from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.telling import command
 from gmlp_scale.train.checkpoint import folder_name
 from gmlp_scale.trained import read_all_steps, read_run
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
@@ -39,12 +39,8 @@ def main() -> int:
     options = parser.parse_args()
     if not options.output and not options.push_to_hub:
         parser.error("give --output, --push-to-hub or both")
-    try:
-        with TemporaryDirectory() as temporary:
-            _export(options, options.output or Path(temporary, "export"))
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return exit_code(error)
+    with TemporaryDirectory() as temporary:
+        _export(options, options.output or Path(temporary, "export"))
     return 0
 
 

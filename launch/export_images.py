@@ -11,10 +11,10 @@ from pathlib import Path
 
 from gmlp_scale.export.folder import check_is_free
 from gmlp_scale.export.image_models import read_image_run, read_timm, write_image_export, write_timm
-from gmlp_scale.files import print_error
-from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.telling import command
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -28,19 +28,15 @@ def main() -> int:
         parser.error("give --output, --output-timm or both")
     if options.step is not None and options.timm:
         parser.error("--step needs --run")
-    try:
-        if options.output:
-            check_is_free(options.output)
-        trained = read_timm(options.timm) if options.timm else read_image_run(options.run, options.step)
-        if options.output_timm:
-            write_timm(trained, options.output_timm)
-            print(options.output_timm)
-        if options.output:
-            write_image_export(trained, options.output)
-            print(options.output)
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return exit_code(error)
+    if options.output:
+        check_is_free(options.output)
+    trained = read_timm(options.timm) if options.timm else read_image_run(options.run, options.step)
+    if options.output_timm:
+        write_timm(trained, options.output_timm)
+        print(options.output_timm)
+    if options.output:
+        write_image_export(trained, options.output)
+        print(options.output)
     return 0
 
 

@@ -7,11 +7,11 @@ import argparse
 import sys
 
 from gmlp_scale.analysis.fill_mask import MASK, describe, fill
-from gmlp_scale.files import print_error
-from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.telling import command
 from gmlp_scale.trained import read_run
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
@@ -20,17 +20,12 @@ def main() -> int:
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE", help=f"text with one {MASK} or more")
     options = parser.parse_args()
     if absent := [sentence for sentence in options.sentences if MASK not in sentence]:
-        print(f"no {MASK} in: {'; '.join(absent)}", file=sys.stderr)
-        return 2
-    try:
-        trained = read_run(options.run, options.step)
-        model, tokenizer = trained.build(), trained.tokenizer()
-        for sentence in options.sentences:
-            print(sentence)
-            print(describe(fill(model, tokenizer, sentence), tokenizer, options.top))
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return exit_code(error)
+        parser.error(f"no {MASK} in: {'; '.join(absent)}")
+    trained = read_run(options.run, options.step)
+    model, tokenizer = trained.build(), trained.tokenizer()
+    for sentence in options.sentences:
+        print(sentence)
+        print(describe(fill(model, tokenizer, sentence), tokenizer, options.top))
     return 0
 
 

@@ -16,11 +16,12 @@ from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.recipe_file import load_config
-from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
-from gmlp_scale.telling import leave_without_others, tell
-from gmlp_scale.world import LostRankError, World, launched_world_size
+from gmlp_scale.run import start_world_of
+from gmlp_scale.telling import command
+from gmlp_scale.world import World, launched_world_size
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: mnli")
@@ -44,29 +45,19 @@ def main() -> int:
     if options.from_mnli and not options.glue:
         parser.error("--from-mnli needs --glue")
     world_size = options.ranks or launched_world_size()
-    try:
-        if options.glue:
-            runs = glue_runs(options.config, options.overrides, options.glue)
-        else:
-            runs = [load_config(FinetuneConfig, options.config, options.overrides)]
+    if options.glue:
+        runs = glue_runs(options.config, options.overrides, options.glue)
+    else:
+        runs = [load_config(FinetuneConfig, options.config, options.overrides)]
+    for run in runs:
+        for one in _first_runs(run, options):
+            one.rows_per_rank(world_size)
+    if options.dry_run:
         for run in runs:
-            for one in _first_runs(run, options):
-                one.rows_per_rank(world_size)
-        if options.dry_run:
-            for run in runs:
-                print(describe(_first_runs(run, options), options.seeds, read_inputs(run), world_size))
-            return 0
-    except USER_ERRORS as error:
-        tell(error)
-        return 2
-    try:
-        with start_world_of(runs[0]) as world:
-            _finetune(runs, world, options)
-    except USER_ERRORS as error:
-        tell(error)
-        if isinstance(error, LostRankError):
-            leave_without_others(exit_code(error))
-        return exit_code(error)
+            print(describe(_first_runs(run, options), options.seeds, read_inputs(run), world_size))
+        return 0
+    with start_world_of(runs[0]) as world:
+        _finetune(runs, world, options)
     return 0
 
 

@@ -7,13 +7,10 @@ import argparse
 import sys
 
 from gmlp_scale.analysis.generate import generate, read_model
-from gmlp_scale.config import ConfigError
-from gmlp_scale.files import print_error
-from gmlp_scale.run import exit_code
-from gmlp_scale.train.checkpoint import CheckpointError
-from gmlp_scale.trained import TrainedModelError
+from gmlp_scale.telling import command
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -27,22 +24,18 @@ def main() -> int:
     options = parser.parse_args()
     if options.length < 0 or options.temperature < 0:
         parser.error("--length and --temperature must not be negative")
-    try:
-        model, alphabet = read_model(options.run, options.step)
-        print(options.prompt, end="")
-        for character in generate(
-            model,
-            alphabet,
-            options.prompt,
-            num_characters=options.length,
-            temperature=options.temperature,
-            seed=options.seed,
-        ):
-            print(character, end="", flush=True)
-        print()
-    except (ConfigError, TrainedModelError, CheckpointError, OSError) as error:
-        print_error(error)
-        return exit_code(error)
+    model, alphabet = read_model(options.run, options.step)
+    print(options.prompt, end="")
+    for character in generate(
+        model,
+        alphabet,
+        options.prompt,
+        num_characters=options.length,
+        temperature=options.temperature,
+        seed=options.seed,
+    ):
+        print(character, end="", flush=True)
+    print()
     return 0
 
 

@@ -7,13 +7,13 @@ import argparse
 import sys
 
 from gmlp_scale.benchmark.collectives import describe_fake_step
-from gmlp_scale.files import print_error
 from gmlp_scale.plan.layouts import Assumptions, table
 from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import USER_ERRORS
+from gmlp_scale.telling import command
 from gmlp_scale.train.devices import GPUS
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
@@ -33,16 +33,12 @@ def main() -> int:
     assumed = Assumptions(
         GPUS[options.gpu], options.gpus, options.nodes, options.fraction_of_peak, options.fraction_of_link
     )
-    try:
-        run = load_run_config(options.config, options.overrides)
-        if run.train.precision == "auto":
-            run = run.with_precision("bf16")  # as a run decides on every one of GPUS
-        print(table(run, assumed))
-        if options.fake_ranks:
-            print(describe_fake_step(run, options.fake_ranks))
-    except USER_ERRORS as error:
-        print_error(error)
-        return 2
+    run = load_run_config(options.config, options.overrides)
+    if run.train.precision == "auto":
+        run = run.with_precision("bf16")  # as a run decides on every one of GPUS
+    print(table(run, assumed))
+    if options.fake_ranks:
+        print(describe_fake_step(run, options.fake_ranks))
     return 0
 
 

@@ -8,9 +8,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from gmlp_scale.errors import InputError
+from gmlp_scale.telling import command
 from gmlp_scale.train.log_files import read_metrics
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")
@@ -26,11 +29,10 @@ def main() -> int:
         try:
             lines = [line for line in read_metrics(f"{run_dir}/metrics.jsonl") if options.tag in line]
         except OSError as error:
-            print(f"{run_dir}: no metrics.jsonl ({error.strerror or error}); --runs takes run folders", file=sys.stderr)
-            return 2
+            found = error.strerror or error
+            raise InputError(f"{run_dir}: no metrics.jsonl ({found}); --runs takes run folders") from error
         if not lines:
-            print(f"{run_dir}/metrics.jsonl: no line has {options.tag}", file=sys.stderr)
-            return 2
+            raise InputError(f"{run_dir}/metrics.jsonl: no line has {options.tag}")
         values = [line[options.tag] for line in lines]
         axes.plot(
             [line["step"] for line in lines], values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.2f})"

@@ -19,37 +19,34 @@ from typing import TYPE_CHECKING
 
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
+from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import read_image_run
-from gmlp_scale.files import print_error
 from gmlp_scale.filters import draw_filters
-from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.telling import command
 from gmlp_scale.trained import TrainedModel, read_export, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@command
 def main() -> int:
     options = _parser().parse_args()
-    try:
-        if options.picture == "scaling":
-            figure, step = _scaling(options.runs), 0
-        elif options.picture == "image-filters":
-            trained = read_image_run(options.run, options.step)
-            matrices = arrays.chosen_blocks(arrays.image_matrices(trained), options.blocks)
-            figure, step = pictures.draw_image_filters(matrices), trained.details["step"]
-        else:
-            if options.export and options.step is not None:
-                raise ValueError("--step needs --run: an export has only one step")
-            trained = read_run(options.run, options.step) if options.run else read_export(options.export)
-            figure, step = _draw(trained, options), trained.step or 0
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(options.output, dpi=120, format="png")
-        if folder := options.tensorboard or (options.run and f"{options.run}/tensorboard/pictures"):
-            add_picture(folder, options.picture, figure, step)
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return exit_code(error)
+    if options.picture == "scaling":
+        figure, step = _scaling(options.runs), 0
+    elif options.picture == "image-filters":
+        trained = read_image_run(options.run, options.step)
+        matrices = arrays.chosen_blocks(arrays.image_matrices(trained), options.blocks)
+        figure, step = pictures.draw_image_filters(matrices), trained.details["step"]
+    else:
+        if options.export and options.step is not None:
+            raise InputError("--step needs --run: an export has only one step")
+        trained = read_run(options.run, options.step) if options.run else read_export(options.export)
+        figure, step = _draw(trained, options), trained.step or 0
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.output, dpi=120, format="png")
+    if folder := options.tensorboard or (options.run and f"{options.run}/tensorboard/pictures"):
+        add_picture(folder, options.picture, figure, step)
     print(options.output)
     return 0
 

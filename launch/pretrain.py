@@ -8,16 +8,14 @@ torchrun --nproc_per_node 8 launch/pretrain.py --config configs/pretrain/gmlp_ba
 import argparse
 import sys
 
-from gmlp_scale.config import ConfigError
-from gmlp_scale.data.shards import ShardError
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import describe_fit
-from gmlp_scale.run import USER_ERRORS, exit_code, load_recipe, pretrain
-from gmlp_scale.tasks.records import DataError
-from gmlp_scale.telling import leave_without_others, tell
-from gmlp_scale.world import LostRankError, launched_world_size
+from gmlp_scale.run import load_recipe, pretrain
+from gmlp_scale.telling import command
+from gmlp_scale.world import launched_world_size
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
@@ -34,24 +32,14 @@ def main() -> int:
     if options.gpu_memory is not None and (options.gpu_memory <= 0 or not options.dry_run):
         parser.error("--gpu-memory is a positive number and needs --dry-run")
     world_size = options.ranks or launched_world_size()
-    try:
-        run = load_recipe(options.config, options.overrides)
-        run.rows_per_rank(world_size)
-        if options.dry_run:
-            print(describe(run, world_size))
-            if options.gpu_memory:
-                print(describe_fit(run, world_size, options.gpu_memory))
-            return 0
-    except (ConfigError, DataError, ShardError, OSError) as error:
-        tell(error)
-        return 2
-    try:
-        pretrain(run)
-    except USER_ERRORS as error:
-        tell(error)
-        if isinstance(error, LostRankError):
-            leave_without_others(exit_code(error))
-        return exit_code(error)
+    run = load_recipe(options.config, options.overrides)
+    run.rows_per_rank(world_size)
+    if options.dry_run:
+        print(describe(run, world_size))
+        if options.gpu_memory:
+            print(describe_fit(run, world_size, options.gpu_memory))
+        return 0
+    pretrain(run)
     return 0
 
 

@@ -10,14 +10,16 @@ import argparse
 import sys
 from datetime import UTC, datetime
 
-from gmlp_scale.analysis.run_records import RunRecord, RunRecordError, read_run_records
+from gmlp_scale.analysis.run_records import RunRecord, read_run_records
 from gmlp_scale.analysis.run_report import Filters, filter_paths, page
-from gmlp_scale.files import print_error, redacted, write_text
+from gmlp_scale.errors import USER_ERRORS
+from gmlp_scale.files import redacted, write_text
 from gmlp_scale.filters import spatial_filters
-from gmlp_scale.run import USER_ERRORS, exit_code
+from gmlp_scale.telling import command
 from gmlp_scale.trained import read_weights
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR_OR_URL")
@@ -28,13 +30,9 @@ def main() -> int:
         help="leave the spatial filters out: no checkpoint is read, which takes long for a large one in a bucket",
     )
     options = parser.parse_args()
-    try:
-        records = read_run_records(options.runs)
-        filters = [] if options.no_filters else _filters(options.runs, records)
-        write_text(options.output, page(records, filters, datetime.now(UTC)))
-    except (*USER_ERRORS, RunRecordError) as error:
-        print_error(error)
-        return exit_code(error)
+    records = read_run_records(options.runs)
+    filters = [] if options.no_filters else _filters(options.runs, records)
+    write_text(options.output, page(records, filters, datetime.now(UTC)))
     print(redacted(options.output))
     return 0
 

@@ -15,15 +15,18 @@ from pathlib import Path
 
 from gmlp_scale.analysis.arrays import spatial_matrices
 from gmlp_scale.analysis.pictures import draw_matrices
-from gmlp_scale.files import print_error, write_text
-from gmlp_scale.run import USER_ERRORS, exit_code, start_world_of
+from gmlp_scale.errors import InputError
+from gmlp_scale.files import write_text
+from gmlp_scale.run import start_world_of
 from gmlp_scale.science.budget import budget
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
 from gmlp_scale.science.runs import Table, train_all, with_one_precision
+from gmlp_scale.telling import command
 from gmlp_scale.trained import read_run
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder of the runs' folders")
@@ -41,21 +44,17 @@ def main() -> int:
     if not (options.shards or options.table):
         parser.error("--shards is needed, but for --table")
     table = Table(options.output, tuple(options.part or PARTS), options.seeds, tuple(options.overrides), options.shards)
-    try:
-        table.precision()  # refuses runs that cannot be compared, before any more are trained
-        if options.table:
-            _write(options.table, table)
-            return 0
-        with start_world_of(next(table.runs())) as world:
-            if world.size > 1:
-                raise ValueError("launch/science.py is one process: start it without torchrun or deepspeed")
-            table = with_one_precision(table, world, keep=not options.dry_run)
-            print(budget(table, world), flush=True)
-            if not options.dry_run and train_all(table, world):
-                logging.getLogger("gmlp_scale").info("nothing is left to start: %s", options.output)
-    except (*USER_ERRORS, ValueError) as error:
-        print_error(error)
-        return exit_code(error)
+    table.precision()  # refuses runs that cannot be compared, before any more are trained
+    if options.table:
+        _write(options.table, table)
+        return 0
+    with start_world_of(next(table.runs())) as world:
+        if world.size > 1:
+            raise InputError("launch/science.py is one process: start it without torchrun or deepspeed")
+        table = with_one_precision(table, world, keep=not options.dry_run)
+        print(budget(table, world), flush=True)
+        if not options.dry_run and train_all(table, world):
+            logging.getLogger("gmlp_scale").info("nothing is left to start: %s", options.output)
     return 0
 
 

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from gmlp_scale.world import LostRankError, World, start_world
+from gmlp_scale.errors import LostRankError
+from gmlp_scale.world import World, start_world
 from tests.gloo_ranks import run_ranks
 
 TIMEOUT_SECONDS = 3

@@ -62,7 +62,7 @@ def test_no_secret_is_written_or_printed(server, tmp_path, monkeypatch, trials):
     printed = tokenize("canary-1", code=1)
     assert f"http://***@{server}/part-1.jsonl.gz?*** after " in printed
     logs = [path.read_text() for path in files_without_canary(tmp_path) if path.suffix == ".log"]
-    assert any("JobError: broken files: 1" in log for log in logs)
+    assert any("InputError: broken files: 1" in log for log in logs)
     printed += tokenize("canary-another", "--max-bad-files", 1)  # the same job with another signature
     (tmp_path / "shards").rename(tmp_path / "served/shards")
 

@@ -17,9 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gmlp_scale import telling
 from gmlp_scale.config import ConfigError
+from gmlp_scale.errors import InputError, LostRankError
 from gmlp_scale.process import DeviceError
 from gmlp_scale.telling import set_up_logging, tell
-from gmlp_scale.world import LauncherError, LostRankError, launched_world_size, start_world
+from gmlp_scale.world import launched_world_size, start_world
 from tests.gloo_ranks import run_ranks
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -262,7 +263,7 @@ def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
 def _join(runs: list[str], timeout_seconds: float = 3) -> str:
     try:
         start_world(timeout_seconds, "cpu", run=runs[int(os.environ["RANK"])])
-    except (LauncherError, LostRankError) as error:
+    except (InputError, LostRankError) as error:
         return f"{type(error).__name__}: {error}"
     return "joined"
 
@@ -270,7 +271,7 @@ def _join(runs: list[str], timeout_seconds: float = 3) -> str:
 def test_a_rank_of_another_run_is_refused_and_the_rank_that_did_not_come_is_named():
     first, stranger = run_ranks(_join, 2, ["outputs/mine", "s3://key:secret@bucket/yours"])
     assert re.fullmatch(
-        r"LauncherError: the ranks' key-value store at 127\.0\.0\.1:\d+ belongs to the run outputs/mine, and this rank "
+        r"InputError: the ranks' key-value store at 127\.0\.0\.1:\d+ belongs to the run outputs/mine, and this rank "
         r"1 to s3://\*\*\*@bucket/yours; give each job on a host its own MASTER_PORT",
         stranger,
     ), stranger
@@ -285,7 +286,7 @@ def _open_a_port_that_is_taken() -> str:
 
 def test_a_port_of_another_job_is_an_error_that_says_so():
     (error,) = run_ranks(_open_a_port_that_is_taken, 1)
-    assert re.match(r"LauncherError: the ranks' key-value store at 127\.0\.0\.1:\d+ cannot be opened \(.*in use", error)
+    assert re.match(r"InputError: the ranks' key-value store at 127\.0\.0\.1:\d+ cannot be opened \(.*in use", error)
     assert error.endswith("; give each job on a host its own MASTER_PORT")
 
 

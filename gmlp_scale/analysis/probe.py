@@ -42,7 +42,7 @@ def add_probe_scores(content: dict[str, Any], run_folder: str | Path, config: Fi
 def probe(run_folder: str | Path, step: int, config: FinetuneConfig, world: World) -> float:
     """The dev score of the run's checkpoint after `step`, exported and finetuned in a temporary folder.
 
-    Raises one of run.USER_ERRORS.
+    Raises one of errors.USER_ERRORS.
     """
     with tempfile.TemporaryDirectory() as folder:
         export_dir = Path(folder) / "export"

@@ -17,6 +17,7 @@ import yaml
 
 from gmlp_scale.analysis.tensorboard import start_steps
 from gmlp_scale.config import flatten
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import read_file, redacted
 from gmlp_scale.train.checkpoint import CheckpointError, folder_name, read_done
 from gmlp_scale.train.log_files import read_metrics
@@ -24,10 +25,6 @@ from gmlp_scale.train.remote_checkpoints import saved_steps
 from gmlp_scale.trained import PREFIX
 
 log = logging.getLogger(__name__)
-
-
-class RunRecordError(ValueError):
-    """A folder holds no run, or none that has logged a step."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,15 @@ class RunRecord:
 
 
 def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
-    """Reads the runs. RunRecordError names every folder that holds none, or one without metrics."""
+    """Reads the runs. InputError names every folder that holds none, or one without metrics."""
     records, problems = [], []
     for folder in run_folders:
         try:
             records.append(_read(folder.rstrip("/")))
-        except RunRecordError as error:
+        except InputError as error:
             problems.append(str(error))
     if problems:
-        raise RunRecordError("\n".join(problems))
+        raise InputError("\n".join(problems))
     num_of_name = Counter(record.name for record in records)
     return [record if num_of_name[record.name] == 1 else replace(record, name=record.folder) for record in records]
 
@@ -84,7 +81,7 @@ def _read(folder: str) -> RunRecord:
     config = _config(folder)
     lines = _lines(f"{folder}/metrics.jsonl")
     if not lines:
-        raise RunRecordError(redacted(f"{folder} has no metrics yet: give a run whose metrics.jsonl has a line"))
+        raise InputError(redacted(f"{folder} has no metrics yet: give a run whose metrics.jsonl has a line"))
     starts, last_step = start_steps(f"{folder}/tensorboard"), lines[-1]["step"]
     return RunRecord(
         folder=redacted(folder),
@@ -103,12 +100,12 @@ def _config(folder: str) -> dict[str, Any]:
         content = yaml.safe_load(read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         needed = "give OUTPUT_DIR/NAME of a run of launch/pretrain.py or launch/finetune.py"
-        raise RunRecordError(redacted(f"no run at {folder}: {path} does not exist; {needed}")) from None
+        raise InputError(redacted(f"no run at {folder}: {path} does not exist; {needed}")) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         found = " ".join(str(error).split())
-        raise RunRecordError(redacted(f"{path} is not plain YAML ({found}); give a run's own folder")) from None
+        raise InputError(redacted(f"{path} is not plain YAML ({found}); give a run's own folder")) from None
     if not isinstance(content, dict):
-        raise RunRecordError(redacted(f"{path} is no run's config: it has no fields; give a run's own folder"))
+        raise InputError(redacted(f"{path} is no run's config: it has no fields; give a run's own folder"))
     return dict(flatten(content))
 
 
@@ -119,10 +116,10 @@ def _lines(path: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RunRecordError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
+        raise InputError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
     for number, line in enumerate(lines, start=1):
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise RunRecordError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
+            raise InputError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
     return lines
 
 

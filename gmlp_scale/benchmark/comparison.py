@@ -4,16 +4,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from gmlp_scale.errors import InputError
+
 WORST_CHANGE = 0.05
 
 
 def read_report(path: Path) -> dict:
-    """A report that launch/benchmark.py wrote. ValueError if the file is none."""
+    """A report that launch/benchmark.py wrote. InputError if the file is none."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         _ = [figures for parts in report["recipes"].values() for figures in parts.values()]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
+        raise InputError(
             f"{path} is no report of launch/benchmark.py: {error!r}. Give a file that --output wrote"
         ) from None
     return report
@@ -22,11 +24,11 @@ def read_report(path: Path) -> dict:
 def worsened(before: dict, now: dict) -> list[str]:
     """A line for each figure that is more than 5 % worse than before: smaller in `ratios`, larger in `costs`.
 
-    ValueError if the two reports have no figure in common.
+    InputError if the two reports have no figure in common.
     """
     old, new = dict(figures(before)), dict(figures(now))
     if not old.keys() & new.keys():
-        raise ValueError("no ratio is in both reports: measure the same recipes and parts as the file")
+        raise InputError("no ratio is in both reports: measure the same recipes and parts as the file")
     lines = []
     for key in sorted(old.keys() & new.keys()):
         change = new[key] / old[key] - 1

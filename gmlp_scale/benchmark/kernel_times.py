@@ -14,6 +14,7 @@ from torch import Tensor
 from gmlp_scale.benchmark.ceilings import DTYPES, copy_call, matrix_calls
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.config import RunConfig
+from gmlp_scale.errors import InputError
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
 from gmlp_scale.models.toeplitz import diagonal_sums
@@ -36,16 +37,16 @@ class Piece(NamedTuple):
 
 
 def load_recipe(path: str, overrides: list[str], *, tiny: bool) -> RunConfig:
-    """The recipe to measure, at a tiny shape if `tiny`. ConfigError or ValueError if its kernels cannot be measured."""
+    """The recipe to measure, at a tiny shape if `tiny`. ConfigError or InputError if its kernels cannot be measured."""
     run = load_run_config(path, overrides)
     if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
-        raise ValueError(f"{path}: the kernels are of gMLP and aMLP with gating {FUSED_GATING}")
+        raise InputError(f"{path}: the kernels are of gMLP and aMLP with gating {FUSED_GATING}")
     if tiny:
         return load_run_config(path, [*overrides, *TINY])
     if run.train.micro_batch_size == "auto":
-        raise ValueError(f"{path}: train.micro_batch_size: found auto; needed: a number, the rows timed here")
+        raise InputError(f"{path}: train.micro_batch_size: found auto; needed: a number, the rows timed here")
     if run.train.precision == "auto":
-        raise ValueError(f"{path}: train.precision: found auto; needed: float32 or bf16, the one timed here")
+        raise InputError(f"{path}: train.precision: found auto; needed: float32 or bf16, the one timed here")
     return run
 
 

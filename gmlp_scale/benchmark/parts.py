@@ -13,6 +13,7 @@ from gmlp_scale.benchmark.scaling import measure_scaling
 from gmlp_scale.benchmark.step import measure_step
 from gmlp_scale.benchmark.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.config import ConfigError, RunConfig
+from gmlp_scale.errors import InputError
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.world import World, start_world
@@ -27,12 +28,12 @@ def measure(
     """The machine's description, and the figures of every part of every recipe, by recipe and part.
 
     Raises:
-        ValueError: a part is unknown, or the recipes are for different devices.
+        InputError: a part is unknown, or the recipes are for different devices.
         ConfigError: a recipe has mistakes, or a micro-batch size of auto.
         DeviceError: the recipes' device is not there.
     """
     if unknown := set(parts) - set(PARTS):
-        raise ValueError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+        raise InputError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     overrides = ["engine.kind=single", *overrides]
     runs = {path: load_run_config(path, overrides) for path in recipes}
     check_measurable(runs)
@@ -63,7 +64,7 @@ def check_measurable(runs: Mapping[str, RunConfig]) -> None:
     first, *others = runs.values()
     for run in others:
         if run.train.device != first.train.device:
-            raise ValueError(
+            raise InputError(
                 f"train.device: found {first.train.device} in {first.name} and {run.train.device} in {run.name}, but a "
                 "report is of one device: add train.device=auto, cpu or cuda, which holds for all recipes"
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
+from gmlp_scale.errors import InputError
 
 WIDTH_PER_HEAD = 64
 LARGEST_FLOPS_DIFFERENCE = 0.1
@@ -99,7 +100,7 @@ def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[i
         flops = num_layers * layer + head
         if abs(flops / wanted - 1) <= LARGEST_FLOPS_DIFFERENCE:
             return width, num_layers, int(flops)
-    raise ValueError(f"{run.name}: no Transformer has {wanted:.3g} FLOPs a row; choose a larger model")
+    raise InputError(f"{run.name}: no Transformer has {wanted:.3g} FLOPs a row; choose a larger model")
 
 
 def _common_options(run: RunConfig, width: int, num_layers: int) -> dict:

@@ -22,6 +22,7 @@ from gmlp_scale.data.open_shards import SkipCorruptShards
 from gmlp_scale.data.order import RowAddresses
 from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardError
 from gmlp_scale.data.source import Source
+from gmlp_scale.errors import InputError
 from gmlp_scale.piecewise import Piecewise
 
 
@@ -52,7 +53,7 @@ class Loader:
     ):
         batch_sizes = Piecewise(global_batch_size)
         if any(rows % (world_size * micro_batch_size) for rows in batch_sizes.values):
-            raise ValueError(
+            raise InputError(
                 f"train.global_batch_size={batch_sizes.told()} does not divide by world size {world_size} x "
                 f"train.micro_batch_size={micro_batch_size}: change one of the three"
             )

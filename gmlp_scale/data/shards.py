@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import check_seal, read_file, sealed, write_file
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ Split = Literal["train", "heldout"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class ShardError(ValueError):
+class ShardError(InputError):
     """The shards cannot be used as they are; the message says why."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, PAD_ID, SPECIAL_TOKENS, UNK_ID
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import read_file, write_file
 
 MODEL_NAME = "tokenizer.model"
@@ -28,7 +29,7 @@ _MAX_SENTENCE_CHARACTERS = 1000  # 4000 bytes at most; the trainer drops sentenc
 
 
 class Tokenizer:
-    """The tokenizer in a folder, a path or a URL. FileNotFoundError or ValueError if it holds none that we trained."""
+    """The tokenizer in a folder, a path or a URL. FileNotFoundError or InputError if it holds none that we trained."""
 
     def __init__(self, folder: str | Path):
         import sentencepiece  # which a dry run does without
@@ -44,26 +45,26 @@ class Tokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(f"{path} is not a SentencePiece model ({error})") from error
+            raise InputError(f"{path} is not a SentencePiece model ({error})") from error
         self.vocab_size = self._model.get_piece_size()
         pieces = [self._model.id_to_piece(id) for id in range(self.vocab_size)]
         bytes_begin, bytes_end = NUM_SPECIAL_TOKENS, NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS
         if tuple(pieces[:bytes_begin]) != SPECIAL_TOKENS or not all(
             map(self._model.is_byte, range(bytes_begin, bytes_end))
         ):
-            raise ValueError(
+            raise InputError(
                 f"{path} has other special tokens or no byte fallback; train one with data_prep/train_tokenizer.py"
             )
         self._bytes_of_id = [piece.replace(_SPACE_MARK, " ").encode() for piece in pieces]
         self._bytes_of_id[bytes_begin:bytes_end] = [bytes([number]) for number in range(NUM_BYTE_TOKENS)]
         if any(b" " in content[1:] for content in self._bytes_of_id):
-            raise ValueError(f"{path} has pieces of several words; train one with data_prep/train_tokenizer.py")
+            raise InputError(f"{path} has pieces of several words; train one with data_prep/train_tokenizer.py")
         self._begins_word = np.array([content.startswith(b" ") for content in self._bytes_of_id])
         self._num_bytes_of_id = np.array([len(content) for content in self._bytes_of_id])
         self._space_mark_ids = np.frombuffer(_SPACE_MARK.encode(), np.uint8).astype(np.int32) + bytes_begin
         probe = f"  a\t{_SPACE_MARK}\r\n\N{FULLWIDTH LATIN CAPITAL LETTER A}e\N{COMBINING ACUTE ACCENT}<mask> "
         if self.decode(self.encode(probe)) != probe:
-            raise ValueError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
+            raise InputError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
 
     @property
     def pieces(self) -> list[bytes]:
@@ -71,7 +72,7 @@ class Tokenizer:
         return self._bytes_of_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text's tokens. ValueError if the text holds a lone surrogate, which is no character."""
+        """Ids of the text's tokens. InputError if the text holds a lone surrogate, which is no character."""
         return self._encode_whole([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -84,7 +85,7 @@ class Tokenizer:
         try:
             words_of_texts = pyarrow.compute.split_pattern(pyarrow.array(texts, pyarrow.large_string()), " ")
         except UnicodeEncodeError as error:
-            raise ValueError(_lone_surrogate(error)) from error
+            raise InputError(_lone_surrogate(error)) from error
         ends_of_texts = words_of_texts.offsets.to_numpy()
         places_of_first_words, words = ends_of_texts[:-1], words_of_texts.values
         distinct = words.dictionary_encode()
@@ -157,7 +158,7 @@ class Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> None:
     """Train on `texts` and write TOKENIZER_DIR/tokenizer.model. No piece reaches across the end of a line.
 
-    The same texts give the same bytes. ValueError if the texts are too few for the vocabulary.
+    The same texts give the same bytes. InputError if the texts are too few for the vocabulary.
     """
     import sentencepiece
 
@@ -184,7 +185,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
             minloglevel=1,
         )
     except RuntimeError as error:
-        raise ValueError(f"a tokenizer of {vocab_size} pieces cannot be trained on this input: {error}") from error
+        raise InputError(f"a tokenizer of {vocab_size} pieces cannot be trained on this input: {error}") from error
     write_file(f"{folder}/{MODEL_NAME}", _with_rounded_scores(model.getvalue()))
 
 
@@ -212,7 +213,7 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(_lone_surrogate(error)) from error
+        raise InputError(_lone_surrogate(error)) from error
 
 
 def _lone_surrogate(error: UnicodeEncodeError) -> str:

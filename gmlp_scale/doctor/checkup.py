@@ -18,15 +18,16 @@ from gmlp_scale.continuing import check_continues
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.doctor import machines, places, training
 from gmlp_scale.engine.known_sums import WIRE_SHARES, try_collective
+from gmlp_scale.errors import USER_ERRORS, LostRankError, UserError
 from gmlp_scale.files import is_url, redacted
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.run import USER_ERRORS, branch_point, check_packages
+from gmlp_scale.run import branch_point, check_packages
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.remote_checkpoints import checkpoints_of
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.train.stragglers import SLOW_FACTOR
-from gmlp_scale.world import LostRankError, World
+from gmlp_scale.world import World
 
 SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
 OUTCOMES = ("ok", "slow", "FAILS")
@@ -35,10 +36,6 @@ MOST_RANKS_NAMED = 8
 
 class Slow(str):
     """What a check found that does not end a run, but makes it slower than it could be."""
-
-
-class UnfitError(RuntimeError):
-    """The machines or the links between them are not fit for a run; the message says what to change."""
 
 
 class Checkup:
@@ -76,7 +73,7 @@ class Checkup:
         except LostRankError:
             raise
         except Exception as error:
-            is_worded = isinstance(error, (*USER_ERRORS, UnfitError, training.GradientError))
+            is_worded = isinstance(error, USER_ERRORS)
             found, outcome = str(error) if is_worded else f"{type(error).__name__}: {error}", 2
             found = " ".join(found.split())  # a line of the report
         worst = max(self.world.gather(outcome))
@@ -110,7 +107,7 @@ class Checkup:
         if self.world.is_main:
             self._print(machines.table(rows))
             if problems := machines.problems(rows):
-                raise UnfitError("; ".join(problems))
+                raise UserError("; ".join(problems))
         return f"{self.world.size} ranks with one set of versions"
 
     def _fit_to_ranks(self) -> str:
@@ -138,7 +135,7 @@ class Checkup:
                     wrong.append(f"{kind} of {num_bytes // 2**10} KiB has {tried.num_wrong} wrong numbers")
             parts.append(f"{kind} {', '.join(rates)}")
         if wrong:
-            raise UnfitError(f"{'; '.join(wrong)}. Try other hosts, or another driver, NCCL or network interface")
+            raise UserError(f"{'; '.join(wrong)}. Try other hosts, or another driver, NCCL or network interface")
         return f"right, GB/s sent by each rank: {'; '.join(parts)}"
 
     def _try_folder(self) -> str:

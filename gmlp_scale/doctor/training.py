@@ -9,6 +9,7 @@ from gmlp_scale.config import RunConfig
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.engine import SingleConfig
 from gmlp_scale.engine.optimizer import learning_rate
+from gmlp_scale.errors import UserError
 from gmlp_scale.run import build_engine_of
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes
@@ -24,10 +25,6 @@ BOUNDS = {"float32": (1e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 float32 norm of 16 M elements on a CPU is off by 6e-4 (docs/LOG.md)."""
 
 
-class GradientError(RuntimeError):
-    """An engine's losses or gradient norms are not those of one process."""
-
-
 class Steps(NamedTuple):
     losses: list[float]
     norms: list[float]
@@ -38,7 +35,7 @@ def self_test(run: RunConfig, world: World) -> tuple[float, str]:
     """Trains the recipe's shapes with NUM_BLOCKS blocks, spread over the ranks and whole on each one. Collective.
 
     The second step sees what the first one's update made. Returns also how long this rank alone took for it.
-    GradientError says what differs.
+    UserError says what differs.
     """
     per_rank = run.rows_per_rank(world.size)
     rows = min(run.train.micro_batch_size, max(1, MOST_ROWS // world.size))
@@ -54,7 +51,7 @@ def self_test(run: RunConfig, world: World) -> tuple[float, str]:
     differences = [largest_difference(spread.losses, whole.losses), largest_difference(spread.norms, whole.norms)]
     text = " and ".join(f"{what} by {found:.1g}" for what, found in zip(("losses", "norms"), differences, strict=True))
     if not all(found <= bound for found, bound in zip(differences, largest, strict=True)):
-        raise GradientError(
+        raise UserError(
             f"{name} differs from one process in its {text}; allowed are {largest[0]:g} and {largest[1]:g}. If this is "
             "so on every rank, train with another engine.kind or without engine.deepspeed_config; a rank that is alone "
             "with it computes wrongly: leave its host out"
@@ -103,7 +100,7 @@ def try_recipe(run: RunConfig, world: World) -> tuple[float, str]:
     rates = [learning_rate(run.optimizer, step, num_steps) for step in range(min(NUM_STEPS, num_steps))]
     steps = train(run, world, [batch] * run.train.num_micro_batches(world.size).at(0), rates)
     if not all(map(math.isfinite, steps.losses + steps.norms)):
-        raise GradientError(
+        raise UserError(
             f"the losses {steps.losses} and norms {steps.norms} of the first steps are not all finite: lower "
             "optimizer.peak_learning_rate, or train in float32"
         )

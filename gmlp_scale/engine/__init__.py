@@ -25,8 +25,9 @@ from gmlp_scale.engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from gmlp_scale.engine.masters import Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.engine.single import SingleConfig, SingleEngine
-from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
+from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero import ZeroConfig, ZeroEngine
+from gmlp_scale.errors import InputError
 from gmlp_scale.world import World
 
 COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
@@ -97,12 +98,12 @@ def build_engine(
         train: with a number as its micro_batch_size, and float32 or bf16 as its precision.
 
     Raises:
-        EngineConfigError: a DeepSpeed file contradicts the recipe, or `train.compile` is reduce-overhead on a CPU.
+        InputError: a DeepSpeed file contradicts the recipe, or `train.compile` is reduce-overhead on a CPU.
     """
     assert train.precision != "auto"
     compile = train.compile
     if compile == "reduce-overhead" and world.device.type == "cpu":
-        raise EngineConfigError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
+        raise InputError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
     if train.recheck_every_steps and world.device.type == "cuda":
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True, warn_only=True)

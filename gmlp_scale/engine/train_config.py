@@ -7,10 +7,6 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 
-class EngineConfigError(ValueError):
-    """The engine cannot do what the recipe asks: not on this device, or not with the user's DeepSpeed file."""
-
-
 def _is_positive(value: Any) -> bool:
     return type(value) is int and value > 0
 

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from gmlp_scale.engine.train_config import EngineConfigError, TrainConfig
+from gmlp_scale.engine.train_config import TrainConfig
+from gmlp_scale.errors import InputError
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 
@@ -33,7 +34,7 @@ def merged_settings(own_file: Path | None, required: dict, num_parameters: int) 
     """DeepSpeed's JSON: our defaults, then the user's file, then what the recipe decides; the later ones win.
 
     Raises:
-        EngineConfigError: naming every field of the file that contradicts the recipe.
+        InputError: naming every field of the file that contradicts the recipe.
     """
     settings = {
         "zero_optimization": {
@@ -55,16 +56,16 @@ def merged_settings(own_file: Path | None, required: dict, num_parameters: int) 
         ]
         mistakes += _contradictions(own, required)
         if mistakes:
-            raise EngineConfigError(f"{own_file} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
+            raise InputError(f"{own_file} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
         settings = _merged(settings, own)
     return _merged(settings, required)
 
 
 def refuse_offload(settings: dict, own_file: Path | None) -> None:
-    """Raises EngineConfigError if the optimizer is offloaded: Muon computes on the device."""
+    """Raises InputError if the optimizer is offloaded: Muon computes on the device."""
     place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
     if place != "none":
-        raise EngineConfigError(
+        raise InputError(
             f"{own_file} offloads the optimizer to {place}, which optimizer.kind=muon cannot; take out "
             "zero_optimization.offload_optimizer, or set optimizer.kind=adamw"
         )

@@ -11,24 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.train.checkpoint import STEP_FOLDER, folder_name
-
-
-class HubError(ValueError):
-    """The Hub refuses what was asked."""
 
 
 def open_repository(name: str) -> str:
     """OWNER/NAME of a model repository for `name`, which may lack the owner. One that is not there is created, public.
 
     Raises:
-        HubError: there is no token, or it may not write there, or the name is none.
+        InputError: there is no token, or it may not write there, or the name is none.
         ConnectionError: the Hub is out of reach or fails.
     """
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
-        raise HubError(f"no token for the Hub, to write {name}: set HF_TOKEN, or run `hf auth login`")
+        raise InputError(f"no token for the Hub, to write {name}: set HF_TOKEN, or run `hf auth login`")
     with _errors_of_the_hub(name):
         return HfApi().create_repo(name, exist_ok=True).repo_id
 
@@ -56,12 +53,12 @@ def _errors_of_the_hub(name: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         code, found = error.response.status_code, error.server_message or " ".join(str(error).split())
         if code in (401, 403):
-            raise HubError(
+            raise InputError(
                 f"the Hub does not let this token write {name} ({code}: {found}): give a token that may, in HF_TOKEN "
                 "or by `hf auth login`, or the name of a repository of yours"
             ) from error
         if 400 <= code < 500 and code not in (408, 429):
-            raise HubError(f"the Hub refuses {name} ({code}: {found}): change what it names") from error
+            raise InputError(f"the Hub refuses {name} ({code}: {found}): change what it names") from error
         raise ConnectionError(f"the Hub failed to take {name} ({code}: {found}): try again later") from error
     except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
         found = error.__cause__ or error  # an upload's is a RuntimeError, and its cause says more

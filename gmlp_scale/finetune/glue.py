@@ -76,7 +76,7 @@ def run_glue(runs: list[FinetuneConfig], world: World, *, num_seeds: int, grid: 
             dev score, instead of from the recipe's model.
 
     Raises:
-        One of run.USER_ERRORS.
+        One of errors.USER_ERRORS.
     """
     tables, mnli_folder = {}, ""
     for run in sorted(runs, key=lambda run: from_mnli and run.task != "mnli"):

@@ -54,7 +54,7 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
     or None if a run was stopped.
 
     Raises:
-        One of run.USER_ERRORS, such as ConfigError if a finished run had another recipe or other data.
+        One of errors.USER_ERRORS, such as ConfigError if a finished run had another recipe or other data.
     """
     tried = []
     for candidate in members(run, grid=grid):

@@ -19,7 +19,7 @@ def fused_gating(
         kernels: "torch": None. "triton": always fused. "auto": fused in bfloat16 on a CUDA device.
 
     Raises:
-        KernelsError: kernels is "triton" and they cannot run on this device or in this dtype.
+        InputError: kernels is "triton" and they cannot run on this device or in this dtype.
     """
     is_their_case = expanded_BNF.is_cuda and expanded_BNF.dtype == torch.bfloat16
     if kernels == "torch" or (kernels == "auto" and not is_their_case):

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-class KernelsError(ValueError):
-    """The kernels cannot run on the model's device, or not in its dtype."""
-
+from gmlp_scale.errors import InputError
 
 _LIBRARY = torch.library.Library("gmlp_scale", "DEF")
 
@@ -57,7 +54,7 @@ def spatial_gating_unit(
         keeps_gate: False if no backward pass follows; S is then empty.
 
     Raises:
-        KernelsError: the tensors are neither on a CUDA device nor in Triton's interpreter, or z has another dtype.
+        InputError: the tensors are neither on a CUDA device nor in Triton's interpreter, or z has another dtype.
     """
     from gmlp_scale.kernels.gate import apply_gate
     from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu
@@ -169,9 +166,9 @@ _LIBRARY.impl("spatial_gating_unit", _Differentiable.apply, "Autograd")
 
 def _check_can_run(z_BNF: Tensor) -> None:
     if z_BNF.dtype not in (torch.bfloat16, torch.float32):
-        raise KernelsError(f"model.kernels=triton computes in bfloat16 and float32, not {z_BNF.dtype}: set it to torch")
+        raise InputError(f"model.kernels=triton computes in bfloat16 and float32, not {z_BNF.dtype}: set it to torch")
     if not z_BNF.is_cuda and not is_interpreted():
-        raise KernelsError(
+        raise InputError(
             f"model.kernels=triton needs a CUDA device, but the model is on {z_BNF.device}: set model.kernels to auto "
             "or torch (or TRITON_INTERPRET=1 in the environment, which runs the kernels step by step, for tests)"
         )

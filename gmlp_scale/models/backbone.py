@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gmlp_scale.data.batch import PAD_ID
+from gmlp_scale.errors import InputError
 from gmlp_scale.models.norm import LayerNorm
 
 INIT_STD = 0.02
@@ -78,7 +79,7 @@ class Backbone(nn.Module):
         padded: whether the rows may hold <pad>. Packed rows hold none, and attention is faster without a mask.
 
         Raises:
-            ValueError: the rows are longer than the model's sequence_length.
+            InputError: the rows are longer than the model's sequence_length.
         """
         x_BND = self.first_states(self.embedding(token_ids_BN))
         padding_mask = (token_ids_BN != PAD_ID,) if padded and self.masks_padding else ()
@@ -90,11 +91,11 @@ class Backbone(nn.Module):
         """What the first block reads: the tokens' embeddings, with position embeddings where the model has them.
 
         Raises:
-            ValueError: the rows are longer than the model's sequence_length.
+            InputError: the rows are longer than the model's sequence_length.
         """
         num_positions = embedded_BND.shape[1]
         if num_positions > self.sequence_length:
-            raise ValueError(
+            raise InputError(
                 f"the rows hold {num_positions} tokens but the model was made for at most {self.sequence_length}: "
                 f"cut the rows, or train a model with model.sequence_length={num_positions}"
             )

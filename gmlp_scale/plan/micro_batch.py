@@ -10,8 +10,9 @@ import torch
 from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
 from gmlp_scale.engine.vectors import round_matrices
+from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
-from gmlp_scale.world import OtherRankError, World
+from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,9 @@ from datatrove.utils.hashing import HashConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from gmlp_scale.data.hashing import hash64
+from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import Record, find_inputs
-from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 
 NGRAM_WORDS = 13
@@ -111,7 +112,7 @@ class DropContaminated(PipelineStep):
         for file in self._files:
             for record in self._options.reader(file):
                 if not isinstance(record, Record):
-                    raise JobError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
+                    raise InputError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
                 lines = record.text.splitlines() if file.kind == "text" else [record.text]
                 hashes += [ngram_hashes(line) for line in lines]
         banned = np.unique(np.concatenate(hashes))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import Record, records_before_fault
 from gmlp_scale.prepare.job_options import JobOptions
 
@@ -90,7 +91,7 @@ def _sample_of_hub(options: JobOptions, tokenizer: Tokenizer) -> _Sample:
         part_bytes = 0
         for row in data_set.shard(len(indices), index):
             if options.text_field not in row:
-                raise ValueError(f"--text-field is {options.text_field!r}; the data set has {', '.join(row)}")
+                raise InputError(f"--text-field is {options.text_field!r}; the data set has {', '.join(row)}")
             if not (text := row[options.text_field]):
                 sample.num_bad_records += 1
                 continue

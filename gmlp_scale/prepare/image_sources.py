@@ -14,17 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from gmlp_scale.errors import InputError
+
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX_IMAGES, _IDX_LABELS = 2051, 2049  # the magic numbers of images and labels
 JPEG_QUALITY = 95
 """Of images that are no JPEG files. JPEG files are kept as they are."""
 
 
-class SourceError(ValueError):
-    """A source that cannot be read as images with classes. The message is for its user."""
-
-
-class BadImageError(ValueError):
+class BadImageError(InputError):
     """An image that cannot be decoded."""
 
 
@@ -50,9 +48,9 @@ class ImageSource:
     """Reading it in another order would be slow."""
 
     def with_classes(self, classes: tuple[str, ...]) -> "ImageSource":
-        """The same images with the labels of another source's classes. SourceError if it lacks one of these."""
+        """The same images with the labels of another source's classes. InputError if it lacks one of these."""
         if unknown := [name for name in self.classes if name not in classes]:
-            raise SourceError(f"the held-out images have the class {unknown[0]!r}, which the training images lack")
+            raise InputError(f"the held-out images have the class {unknown[0]!r}, which the training images lack")
         labels = [classes.index(name) for name in self.classes]
         return replace(self, classes=classes, images=[ref._replace(label=labels[ref.label]) for ref in self.images])
 
@@ -62,7 +60,7 @@ def open_source(path: str) -> ImageSource:
     Parquet file or a folder of them, or an IDX file of images beside its file of labels.
 
     Raises:
-        SourceError, OSError: it is none of these, or it holds no image.
+        InputError, OSError: it is none of these, or it holds no image.
     """
     place = Path(path)
     if not place.exists():
@@ -78,9 +76,9 @@ def open_source(path: str) -> ImageSource:
     elif "images-idx3" in place.name:
         source = _idx(path)
     else:
-        raise SourceError(f"{path} is no folder, .tar, .parquet or IDX file of images (its name has images-idx3)")
+        raise InputError(f"{path} is no folder, .tar, .parquet or IDX file of images (its name has images-idx3)")
     if not source.images:
-        raise SourceError(f"{path} holds no images; needed: CLASS/NAME.jpg, or a tar file CLASS.tar for each class")
+        raise InputError(f"{path} holds no images; needed: CLASS/NAME.jpg, or a tar file CLASS.tar for each class")
     return source
 
 
@@ -126,18 +124,18 @@ def _tar_members(path: str) -> Iterator[tuple[str, str, int, int]]:
                 elif member.isreg() and name.suffix.lower() in SUFFIXES and name.parent.name:
                     yield name.parent.name, path, member.offset_data, member.size
     except tarfile.TarError as error:
-        raise SourceError(f"{path} is not a whole, uncompressed tar file ({error})") from error
+        raise InputError(f"{path} is not a whole, uncompressed tar file ({error})") from error
 
 
 def _idx(path: str) -> ImageSource:
     labels_path = Path(path).with_name(Path(path).name.replace("images-idx3", "labels-idx1"))
     magic, num_labels = struct.unpack(">II", _idx_content(str(labels_path))[:8])
     if magic != _IDX_LABELS:
-        raise SourceError(f"{labels_path} is no IDX file of labels: its first number is {magic}, not {_IDX_LABELS}")
+        raise InputError(f"{labels_path} is no IDX file of labels: its first number is {magic}, not {_IDX_LABELS}")
     labels = np.frombuffer(_idx_content(str(labels_path)), np.uint8, offset=8)
     num_images = len(_idx_images(path))
     if not num_labels == len(labels) == num_images:
-        raise SourceError(f"{path} has {num_images} images, {labels_path} has {len(labels)} labels")
+        raise InputError(f"{path} has {num_images} images, {labels_path} has {len(labels)} labels")
     images = [ImageRef(path, number, 1, label) for number, label in enumerate(labels.tolist())]
     return ImageSource(tuple(map(str, range(int(labels.max()) + 1))), images, _read_idx)
 
@@ -153,7 +151,7 @@ def _idx_images(path: str) -> np.ndarray:
     content = _idx_content(path)
     magic, *shape = struct.unpack(">IIII", content[:16])
     if magic != _IDX_IMAGES or len(content) != 16 + np.prod(shape):
-        raise SourceError(f"{path} is no whole IDX file of images")
+        raise InputError(f"{path} is no whole IDX file of images")
     return np.frombuffer(content, np.uint8, offset=16).reshape(shape)
 
 
@@ -172,14 +170,14 @@ def _parquet(paths: list[Path]) -> ImageSource:
         file = pq.ParquetFile(path)
         missing = {"image", "label"} - set(file.schema_arrow.names)
         if missing:
-            raise SourceError(f"{path} has no column {' and no '.join(sorted(missing))}; needed: image and label")
+            raise InputError(f"{path} has no column {' and no '.join(sorted(missing))}; needed: image and label")
         names = names or _label_names(file.schema_arrow.metadata or {})
         for group in range(file.num_row_groups):
             labels = file.read_row_group(group, columns=["label"])["label"].to_pylist()
             images += [ImageRef(str(path), group, row, label) for row, label in enumerate(labels)]
     names = names or tuple(map(str, range(max((ref.label for ref in images), default=-1) + 1)))
     if wrong := [ref for ref in images if not 0 <= ref.label < len(names)]:
-        raise SourceError(f"{wrong[0].path} has the label {wrong[0].label}; needed: one of {len(names)} classes")
+        raise InputError(f"{wrong[0].path} has the label {wrong[0].label}; needed: one of {len(names)} classes")
     return ImageSource(names, images, _read_parquet, keeps_order=True)
 
 

@@ -14,8 +14,8 @@ from typing import BinaryIO
 import orjson
 from braceexpand import braceexpand
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import open_filesystem, with_retries
-from gmlp_scale.prepare.job_folder import JobError
 from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
 from gmlp_scale.prepare.tar_members import text_members
 
@@ -51,10 +51,10 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
             if info["type"] == "file"
         ]
         if not files:
-            raise ValueError(f"{option} {source} matches no file")
+            raise InputError(f"{option} {source} matches no file")
         unreadable = [file.url for file in files if file.kind is None]
         if unreadable:
-            raise ValueError(
+            raise InputError(
                 f"{option} {source} matches {unreadable[0]}, whose format is unknown; readable are "
                 f"{', '.join(SUFFIXES)}, all but Parquet also with .gz or .zst after it"
             )
@@ -62,7 +62,7 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
     names = [file.url for file in found]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{option} names {name} twice")
+            raise InputError(f"{option} names {name} twice")
     return found
 
 
@@ -136,7 +136,7 @@ class FileReader:
             num_lines = table.metadata.num_rows
             names = table.schema_arrow.names
             if self._text_field not in names:
-                raise JobError(
+                raise InputError(
                     f"{self._file.url} has no column {self._text_field!r}; it has {', '.join(names)}: choose one with "
                     "--text-field"
                 )
@@ -197,7 +197,7 @@ class FileReader:
 def records_before_fault(reader: FileReader, bad_files: list[dict], max_bad_files: int) -> Iterator[Record | BadRecord]:
     """The reader's records. If its file is broken they end there, and the file is added to `bad_files`.
 
-    Raises JobError where these are now more than allowed.
+    Raises InputError where these are now more than allowed.
     """
     try:
         yield from reader
@@ -208,14 +208,14 @@ def records_before_fault(reader: FileReader, bad_files: list[dict], max_bad_file
 
 
 def check_bad_files(bad_files: list[dict], max_bad_files: int) -> None:
-    """Raise JobError where more files are broken than allowed."""
+    """Raise InputError where more files are broken than allowed."""
     if len(bad_files) > max_bad_files:
         found = "; ".join(
             f"{bad['file']} after {bad['bytes_read']:,} of {bad['bytes_read'] + bad['bytes_lost']:,} bytes "
             f"({bad['reason']})"
             for bad in bad_files[:3]
         )
-        raise JobError(
+        raise InputError(
             f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again, or "
             "raise --max-bad-files to do without the rest of each"
         )

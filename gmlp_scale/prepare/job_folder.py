@@ -17,11 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gmlp_scale.claim import hold_folder, json_names
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import open_filesystem, read_file, redacted, write_file
-
-
-class JobError(ValueError):
-    """A job cannot start or end as asked. The message is for its user."""
 
 
 class JobFolder:
@@ -35,10 +32,12 @@ class JobFolder:
     def begun(self, settings: dict) -> Iterator[None]:
         """Record the settings and hold the folder for this process while the body runs.
 
-        Raises JobError where a job with other settings began here, ClaimedError where another job holds the folder.
+        Raises InputError where a job with other settings began here, ClaimedError where another job holds the folder.
         """
         if self._is_foreign():
-            raise JobError(f"--output {self.output} is there and is not the output of a job like this: choose another")
+            raise InputError(
+                f"--output {self.output} is there and is not the output of a job like this: choose another"
+            )
         with hold_folder(self.output, f"{self.url}/claims"):
             self._record(json.loads(json.dumps(redacted(settings))))
             yield
@@ -59,7 +58,7 @@ class JobFolder:
             changes = "; ".join(
                 f"{name} was {_brief(known.get(name))}, is {_brief(settings.get(name))}" for name in names
             )
-            raise JobError(
+            raise InputError(
                 f"--output {self.output} holds a job with other settings ({changes}): choose another folder, or "
                 "give the old settings to go on with that job"
             )

@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ValidationError, model_validator
 
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import redacted
 from gmlp_scale.prepare.input_files import FileReader, InputFile, find_inputs
 
@@ -35,7 +36,7 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def checked(cls, options: dict) -> Self:
-        """The options of a command line. Raises ValueError naming the first one that is wrong."""
+        """The options of a command line. Raises InputError naming the first one that is wrong."""
         try:
             return cls(**options)
         except ValidationError as error:
@@ -54,21 +55,21 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
         ):
             if not lowest <= (found := getattr(self, name)) <= highest:
                 option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} is {found}; it must be between {lowest} and {highest}")
+                raise InputError(f"{option} is {found}; it must be between {lowest} and {highest}")
         if self.tasks is not None and self.tasks < 1:
-            raise ValueError(f"--tasks is {self.tasks}; it must be at least 1")
+            raise InputError(f"--tasks is {self.tasks}; it must be at least 1")
         if (self.executor == "slurm") != (self.slurm_partition is not None):
-            raise ValueError("--executor slurm and --slurm-partition go together: give both or neither")
+            raise InputError("--executor slurm and --slurm-partition go together: give both or neither")
         if self.executor == "slurm" and redacted(sources := [*self.input, *self.decontaminate, self.output]) != sources:
-            raise ValueError(
+            raise InputError(
                 "--executor slurm keeps the job's options in a file, and a URL among them holds a password or a "
                 "signature: leave it out and give the store's key in the environment"
             )
         for source in filter(_is_hub_data_set, self.input):
             if len(self.input) > 1:
-                raise ValueError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
+                raise InputError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
             if source.count(":") != 3:
-                raise ValueError(f"--input {source} is not of the form hf:NAME:CONFIG:SPLIT, as hf:allenai/c4:en:train")
+                raise InputError(f"--input {source} is not of the form hf:NAME:CONFIG:SPLIT, as hf:allenai/c4:en:train")
         return self
 
     @property

@@ -9,8 +9,8 @@ import zstandard
 from fsspec.implementations.local import LocalFileSystem
 from isal import isal_zlib
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import open_filesystem, with_retries
-from gmlp_scale.prepare.job_folder import JobError
 
 SUFFIXES = {
     ".jsonl": "json",
@@ -45,7 +45,7 @@ class InputFile:
         return next((kind for suffix, kind in SUFFIXES.items() if stem.endswith(suffix)), None)
 
 
-class BadFileError(JobError):
+class BadFileError(InputError):
     """A file ends too early or is damaged."""
 
     def __init__(self, file: InputFile, bytes_read: int, reason: str):

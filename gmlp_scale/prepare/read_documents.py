@@ -11,9 +11,10 @@ from datatrove.pipeline.readers import HuggingFaceDatasetReader
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import redacted, write_file
 from gmlp_scale.prepare.input_files import BadRecord, InputFile, Record, records_before_fault
-from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 
 _MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
@@ -32,7 +33,7 @@ def inputs_of_task(files: list[InputFile], rank: int, num_tasks: int) -> list[tu
 class ReadDocuments(BaseReader):
     """Yields the documents of a task's input files. Counts what cannot be read and puts it into quarantine.
 
-    A broken file gives the documents before its fault. JobError where a task meets more of them than are allowed.
+    A broken file gives the documents before its fault. InputError where a task meets more of them than are allowed.
     """
 
     name = "Documents"
@@ -81,7 +82,7 @@ class ReadDocuments(BaseReader):
         num_bad, allowed = num_bad_records(counts), self._options.max_bad_fraction
         num_records = counts["documents"] + num_bad
         if num_records >= _CHECK_AFTER_RECORDS and num_bad > allowed * num_records:
-            raise JobError(
+            raise InputError(
                 f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {allowed}; "
                 f"the first is {first['file']}, line {first['line']}: {first['reason']}"
             )

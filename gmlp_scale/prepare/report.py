@@ -4,22 +4,23 @@ from pathlib import Path
 
 from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import is_local, write_file
 from gmlp_scale.prepare.input_files import check_bad_files
-from gmlp_scale.prepare.job_folder import JobError, JobFolder
+from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.read_documents import num_bad_records
 
 
 def write_manifest(job: JobFolder, options: JobOptions, tokenizer: Tokenizer) -> None:
-    """Write OUTPUT/manifest.json from the tasks' receipts. Raises JobError where there is nothing to train on."""
+    """Write OUTPUT/manifest.json from the tasks' receipts. Raises InputError where there is nothing to train on."""
     receipts = job.read_all("receipts")
     assert len(receipts) == options.num_tasks
     splits = Splits(
         **{split: [shard for receipt in receipts for shard in receipt[split]] for split in ("train", "heldout")}
     )
     if not splits.train:
-        raise JobError("the input gave no training rows: it is empty, or every document was held out or refused")
+        raise InputError("the input gave no training rows: it is empty, or every document was held out or refused")
     _remove_temporary_files(job.output)
     manifest = Manifest(
         sequence_length=options.sequence_length,
@@ -84,14 +85,14 @@ def _bad_files(job: JobFolder) -> list[dict]:
 
 
 def check_input(job: JobFolder, options: JobOptions) -> None:
-    """Raise JobError where more of the input's files or records are bad than allowed."""
+    """Raise InputError where more of the input's files or records are bad than allowed."""
     check_bad_files(_bad_files(job), options.max_bad_files)
     max_bad_fraction = options.max_bad_fraction
     read = job.total_counts("read")
     num_bad = num_bad_records(read)
     if num_bad > max_bad_fraction * (read["documents"] + num_bad):
         reasons = ", ".join(f"{count} {name}" for name, count in read.most_common() if name.startswith("bad: "))
-        raise JobError(
+        raise InputError(
             f"{num_bad} of {read['documents'] + num_bad} records are bad ({reasons.replace('bad: ', '')}), more than "
             f"--max-bad-fraction {max_bad_fraction}; they are listed in {job.url}/quarantine"
         )

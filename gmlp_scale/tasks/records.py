@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gmlp_scale.errors import InputError
+
 log = logging.getLogger(__name__)
 
 MOST_TOLD = 10
@@ -18,7 +20,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SUFFIXES = (".tsv", ".json", ".jsonl", ".parquet")
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Mistakes in a task's data, one per line, each with its place. Only the first MOST_TOLD are told."""
 
     def __init__(self, source: str, mistakes: list[str]):

@@ -42,6 +42,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gmlp_scale.engine import Engine
+from gmlp_scale.errors import UserError
 from gmlp_scale.files import check_seal
 from gmlp_scale.train.checkpoint_files import FileRecord, file_problem
 from gmlp_scale.train.checkpoint_index import PIECE_FILE, TensorRecord
@@ -55,7 +56,7 @@ FORMAT_VERSION = 3
 READABLE_VERSIONS = (2, FORMAT_VERSION)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint cannot be written or read."""
 
 

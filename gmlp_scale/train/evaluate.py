@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
+from gmlp_scale.errors import InputError
 from gmlp_scale.world import World
 
 
@@ -40,7 +41,7 @@ def evaluate(predict: Callable[[MaskedBatch], Tensor], batches: Iterable[MaskedB
         predict: an engine's or a model's; returns logits_BMV at the masked positions.
 
     Raises:
-        ValueError: no rank has a masked token.
+        InputError: no rank has a masked token.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, tokens
     for batch in batches:
@@ -53,7 +54,7 @@ def evaluate(predict: Callable[[MaskedBatch], Tensor], batches: Iterable[MaskedB
         totals += torch.stack([loss.double(), correct.double(), is_label_BM.sum().double()])
     loss, correct, num_tokens = world.sum(totals.tolist())
     if not num_tokens:
-        raise ValueError(
+        raise InputError(
             "no held-out row has a masked token: check the shards' held-out split and train.num_evaluation_rows"
         )
     return Evaluation(loss / num_tokens, correct / num_tokens, int(num_tokens))

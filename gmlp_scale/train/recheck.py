@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.engine import Engine
+from gmlp_scale.errors import UserError
 from gmlp_scale.world import World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class RecheckError(RuntimeError):
+class RecheckError(UserError):
     """A rank computed one micro-batch twice with different results, or holds other weights than the other ranks."""
 
 

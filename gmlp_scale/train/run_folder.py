@@ -13,15 +13,12 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from gmlp_scale.claim import ClaimedError, hold_folder
+from gmlp_scale.errors import InputError, UserError
 from gmlp_scale.files import is_url
 
 
-class RunFolderError(RuntimeError):
+class RunFolderError(UserError):
     """Another job holds the run folder."""
-
-
-class UnusableFolderError(ValueError):
-    """The run folder cannot be created or locked."""
 
 
 @contextlib.contextmanager
@@ -32,7 +29,7 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
 
     Raises:
         RunFolderError: another process holds it, whose host and process are named.
-        UnusableFolderError: it cannot be created or locked.
+        InputError: it cannot be created or locked.
     """
     if is_url(run_folder):
         try:
@@ -53,7 +50,7 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
         needed = (
             "set output_dir to a folder that you may write to, on a filesystem with locks, which keep two jobs apart"
         )
-        raise UnusableFolderError(f"{lock} cannot be created or locked ({error.strerror}); {needed}") from None
+        raise InputError(f"{lock} cannot be created or locked ({error.strerror}); {needed}") from None
     with held:
         lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
         try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.engine import TrainConfig
+from gmlp_scale.errors import UserError
 from gmlp_scale.train.log_files import MetricsFile, read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReport
 from gmlp_scale.world import World
@@ -30,12 +31,16 @@ MOST_IN_A_ROW = 10
 """After this many updates left out one after the other, the run stops: it is not a bad batch any more."""
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(UserError):
     """A loss or gradient norm is not finite. Its update was left out, and nothing was saved since."""
 
+    exit_code = 2
 
-class SpikeError(RuntimeError):
+
+class SpikeError(UserError):
     """A loss is far above those before it, and `train.on_spike` is stop. Nothing was saved since."""
+
+    exit_code = 2
 
 
 class StepGuard:

@@ -8,16 +8,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.files import write_text
 
 log = logging.getLogger(__name__)
 
 PROJECT = "gmlp_scale"
 """Where WANDB_PROJECT is not set."""
-
-
-class TrackerError(ValueError):
-    """The tracker that the recipe asks for cannot be reached."""
 
 
 class WandbRun:
@@ -46,7 +43,7 @@ class WandbRun:
             )
         except wandb.Error as error:
             needed = "run `wandb login`, set WANDB_MODE=offline and sync later, or set train.tracker to null"
-            raise TrackerError(f"train.tracker: found wandb, which refuses the run ({error}); {needed}") from error
+            raise InputError(f"train.tracker: found wandb, which refuses the run ({error}); {needed}") from error
         log.info("W&B: %s", self._run.dir if self._run.offline else self._run.url)
         self._is_failing = False
 

@@ -8,8 +8,8 @@ import pytest
 
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.estimate import estimate
-from gmlp_scale.prepare.job_folder import JobError
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.write_shards import is_heldout
 from tests.data_prep.corpora import contents, make_texts, run, write_jsonl
@@ -122,7 +122,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
         input=(f"{corpus}/part-[01].jsonl.gz",), tokenizer=str(tokenizer_dir), sequence_length=32, output="out",
         max_bad_files=1,
     )  # fmt: skip
-    with pytest.raises(JobError, match="broken files: 2, --max-bad-files is 1"):
+    with pytest.raises(InputError, match="broken files: 2, --max-bad-files is 1"):
         estimate(options, Tokenizer(tokenizer_dir))
     trials("corpus files cut or damaged", 2)
 

@@ -8,15 +8,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from gmlp_scale.engine import (
-    EngineConfigError,
-    Fsdp2Config,
-    SingleConfig,
-    TrainConfig,
-    ZeroConfig,
-    build_engine,
-)
+from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig, build_engine
 from gmlp_scale.engine.optimizer import AdamwConfig
+from gmlp_scale.errors import InputError
 from gmlp_scale.models import build_model
 from gmlp_scale.world import start_world
 from tests.engine.trained_engines import GMLP, SIZES, micro_batches_of, start_engine, train
@@ -106,5 +100,5 @@ def test_no_gradient_stays_in_memory_that_the_next_micro_batch_overwrites(engine
 
 
 def test_cuda_graphs_are_refused_where_the_device_turns_out_to_be_a_cpu():
-    with start_world(60, "cpu") as world, pytest.raises(EngineConfigError, match="there is no GPU here"):
+    with start_world(60, "cpu") as world, pytest.raises(InputError, match="there is no GPU here"):
         start_engine(world, GMLP, SingleConfig(), precision="bf16", compile="reduce-overhead")

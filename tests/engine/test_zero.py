@@ -4,7 +4,8 @@ import pytest
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from gmlp_scale.engine import EngineConfigError, ZeroConfig
+from gmlp_scale.engine import ZeroConfig
+from gmlp_scale.errors import InputError
 from gmlp_scale.world import start_world
 from tests.engine.trained_engines import GMLP, MUON, Run, start_engine, train
 from tests.gloo_ranks import run_ranks
@@ -60,7 +61,7 @@ def test_a_file_that_contradicts_the_recipe_is_refused_with_every_field(tmp_path
 def test_muon_refuses_a_file_that_offloads_the_optimizer(tmp_path):
     own = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
     config = ZeroConfig(stage=2, deepspeed_config=_file(tmp_path, own))
-    with start_world(60, "cpu") as world, pytest.raises(EngineConfigError, match="offloads the optimizer to cpu"):
+    with start_world(60, "cpu") as world, pytest.raises(InputError, match="offloads the optimizer to cpu"):
         start_engine(world, GMLP, config, optimizer=MUON)
 
 

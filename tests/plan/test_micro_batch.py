@@ -11,6 +11,7 @@ import yaml
 from gmlp_scale.config import ConfigError
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.engine.vectors import count_vectors_and_others
+from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import micro_batch
 from gmlp_scale.plan.describe import describe
@@ -20,7 +21,6 @@ from gmlp_scale.run import pretrain
 from gmlp_scale.tasks import pretraining
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import read_run
-from gmlp_scale.world import OtherRankError
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 

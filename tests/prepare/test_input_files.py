@@ -11,8 +11,8 @@ import pytest
 import webdataset
 import zstandard
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import BadRecord, FileReader, Record, find_inputs, records_before_fault
-from gmlp_scale.prepare.job_folder import JobError
 from gmlp_scale.prepare.open_input import BadFileError, InputFile
 from gmlp_scale.prepare.read_documents import inputs_of_task
 
@@ -62,7 +62,7 @@ def test_parquet(tmp_path):
         (21, "no text in field 'body'"),
         (22, "too long"),
     ]
-    with pytest.raises(JobError, match="no column 'text'; it has body, n: choose one with --text-field"):
+    with pytest.raises(InputError, match="no column 'text'; it has body, n: choose one with --text-field"):
         read(tmp_path / "a.parquet")
 
 

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from gmlp_scale.train.run_folder import RunFolderError, UnusableFolderError, claimed
+from gmlp_scale.errors import InputError
+from gmlp_scale.train.run_folder import RunFolderError, claimed
 
 
 def _claim(run_dir, messages) -> None:
@@ -38,17 +39,13 @@ def test_a_filesystem_that_cannot_lock_is_not_a_folder_in_use(number, tmp_path, 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(
-        UnusableFolderError, match=f"cannot be created or locked .{os.strerror(number)}.; set output_dir to"
-    ):
+    with pytest.raises(InputError, match=f"cannot be created or locked .{os.strerror(number)}.; set output_dir to"):
         claimed(tmp_path / "run").__enter__()
 
 
 def test_a_folder_that_cannot_be_created_says_why_and_what_to_change(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UnusableFolderError, match=r"file/run/LOCK cannot be created .* .Not a directory.; set output_dir to"
-    ):
+    with pytest.raises(InputError, match=r"file/run/LOCK cannot be created .* .Not a directory.; set output_dir to"):
         claimed(tmp_path / "file" / "run").__enter__()
 
 

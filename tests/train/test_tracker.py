@@ -8,7 +8,8 @@ import pytest
 from gmlp_scale import run
 from gmlp_scale.config import ConfigError
 from gmlp_scale.engine import TrainConfig
-from gmlp_scale.train.tracker import TrackerError, WandbRun
+from gmlp_scale.errors import InputError
+from gmlp_scale.train.tracker import WandbRun
 
 FIELDS = {"name": "smoke", "train.num_steps": 9, "data.cache_dir": None}
 PASSWORD = "a-secret-password"
@@ -93,7 +94,7 @@ def test_a_tracker_that_cannot_be_reached_is_told_with_what_to_do(tmp_path, monk
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(sys, "stdin", None)  # nobody can be asked for a key
-    with pytest.raises(TrackerError, match=r"refuses the run \(No API key.*set WANDB_MODE=offline"):
+    with pytest.raises(InputError, match=r"refuses the run \(No API key.*set WANDB_MODE=offline"):
         WandbRun(tmp_path, FIELDS)
 
 

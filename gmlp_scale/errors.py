@@ -1,0 +1,32 @@
+"""The mistakes that a user can put right. Any other error is ours, and keeps its traceback."""
+
+
+class UserError(Exception):
+    """A mistake that a user can put right. Its message says what was found, what is needed and what to change."""
+
+    exit_code = 1
+    """What a process leaves with. 1: the same command may pass later, as after a lost rank or another job in the run
+    folder. 2: it would fail again. Clusters and launch/elastic.py start again what left with 1."""
+
+
+class InputError(UserError, ValueError):
+    """What was asked for or given cannot be used: options, a recipe, data, a model, a folder."""
+
+    exit_code = 2
+
+
+class OtherRankError(UserError):
+    """Another rank failed; its own message says why."""
+
+
+class LostRankError(UserError):
+    """A collective failed because a rank did not come to it."""
+
+
+USER_ERRORS = (UserError, OSError)
+"""The system's own errors name the file or the host, and say what it refused."""
+
+
+def exit_code(error: Exception) -> int:
+    """What a process leaves with after one of USER_ERRORS. A full disk may pass, a missing file does not."""
+    return 2 if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
