@@ -59,7 +59,7 @@ def test_no_secret_is_written_or_printed(server, tmp_path, monkeypatch, trials):
             "--output", tmp_path / "shards", "--heldout-fraction", 0.1, *options, **settings,
         )  # fmt: skip
 
-    printed = tokenize("canary-1", code=1)
+    printed = tokenize("canary-1", code=2)
     assert f"http://***@{server}/part-1.jsonl.gz?*** after " in printed
     logs = [path.read_text() for path in files_without_canary(tmp_path) if path.suffix == ".log"]
     assert any("InputError: broken files: 1" in log for log in logs)

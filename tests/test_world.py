@@ -17,9 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gmlp_scale import telling
 from gmlp_scale.config import ConfigError
-from gmlp_scale.errors import InputError, LostRankError
+from gmlp_scale.errors import InputError, LostRankError, UserError
 from gmlp_scale.process import DeviceError
-from gmlp_scale.telling import set_up_logging, tell
+from gmlp_scale.telling import command, set_up_logging, tell
 from gmlp_scale.world import launched_world_size, start_world
 from tests.gloo_ranks import run_ranks
 
@@ -231,6 +231,33 @@ def test_rank_0_tells_an_error_at_once_and_the_others_only_if_they_live_on(monke
         tell(ValueError("no shards at s3://me:secret@bucket/c4"))
     assert slept == [telling.OTHERS_TELL_AFTER_SECONDS]
     assert capsys.readouterr().err == "no shards at s3://***@bucket/c4\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("--step is 7"), 2),
+        (UserError("another job holds outputs/a"), 1),
+        (FileNotFoundError("no shards"), 2),
+        (OSError("the disk is full"), 1),
+    ],
+)
+def test_a_command_tells_a_users_mistake_in_its_words_and_returns_its_code(error, code, capsys):
+    @command
+    def main() -> int:
+        raise error
+
+    assert main() == code and capsys.readouterr().err == f"{error}\n"
+
+
+def test_a_command_lets_an_error_of_ours_keep_its_traceback(capsys):
+    @command
+    def main() -> int:
+        (_,) = 1, 2
+
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        main()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_lost_rank_is_told_at_once_and_without_the_launcher(monkeypatch, capsys, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from gmlp_scale.errors import InputError
+from gmlp_scale.errors import InputError, UserError
 from gmlp_scale.prepare.dedup import Pass
 from gmlp_scale.prepare.job_options import JobOptions
 
@@ -28,7 +28,7 @@ class LocalExecutor(LocalPipelineExecutor):
     """
 
     def run(self) -> None:
-        """Run the tasks that have no completion mark. Raises InputError where a worker was killed."""
+        """Run the tasks that have no completion mark. Raises UserError where a worker was killed."""
         context = get_context("forkserver")
         context.set_forkserver_preload(["gmlp_scale.prepare.run_job"])  # imported once for all workers
         pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker)
@@ -37,7 +37,7 @@ class LocalExecutor(LocalPipelineExecutor):
             for task in as_completed(tasks):
                 task.result()
         except BrokenProcessPool as error:
-            raise InputError(
+            raise UserError(
                 "a worker was killed, perhaps for want of memory (try fewer --workers); the same command again goes "
                 "on with the tasks that are not done"
             ) from error
@@ -63,7 +63,7 @@ class RayExecutor(RayPipelineExecutor):
     _run_for_rank = PipelineExecutor._run_for_rank  # RayPipelineExecutor's logs to a folder of /tmp that all jobs share
 
     def run(self) -> None:
-        """Run the tasks that have no completion mark. Raises InputError where no cluster is found or Ray gives up."""
+        """Run the tasks that have no completion mark. Raises UserError where no cluster is found or Ray gives up."""
         try:
             import ray
         except ImportError as error:
@@ -74,7 +74,7 @@ class RayExecutor(RayPipelineExecutor):
         try:
             ray.init(address="auto", log_to_driver=False, logging_level="error")
         except ConnectionError as error:
-            raise InputError("--executor ray finds no cluster: run `ray start`, or set RAY_ADDRESS") from error
+            raise UserError("--executor ray finds no cluster: run `ray start`, or set RAY_ADDRESS") from error
         try:
             run_task = ray.remote(num_cpus=1, max_retries=_MOST_RESTARTS_OF_A_TASK)(_run_ray_task)
             executor = ray.put(self)
@@ -86,7 +86,7 @@ class RayExecutor(RayPipelineExecutor):
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
-            raise InputError(
+            raise UserError(
                 f"Ray gave a task up ({type(error).__name__}); the same command again goes on with the tasks that are "
                 "not done"
             ) from error

@@ -6,7 +6,7 @@ from functools import partial
 
 from datatrove.pipeline.base import PipelineStep
 
-from gmlp_scale.errors import InputError
+from gmlp_scale.errors import UserError
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
 from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, slurm_executor
 from gmlp_scale.prepare.job_folder import JobFolder
@@ -43,7 +43,7 @@ def _submit(passes: list[Pass], options: JobOptions, job: JobFolder) -> bool:
     """Submit the passes that are not done, each to start after the one before. Returns whether all were done."""
     before = job.read("slurm.json")
     if before and is_in_slurm_queue(before["slurm_job"]):
-        raise InputError(
+        raise UserError(
             f"Slurm job {before['slurm_job']} still works on {job.output}: wait until it has left the queue, or "
             f"scancel {before['slurm_job']}"
         )

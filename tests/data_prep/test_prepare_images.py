@@ -165,7 +165,7 @@ def test_a_bad_image_is_named_and_may_be_left_out(tmp_path, capsys):
     path = source / "bee/2.jpg"
     path.write_bytes(path.read_bytes()[:300])
     command = ["--input", source, "--heldout-fraction", 0.25, "--output", tmp_path / "shards"]
-    assert prepare(*command) == 1
+    assert prepare(*command) == 2
     assert f"1 images cannot be decoded:\n  {path} at 0: " in capsys.readouterr().err
     assert not (tmp_path / "shards/manifest.json").exists()
     assert prepare(*command, "--max-bad-images", 1) == 0

@@ -91,12 +91,12 @@ def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
         for line in path.read_text().splitlines()
     ]
     assert [(entry["line"], entry["file"]) for entry in entries] == [(line, str(bad)) for line in (2, 3, 4)]
-    message = tokenize(f"{corpus}/*", tmp_path / "strict", "--max-bad-fraction", 0.001, code=1)
+    message = tokenize(f"{corpus}/*", tmp_path / "strict", "--max-bad-fraction", 0.001, code=2)
     assert "3 of 904 records are bad (1 " in message and "1 no text in field 'text'" in message
     assert "), more than --max-bad-fraction 0.001; they are listed in" in message
     assert not (tmp_path / "strict/manifest.json").exists()
     bad.write_bytes(b"{}\n" * 10_001)
-    message = tokenize(bad, tmp_path / "early", code=1)
+    message = tokenize(bad, tmp_path / "early", code=2)
     assert f"10000 of 10000 records are bad, more than --max-bad-fraction 0.01; the first is {bad}, line 1" in message
 
 
@@ -106,7 +106,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
     content = broken.read_bytes()
     broken.write_bytes(content[: len(content) // 2])
     command = (f"{corpus}/part-[01].jsonl.gz", tmp_path / "out", "--tasks", 3)
-    message = tokenize(*command, code=1)
+    message = tokenize(*command, code=2)
     assert f"broken files: 1, --max-bad-files is 0: {broken} after " in message
     assert not (tmp_path / "out/manifest.json").exists()
     assert f"bad files                            {broken} it ends in the middle" in tokenize(
