@@ -8,7 +8,6 @@ It prints first what is left to do and how long that takes. Several processes wi
 """
 
 import argparse
-import logging
 import math
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from gmlp_scale.run import start_world_of
 from gmlp_scale.science.budget import budget
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
-from gmlp_scale.science.runs import Table, train_all, with_one_precision
+from gmlp_scale.science.runs import Table, like_the_first_start, train_all
 from gmlp_scale.telling import command
 from gmlp_scale.trained import read_run
 
@@ -44,17 +43,16 @@ def main() -> int:
     if not (options.shards or options.table):
         parser.error("--shards is needed, but for --table")
     table = Table(options.output, tuple(options.part or PARTS), options.seeds, tuple(options.overrides), options.shards)
-    table.precision()  # refuses runs that cannot be compared, before any more are trained
     if options.table:
         _write(options.table, table)
         return 0
     with start_world_of(next(table.runs())) as world:
         if world.size > 1:
             raise InputError("launch/science.py is one process: start it without torchrun or deepspeed")
-        table = with_one_precision(table, world, keep=not options.dry_run)
+        table = like_the_first_start(table, world, keep=not options.dry_run)
         print(budget(table, world), flush=True)
-        if not options.dry_run and train_all(table, world):
-            logging.getLogger("gmlp_scale").info("nothing is left to start: %s", options.output)
+        if not options.dry_run:
+            train_all(table, world)
     return 0
 
 

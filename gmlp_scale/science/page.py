@@ -7,20 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from gmlp_scale.science.claims import ALIKE, PARTS, QUANTITIES, RATES, Quantity, p_value, verdict
-from gmlp_scale.science.runs import Table, arguments
+from gmlp_scale.science.runs import HELDOUT_ROWS, Table, arguments
 
 _HEAD = """# The paper's claims, small and with seeds
 
 Models of about 2 M parameters, each trained on {tokens:,} tokens of English text{precision}. A model is tried at three
 learning rates with seed 0. It takes the one with the lowest loss (bold; a better one may lie beyond), and has {seeds}
 seeds there. A seed draws the initial weights, the order of the rows and their masks. The loss is that of the last
-checkpoint on all held-out rows, in float32, with the same masks for every model; ± is the seeds' standard deviation.
-Gatings without a split have two thirds of the hidden width, so as many parameters.
+checkpoint on the first {heldout_rows:,} held-out rows, or all if there are fewer, in float32, with the same masks for
+every model; ± is the seeds' standard deviation. Gatings without a split have three quarters of the hidden width, so as
+many parameters. Parameters include the embeddings, so the depths of a family span less than one doubling.
 
 A claim is tested by a two-sided t-test of differences paired by seed, at 5 %, without a correction for the number of
-claims. With three seeds it tells differences of more than 2.5 standard deviations. Where the paper calls models level,
-the loss may be higher by {alike:.3f}: Table 3's difference that it calls insignificant. Numbers in brackets are the
-paper's perplexities. Small models after few tokens tell how such models start, not where the paper's end.
+claims. With three seeds the mean difference must be above 2.5 standard deviations of the paired differences. Seed 0
+also chose the rate on these rows, which makes its loss a little too low, the more so where the rate matters little.
+Where the paper calls models level, the loss may be higher by {alike:.3f}: Table 3's difference, which it calls
+insignificant beside what scaling changes. Numbers in brackets are the paper's perplexities. Small models after few
+tokens tell how such models start, not where the paper's end.
 
 ```bash
 python launch/science.py --output outputs/science --shards data/compare/shards
@@ -29,7 +32,8 @@ python launch/science.py --output outputs/science --table docs/science.md
 
 The first command prints what is left to do, trains it, skips what is done and goes on with what was stopped. Several
 share the runs, such as two with `OMP_NUM_THREADS=1` on two cores. `--part b` trains one part, `--dry-run` nothing. The
-second command writes this page from what is done.
+second command writes this page from what is done. Other sizes are had by fields in which a part's models do not differ,
+as `--part d model.d_model=512 model.d_ffn=3072 model.num_blocks=36`.
 """
 
 _COMMANDS = """## Commands
@@ -44,7 +48,11 @@ def document(table: Table, picture: str | None) -> str:
     run = table.run(table.models[0], RATES[0], 0)
     tokens, precision = run.tokens_per_step.before(run.train.num_steps), table.precision()
     in_precision = f" in {precision}" if precision else ""
-    lines = [_HEAD.format(tokens=tokens, precision=in_precision, seeds=table.num_seeds, alike=ALIKE)]
+    lines = [
+        _HEAD.format(
+            tokens=tokens, precision=in_precision, seeds=table.num_seeds, alike=ALIKE, heldout_rows=HELDOUT_ROWS
+        )
+    ]
     for part in (part for part in PARTS if part in table.parts):
         title, models = PARTS[part]
         grid = ", ".join(f"{rate:g}" for rate in RATES)

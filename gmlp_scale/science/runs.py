@@ -54,6 +54,14 @@ class Table:
     shards: str | None = None
     """None to read what is done."""
 
+    def __post_init__(self):
+        """Raises ConfigError where an override would make different models alike."""
+        own = {field.partition("=")[0] for model in self.models for field in arguments(model, RATES[0], 0)}
+        own -= {field.partition("=")[0] for field in SCHEDULE}
+        if taken := [field for field in self.overrides if field.partition("=")[0] in own]:
+            mistakes = [f"{field}: the runs of these parts differ in it" for field in taken]
+            raise ConfigError("the overrides", mistakes, "give fields that they share")
+
     @property
     def models(self) -> list[str]:
         """Of the parts, in the order in which they are trained."""
@@ -130,24 +138,34 @@ class Table:
         return next(iter(found))[0] if found else None
 
 
-def with_one_precision(table: Table, world: World, *, keep: bool) -> Table:
-    """The table with train.precision decided for all runs alike. The first start decides, and keeps it in a file."""
-    path, first = f"{table.output}/precision", next(table.runs())
-    if first.train.precision != "auto":
-        return table
+def like_the_first_start(table: Table, world: World, *, keep: bool) -> Table:
+    """The table in the precision that its first start decided, and kept in a file.
+
+    Raises:
+        ConfigError: it asks for another precision or another text than the first start, so cannot be compared.
+    """
+    path, first = f"{table.output}/first_start.json", next(table.runs())
+    asked = {"precision": first.train.precision, "shards_sha256": Manifest.load(table.shards).sha256}
     try:
-        decided = read_file(path)
+        known = json.loads(read_file(path))
     except FileNotFoundError:
-        decided = with_decided_precision(first, world).train.precision.encode()
+        known = asked | {"precision": with_decided_precision(first, world).train.precision}
         if keep:
             with suppress(FileExistsError):  # another process has decided meanwhile
-                create_file(path, decided)
-            decided = read_file(path)
-    return replace(table, overrides=(*table.overrides, f"train.precision={decided.decode()}"))
+                create_file(path, json.dumps(known).encode())
+            known = json.loads(read_file(path))
+    mistakes = [
+        f"{name}: found {found}; the runs there have {known[name]}"
+        for name, found in asked.items()
+        if found not in ("auto", known[name])
+    ]
+    if mistakes:
+        raise ConfigError(table.output, mistakes, "give the text and precision of the first start, or another --output")
+    return replace(table, overrides=(*table.overrides, f"train.precision={known['precision']}"))
 
 
-def train_all(table: Table, world: World) -> bool:
-    """Trains what is not done, and goes on with what was stopped. Returns False if a signal stopped it.
+def train_all(table: Table, world: World) -> None:
+    """Trains what is not done, and goes on with what was stopped. Returns at the end or after a stop signal.
 
     A run that another process trains is left to it, so several can share the work.
     """
@@ -157,7 +175,7 @@ def train_all(table: Table, world: World) -> bool:
         try:
             progress = run_task(Pretraining(run), world, StartUp(time.perf_counter()))
             if not progress.finished:
-                return False
+                return
             evaluated = evaluate_models([read_run(run.run_folder)], run.data.shards, HELDOUT_ROWS, world)
             content["loss"] = evaluated["models"][0]["loss"]
         except RunFolderError as error:
@@ -168,4 +186,5 @@ def train_all(table: Table, world: World) -> bool:
             log.warning("%s counts as infinitely bad: %s", run.name, error)
             content["loss"] = float("inf")
         write_text(f"{run.run_folder}/result.json", json.dumps(content, indent=2) + "\n")
-    return True
+        elsewhere.clear()  # their process may have been stopped
+    log.info("nothing is left to start; training elsewhere: %s", ", ".join(sorted(elsewhere)) or "nothing")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
+from gmlp_scale.config import ConfigError
 from gmlp_scale.models.toeplitz import toeplitz
 from gmlp_scale.science.claims import (
     MODELS,
@@ -47,6 +48,14 @@ def shards(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def other_shards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("science") / "other"
+    write_tiny_shards(folder, [40], [8], sequence_length=16)
+    add_tokenizer(folder)
+    return folder
+
+
 def one_thread() -> None:
     torch.set_num_threads(1)
 
@@ -76,7 +85,7 @@ def done(output: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in output.glob("*/result.json")}
 
 
-def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_path):
+def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, other_shards, tmp_path):
     output, places = tmp_path / "runs", ["--shards", shards]
     printed, _ = start(output, *places, "--dry-run")
     assert re.search(rf"^d +2 +{NUM_RUNS} ", printed, re.MULTILINE) and not output.exists()
@@ -101,6 +110,10 @@ def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_pat
         assert "launch/pretrain.py --config compare_gmlp " in text and f"name={best}" in text
     assert matplotlib.image.imread(tmp_path / "science.png").std() > 0.01 and "(science.png)" in text
 
+    options = ["--output", output, "--part", "d", "--dry-run", "--shards", other_shards, *TINY, "train.precision=bf16"]
+    code, _, errors = Script("launch/science.py", options).end()
+    assert code == 2 and "2 mistakes" in errors and "precision: found bf16; the runs there have float32" in errors
+
     options = ["--output", output, "--part", "d", "--table", tmp_path / "other.md", *TINY, "train.num_steps=8"]
     code, _, errors = Script("launch/science.py", options).end()
     assert code == 2 and "train.num_steps: the checkpoint was trained with 4; the run says 8" in errors
@@ -114,11 +127,19 @@ def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_pat
 def test_runs_that_another_process_holds_or_that_diverge_stop_no_other(shards, tmp_path):
     first = f"gmlp_rate_{RATES[0]:g}_seed_0"
     with claimed(tmp_path / first):
-        _, log = start(tmp_path, "--shards", shards, "optimizer.peak_learning_rate=1e30")
+        _, log = start(tmp_path, "--shards", shards, "optimizer.weight_decay=1e30")
     assert f"{first} is in use by" in log and log.count("counts as infinitely bad") == len(done(tmp_path)) > 4
     assert first not in done(tmp_path)
-    start(tmp_path, "--table", tmp_path / "science.md", "optimizer.peak_learning_rate=1e30")
+    start(tmp_path, "--table", tmp_path / "science.md", "optimizer.weight_decay=1e30")
     assert "not run, inf, inf | not run (0 of 2 seeds" in (tmp_path / "science.md").read_text()
+
+
+def test_overrides_that_would_make_different_models_alike_are_refused():
+    Table("x", ("d",), 3, ("model.num_blocks=36",))
+    with pytest.raises(ConfigError, match=r"model.num_blocks=36: the runs of these parts differ in it"):
+        Table("x", ("c", "d"), 3, ("model.num_blocks=36",))
+    with pytest.raises(ConfigError, match="seed=1: the runs"):
+        Table("x", ("d",), 3, ("seed=1",))
 
 
 CLAIM = Quantity("b", "Loss of x - loss of y", ("y", "x"), lambda y, x: x.loss - y.loss, "y beats x")
