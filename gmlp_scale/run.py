@@ -26,8 +26,9 @@ from gmlp_scale.recipe_file import load_config, read_recipe_file
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.tasks.start_weights import with_decided_start
 from gmlp_scale.telling import set_up_logging
-from gmlp_scale.train.checkpoint import Checkpoint
+from gmlp_scale.train.checkpoint import Checkpoint, folder_name
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 from gmlp_scale.train.loop import BatchLoader, Progress, train
@@ -100,7 +101,7 @@ def pretrain(config: PretrainingRecipe) -> Progress:
             case ImagesConfig():
                 task = Images(config)
             case _:
-                task = Pretraining(config)
+                task = Pretraining(with_decided_start(config, world))
         return run_task(task, world, start_up)
 
 
@@ -150,7 +151,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
                 config, str(checkpoint.path), checkpoint.details, checkpointer.details, step=checkpoint.step
             )
         elif isinstance(config, PretrainingRecipe) and config.branch_from:
-            checkpoint = branch_point(config, checkpointer.details)
+            checkpoint = branch_point(config, checkpointer.details, world)
         start_up.finish("checkpoint")
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
         log.info(_banner(task, world, checkpoint, budget))
@@ -211,10 +212,17 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
     return build_engine(model, world, engine=task.config.engine, train=task.train, optimizer=task.optimizer)
 
 
-def branch_point(config: Recipe, details: dict[str, Any]) -> Checkpoint:
-    """The checkpoint of another run that a new run goes on from. Raises ConfigError, TrainedModelError."""
+def branch_point(config: Recipe, details: dict[str, Any], world: World) -> Checkpoint:
+    """The checkpoint of another run that a new run goes on from. All ranks call it together; rank 0 verifies it.
+
+    Raises:
+        TrainedModelError, CheckpointError: on rank 0, which has no such checkpoint or finds it damaged.
+        ConfigError: the run cannot go on from it.
+    """
     run_folder, step = split_step(config.branch_from)
-    checkpoint = open_checkpoint(LocalCheckpoints(Path(run_folder) / "checkpoints"), run_folder, step)
+    checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")
+    world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step))
+    checkpoint = Checkpoint.open(checkpoints.directory / folder_name(step), verify_files=False)
     check_continues(config, config.branch_from, checkpoint.details, details, step=checkpoint.step, free=FREE_IN_BRANCH)
     if config.train.num_steps <= checkpoint.step:
         found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"

@@ -24,6 +24,7 @@ from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.run import branch_point, check_packages
 from gmlp_scale.tasks.pretraining import build_loader
+from gmlp_scale.tasks.start_weights import with_decided_start
 from gmlp_scale.train.remote_checkpoints import checkpoints_of
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.train.stragglers import SLOW_FACTOR
@@ -172,13 +173,15 @@ class Checkup:
                 pass
         with checkpoints_of(folder) as checkpoints:
             newest, damaged = checkpoints.newest()
-        now = {"config": self.run.to_json(), "data": self._loader.fingerprint()}
-        if newest is None and self.run.branch_from:
-            branch_point(self.run, now)
-            return f"{folder}: would begin from {self.run.branch_from}"
+        alone = self.world.alone()
+        run = with_decided_start(self.run, alone)
+        now = {"config": run.to_json(), "data": self._loader.fingerprint()}
+        if newest is None and run.branch_from:
+            branch_point(run, now, alone)
+            return f"{folder}: would begin from {run.branch_from}"
         if newest is None:
             return f"{folder}: a new run"
-        check_continues(self.run, str(newest.path), newest.details, now, step=newest.step)
+        check_continues(run, str(newest.path), newest.details, now, step=newest.step)
         return f"{folder}: would resume from step {newest.step}; {len(damaged)} newer checkpoints are damaged"
 
     def _compare_gradients(self) -> str:

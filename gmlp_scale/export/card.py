@@ -201,8 +201,10 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
         return ""
     train, step = recipe.train, details["step"]
     settings = recipe.optimizer.model_dump(exclude_none=True, exclude={"kind"})
+    starts = {"began with the weights of": recipe.init_from, "branched off": recipe.branch_from}
     rows = {
         "recipe": recipe.name,
+        **{name: place for name, place in starts.items() if place},
         "steps": f"{step:,} of {_num_steps(recipe, details):,}",
         "rows per step": f"{train.batch_sizes.told()}, of {recipe.model.sequence_length} tokens",
         "tokens read": f"{recipe.tokens_per_step.before(step):,}",

@@ -1,23 +1,32 @@
 """Runs that start from a trained model, of another length or vocabulary too, and branches of a run."""
 
 import logging
+import os
+import shutil
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from gmlp_scale import run as run_module
 from gmlp_scale.config import ConfigError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.errors import OtherRankError
 from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.models import build_model
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
+from gmlp_scale.tasks import pretraining
 from gmlp_scale.tasks.start_weights import start_from
-from gmlp_scale.train.checkpoint import newest_checkpoint
+from gmlp_scale.train import checkpoint as checkpoint_module
+from gmlp_scale.train.checkpoint import CheckpointError, newest_checkpoint
+from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import TrainedModel, TrainedModelError, read_run
 from tests.analysis.pretrained_runs import RECIPE, SMOKE
+from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import TINY, perturb, random_batch, tiny_config
 from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 
@@ -100,14 +109,19 @@ def losses(run_dir) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def trunk(shards, tmp_path_factory):
-    """train(fields) runs the recipe in one folder; a stable trunk of 6 steps, saved after each second, is there."""
+    """train(fields) runs the recipe in one folder; `on_each_rank` is called with its overrides on two ranks instead. A
+    stable trunk of 6 steps, saved after each second, is there.
+    """
     folder = tmp_path_factory.mktemp("runs")
     recipe = [
         *RECIPE, "train.num_steps=6", "train.log_every_steps=1", "optimizer.schedule=stable",
         "optimizer.peak_learning_rate=0.01", f"data.shards={shards}", f"output_dir={folder}", "checkpoint.keep_last=9",
     ]  # fmt: skip
 
-    def train(*fields: str):
+    def train(*fields: str, on_each_rank: Callable | None = None):
+        if on_each_rank:
+            fsdp2 = ["engine.kind=fsdp2", "train.micro_batch_size=2"]
+            return run_ranks(on_each_rank, 2, [*recipe, *fsdp2, *fields])
         return pretrain(load_run_config(SMOKE, [*recipe, *fields]))
 
     train("name=trunk")
@@ -126,6 +140,67 @@ def test_a_run_starts_from_an_export_or_a_run(trunk, caplog):
     checkpoint, _ = newest_checkpoint(folder / "from_run" / "checkpoints")
     assert checkpoint.details["config"]["init_from"] == f"{folder / 'trunk'}@4"
     assert read_run(folder / "from_run").step == 2
+
+
+def _pretrain_while_the_trunk_saves(overrides: list[str]) -> None:
+    """As if the trunk saved its last checkpoint after rank 0 looked for the newest one, and before rank 1 does."""
+
+    def newest_seen(checkpoints: LocalCheckpoints):
+        is_early = checkpoints.directory.parent.name == "trunk" and os.environ["RANK"] == "0"
+        return (checkpoints.open("step_000000004"), []) if is_early else newest(checkpoints)
+
+    newest, LocalCheckpoints.newest = LocalCheckpoints.newest, newest_seen
+    pretrain(load_run_config(SMOKE, overrides))
+
+
+def test_all_ranks_start_from_the_step_that_rank_0_finds_which_is_recorded(trunk):
+    folder, train = trunk
+    place, run = folder / "trunk", folder / "of_a_run"
+    train("name=of_step_4", f"init_from={place}@4")
+    for stop in ("2", "null"):  # the resumed run finds a newer checkpoint of the trunk, but keeps its own start
+        fields = ["name=of_a_run", f"init_from={place}", f"train.stop_after_step={stop}"]
+        train(*fields, on_each_rank=_pretrain_while_the_trunk_saves)
+    assert losses(run) == pytest.approx(losses(folder / "of_step_4"), rel=1e-5)
+    assert load_run_config(run / "config.yaml").init_from == f"{place}@4"
+    assert read_run(run).details["config"]["init_from"] == f"{place}@4"
+    export_pretrained(run, 6, folder / "export_of_it")
+    assert "| began with the weights of | trunk@4 |" in (folder / "export_of_it" / "README.md").read_text()
+    train("name=branch_of_it", f"init_from={place}", f"branch_from={run}@4")
+    assert load_run_config(folder / "branch_of_it" / "config.yaml").init_from == f"{place}@4"
+    with pytest.raises(ConfigError, match=r"init_from: the checkpoint was trained with .*trunk@4'; the run says .*@6'"):
+        train("name=of_a_run", f"init_from={place}@6")
+
+
+def test_a_run_that_did_not_record_the_step_goes_on(trunk):
+    folder, train = trunk
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(run_module, "with_decided_start", lambda run, world: run)
+        before.setattr(pretraining, "read_start", read_run)
+        train("name=old", f"init_from={folder / 'trunk'}", "train.stop_after_step=2")
+    assert train("name=old", f"init_from={folder / 'trunk'}").finished
+
+
+def _branch(overrides: list[str]) -> tuple[list[str], str]:
+    """The folders whose files this rank verified, and how it ended."""
+    verified, verify = [], checkpoint_module._verify_files
+    checkpoint_module._verify_files = lambda path, done: (verified.append(path.name), verify(path, done))
+    try:
+        pretrain(load_run_config(SMOKE, overrides))
+    except (CheckpointError, OtherRankError) as error:
+        return verified, type(error).__name__
+    return verified, "trained"
+
+
+def test_rank_0_alone_verifies_a_branch_point_and_tells_its_damage(trunk, tmp_path):
+    folder, train = trunk
+    trunk_copy = shutil.copytree(folder / "trunk", tmp_path / "trunk")
+    fields = ["name=verified", f"branch_from={trunk_copy}@2", "train.stop_after_step=3"]
+    found = train(*fields, on_each_rank=_branch)
+    assert found == [(["step_000000002"], "trained"), ([], "trained")]
+    file = next((trunk_copy / "checkpoints" / "step_000000002").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    found = train(*fields, "name=damaged", on_each_rank=_branch)
+    assert found == [(["step_000000002"], "CheckpointError"), ([], "OtherRankError")]
 
 
 def test_a_branch_goes_on_as_its_trunk_and_then_decays(trunk):
