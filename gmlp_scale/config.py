@@ -5,6 +5,7 @@ section can check alone. Each mistake is told as `field: what was found; what is
 """
 
 import hashlib
+import math
 import os
 import re
 import tempfile
@@ -176,7 +177,7 @@ def _budget_mistakes(run: "PretrainingRecipe") -> Iterable[str]:
         yield f"{found} with branch_from; needed: null, as the other run's steps are not of this run's time"
 
 
-def _change_mistakes(field: str, pieces: Piecewise, num_steps: int) -> Iterable[str]:
+def _change_mistakes(field: str, pieces: Piecewise, num_steps: float) -> Iterable[str]:
     if pieces.starts[-1] >= num_steps:
         found = f"found a change at step {pieces.starts[-1]}"
         yield f"{field}: {found}; needed: changes below train.num_steps = {num_steps}"
@@ -211,6 +212,11 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
         """Whether a step has several micro-batches. True also while micro_batch_size is `auto`, as it may have."""
         return any(rows != self.train.micro_batch_size for rows in self.rows_per_rank(world_size).values)
 
+    @property
+    def changes_end(self) -> float:
+        """Batch, masking and sources change below this step. A branch has its trunk's changes, also after its end."""
+        return math.inf if self.branch_from else self.train.num_steps
+
     def mistakes(self) -> Iterable[str]:
         train = self.train
         yield from super().mistakes()
@@ -218,7 +224,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
             yield f"branch_from: found {self.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"
         yield from _schedule_mistakes(self.optimizer, train.num_steps)
         yield from _budget_mistakes(self)
-        yield from _change_mistakes("train.global_batch_size", train.batch_sizes, train.num_steps)
+        yield from _change_mistakes("train.global_batch_size", train.batch_sizes, self.changes_end)
         if train.log_filters and not isinstance(self.model, GmlpConfig):
             needed = "false, or a model with spatial filters: model.kind gmlp or amlp"
             yield f"train.log_filters: found true with model.kind = {self.model.kind}; needed: {needed}"
@@ -239,7 +245,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     init_from: Annotated[str | None, BeforeValidator(plain_path)] = None
     """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and
-    the vocabulary may differ. A path or a URL."""
+    the vocabulary may differ. A path or a URL. RUN is recorded as RUN@STEP, with the step of its newest checkpoint."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
@@ -283,9 +289,9 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def mistakes(self) -> Iterable[str]:
         yield from super().mistakes()
-        yield from _change_mistakes("data.masked_fraction", self.data.masked_fractions, self.train.num_steps)
+        yield from _change_mistakes("data.masked_fraction", self.data.masked_fractions, self.changes_end)
         if self.data.is_mixture:
-            yield from mixture_mistakes(self.data.sources, self.train.num_steps)
+            yield from mixture_mistakes(self.data.sources, self.changes_end)
         if self.train.micro_batch_size == "auto" and self.train.device == "cpu":
             yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
 

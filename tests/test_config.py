@@ -111,6 +111,19 @@ def test_settings_that_cannot_work(overrides, needle):
     assert any(needle in mistake for mistake in mistakes(SMOKE, *overrides)), mistakes(SMOKE, *overrides)
 
 
+def test_a_branch_may_end_before_what_its_trunk_changes_later():
+    changes = [
+        "train.global_batch_size=[[0,8],[15,16]]", "data.masked_fraction=[[0,0.3],[16,0.15]]",
+        "data.shards=[{shards: a, weight: 2},{shards: b, weight: 1, from_step: 17},"
+        "{shards: c, weight: 1, until_step: 18}]",
+    ]  # fmt: skip
+    load_run_config(SMOKE, changes)
+    assert len(mistakes(SMOKE, *changes, "train.num_steps=12")) == 4
+    load_run_config(SMOKE, [*changes, "train.num_steps=12", "branch_from=outputs/smoke@10"])
+    crammed = ["train.num_steps=10000", "optimizer.decay_steps=2000", "train.time_budget_seconds=null"]
+    load_run_config("crammed_gmlp", [*crammed, "branch_from=outputs/crammed_gmlp@8000"])
+
+
 @pytest.mark.parametrize("other", ["train.precision=float32", "engine.kind=fsdp2", "train.device=cpu"])
 def test_cuda_graphs_are_for_a_gpu_bf16_and_parameters_that_stay(other):
     fits = ["train.compile=reduce-overhead", "train.device=auto", "train.precision=bf16", "engine.kind=zero"]

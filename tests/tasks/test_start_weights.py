@@ -115,7 +115,8 @@ def trunk(shards, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     recipe = [
         *RECIPE, "train.num_steps=6", "train.log_every_steps=1", "optimizer.schedule=stable",
-        "optimizer.peak_learning_rate=0.01", f"data.shards={shards}", f"output_dir={folder}", "checkpoint.keep_last=9",
+        "optimizer.peak_learning_rate=0.01", "train.global_batch_size=[[0,4],[5,8]]",
+        f"data.shards={shards}", f"output_dir={folder}", "checkpoint.keep_last=9",
     ]  # fmt: skip
 
     def train(*fields: str, on_each_rank: Callable | None = None):
@@ -213,6 +214,8 @@ def test_a_branch_goes_on_as_its_trunk_and_then_decays(trunk):
     lines = read_metrics(folder / "whole" / "metrics.jsonl")
     rates = {line["step"]: line["train/learning_rate"] for line in lines if "train/loss" in line}
     assert rates[5] == 0.01 > rates[6] > rates[7] > 0
+    train("name=short", *branch, "train.num_steps=5")  # before the batch changes
+    assert [losses(folder / "short")[step] for step in (3, 4, 5)] != [whole[step] for step in (3, 4, 5)]
     for stop in ("4", "null"):
         train("name=parts", *branch, f"train.stop_after_step={stop}")
     assert losses(folder / "parts") == whole
