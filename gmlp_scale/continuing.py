@@ -2,7 +2,7 @@
 
 import logging
 
-from gmlp_scale.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, check_unchanged, with_defaults
+from gmlp_scale.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, check_unchanged, flatten, with_defaults
 from gmlp_scale.data.fingerprint import changes_of_earlier_rows, comparable
 from gmlp_scale.piecewise import Piecewise
 
@@ -48,15 +48,19 @@ def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
 
 
 def _check_same_budget(config: Recipe, place: str, before: dict) -> None:
-    """Nothing can allow another one either, once the decay that the old one decided has begun."""
-    if not before.get("time_budget", {}).get("decided"):
+    """Nothing can allow another one either, nor another length, once the decay that these decided has begun."""
+    decided = before.get("time_budget", {}).get("decided")
+    if not decided:
         return
-    now, found = (section["train"].get("time_budget_seconds") for section in (config.to_json(), before["config"]))
-    if now != found:
-        at_step = before["time_budget"]["decided"]["at_step"]
-        line = f"train.time_budget_seconds: found {now}, but by {found:g} s the decay began after step {at_step}"
-        needed = f"give {found:g}, or branch_from=RUN@{at_step} with another name and decay"
-        raise ConfigError(f"{place} belongs to another run", [line], needed)
+    old, new = dict(flatten(before["config"])), config.fields()
+    mistakes = [
+        f"{field}: found {new[field]}, but with {old[field]} the decay began after step {decided['at_step']}"
+        for field in ("train.time_budget_seconds", "train.num_steps", "optimizer.decay_steps")
+        if new[field] != old[field]
+    ]
+    if mistakes:
+        needed = f"give the old values, or branch_from=RUN@{decided['at_step']} with another name and decay"
+        raise ConfigError(f"{place} belongs to another run", mistakes, needed)
 
 
 def _check_same_rows_before(config: Recipe, before: dict, step: int) -> None:

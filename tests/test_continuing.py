@@ -82,7 +82,12 @@ def test_a_time_budget_may_change_until_it_has_decided():
     assert not told_of(budget, changed, time_budget=recorded)
     decided = {"at_step": 5, "num_steps": 9, "decay_steps": 4}
     told = told_of(budget, changed, time_budget=recorded | {"decided": decided})
-    assert "found 30.0, but by 9 s the decay began after step 5" in told and "branch_from=RUN@5" in told
+    assert "found 30.0, but with 9.0 the decay began after step 5" in told and "branch_from=RUN@5" in told
+    for field in ("train.num_steps", "optimizer.decay_steps"):
+        longer = [*budget, f"{field}=12", f"train.allow_changed_on_resume=[{field}]"]
+        assert not told_of(budget, longer, time_budget=recorded)
+        told = told_of(budget, longer, time_budget=recorded | {"decided": decided})
+        assert f"1 mistake\n  {field}: found 12, but with" in told
     assert not told_of(budget, budget, time_budget=recorded | {"decided": decided})
 
 
