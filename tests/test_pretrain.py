@@ -285,6 +285,20 @@ def test_the_decay_ends_with_the_time_budget_also_after_a_resume(forty_rows, tmp
     assert read_run(tmp_path / "smoke").details["time_budget"]["decided"] == decided
 
 
+def test_a_decay_that_the_recipe_begins_ends_with_the_time_too(forty_rows, tmp_path):
+    """By the speed of its rows: the batch doubles there, so two steps fit into the four seconds that are left."""
+    budget = [
+        "train.time_budget_seconds=12", "train.num_steps=12", "optimizer.schedule=stable", "optimizer.decay_steps=4",
+        "train.global_batch_size=[[0,8],[8,16]]", "train.evaluate_every_steps=5", "checkpoint.save_every_steps=5",
+    ]  # fmt: skip
+    recipe = [*RECIPE, *budget, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    run_ranks(_pretrain_by_clock, 1, recipe, 1.0)
+    rates = [row["train/learning_rate"] for row in logged(tmp_path / "smoke") if "train/loss" in row]
+    assert [rate / rates[1] for rate in rates[1:]] == pytest.approx([*[1.0] * 8, 0.5])
+    decided = {"at_step": 8, "num_steps": 10, "decay_steps": 2}
+    assert read_run(tmp_path / "smoke", 8).details["time_budget"]["decided"] == decided
+
+
 def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):
     """The first source alone until the stop; then the same rows as in a run whose mixture was there from the start."""
     write_tiny_shards(tmp_path / "other", [12], [4], sequence_length=32, seed=5)

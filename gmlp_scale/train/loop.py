@@ -105,7 +105,7 @@ def train(
 
         is_save_due = due(step, checkpointer.config.save_every_steps) or budget.is_decay_due
         is_evaluation_due = due(step, config.evaluate_every_steps) or step == config.num_steps
-        must_know_now = is_save_due or is_evaluation_due or step == last_step
+        must_know_now = is_save_due or is_evaluation_due or step == last_step or budget.must_know(step)
         for report in reports.read(until_step=step if must_know_now else step - reports.lag):
             guard.see(report)
             metrics.see(report)
@@ -114,7 +114,8 @@ def train(
             is_final = report.step == step and (reports.is_stop or step == last_step)
             if due(report.step, config.log_every_steps) or is_final:
                 metrics.log_training(report, loader.wait_seconds)
-        if is_save_due and budget.is_decay_due:
+        if must_know_now and budget.is_decay_due:
+            is_save_due = True
             config, optimizer = budget.decide()
             checkpointer.keep(budget.decided_at)  # another decay may branch off there
             metrics.config, last_step = config, config.last_step

@@ -1,9 +1,9 @@
 """Lets the learning rate's decay end with `train.time_budget_seconds`, however fast the steps are.
 
-The rate stays at its peak until as small a part of the budget is left as optimizer.decay_steps is of train.num_steps.
-Then the speed so far tells how many steps fit into the rest of the time, and over these the rate falls to 0. This is
-decided once, at a step that is saved. Every checkpoint holds the time spent and what was decided, so from then on the
-run is a pure function of the step again, and resumes as such.
+The rate stays at its peak until as small a part of the budget is left as optimizer.decay_steps is of train.num_steps,
+or until the recipe's own decay would begin and not fit. Then the speed so far tells how many steps fit into the rest of
+the time, and over these the rate falls to 0. This is decided once, at a step that is saved. Every checkpoint holds the
+time spent and what was decided, so from then on the run is a pure function of the step again, and resumes as such.
 """
 
 import logging
@@ -63,17 +63,20 @@ class TimeBudget:
     def is_decay_due(self) -> bool:
         """Whether the time has come to decide, which has not been done yet."""
         budget = self.config.time_budget_seconds
-        if budget is None or self._decided or self._last is self._first:
+        if budget is None or self._decided or self._last is None or not self._timed_so_far()[0]:
             return False
-        begins_anyway = self.config.num_steps - self.optimizer.decay_steps
-        return self._last.step < begins_anyway and self._last.spent_seconds >= budget * (1 - self._decay_share)
+        if self._last.step < self._planned_start:
+            return self._last.spent_seconds >= budget * (1 - self._decay_share)
+        return self._last.step == self._planned_start and self._num_fitting() < self.config.num_steps
+
+    def must_know(self, step: int) -> bool:
+        """Whether is_decay_due has to be asked after this step's own report, as the decay of the recipe begins."""
+        return self.config.time_budget_seconds is not None and step == self._planned_start
 
     def decide(self) -> tuple[TrainConfig, OptimizerConfig]:
         """Fixes the rest of the run, by the reports so far: those of all steps must have been seen."""
-        last, batch_sizes, (timed_rows, timed_seconds) = self._last, self.config.batch_sizes, self._timed_so_far()
-        seconds_left = max(0.0, self.config.time_budget_seconds - last.spent_seconds)
-        fitting = batch_sizes.steps_within(batch_sizes.before(last.step) + seconds_left / timed_seconds * timed_rows)
-        num_steps = min(max(fitting, last.step + 1), self.config.num_steps)
+        last, batch_sizes = self._last, self.config.batch_sizes
+        num_steps = min(max(self._num_fitting(), last.step + 1), self.config.num_steps)
         self._decided = {"at_step": last.step, "num_steps": num_steps, "decay_steps": num_steps - last.step}
         log.info(
             "after %.0f of %.0f s at step %d: the rate falls from here on, and the run ends at step %d",
@@ -92,6 +95,17 @@ class TimeBudget:
             return {}
         spent_seconds, timed = self._last.spent_seconds, self._timed_so_far()
         return {"time_budget": {"spent_seconds": spent_seconds, "timed": timed, "decided": self._decided}}
+
+    @property
+    def _planned_start(self) -> int:
+        """The step after which the recipe's own decay begins."""
+        return self.config.num_steps - self.optimizer.decay_steps
+
+    def _num_fitting(self) -> int:
+        """How many steps of the run the budget is enough for, by the speed so far."""
+        batch_sizes, (timed_rows, timed_seconds) = self.config.batch_sizes, self._timed_so_far()
+        seconds_left = max(0.0, self.config.time_budget_seconds - self._last.spent_seconds)
+        return batch_sizes.steps_within(batch_sizes.before(self._last.step) + seconds_left / timed_seconds * timed_rows)
 
     def _timed_so_far(self) -> tuple[int, float]:
         """Rows, and the seconds that they took with evaluations and saves, over all starts."""

@@ -84,6 +84,27 @@ def test_a_change_that_never_comes_is_told(caplog):
     assert "train.global_batch_size changes at step 900, which never comes" in caplog.text
 
 
+def test_the_recipes_own_decay_ends_with_the_time_too():
+    """The batch grows fourfold as it begins, before nine tenths of the time are past."""
+    budget = see(budget_of(1000.0, global_batch_size=[(0, 8), (900, 32)]), {1: 0.9, 899: 899.0})
+    assert not budget.is_decay_due and [step for step in range(1, 1001) if budget.must_know(step)] == [900]
+    assert see(budget, {900: 899.9}).is_decay_due
+    config, optimizer = budget.decide()
+    assert (config.num_steps, optimizer.decay_steps) == (925, 25), "100 seconds of 4 seconds each"
+
+
+def test_a_recipe_that_fits_its_budget_is_left_alone():
+    budget = see(budget_of(), {1: 0.1, 900: 179.0})  # 100 steps of a fifth of a second are left, and 21 seconds
+    assert not budget.is_decay_due
+    assert not see(budget, {901: 1e9}).is_decay_due, "once it has begun, the decay stays as it is"
+
+
+def test_the_speed_of_the_starts_before_is_enough_to_decide():
+    recorded = {"spent_seconds": 250.0, "timed": (898 * 8, 250.0), "decided": None}
+    budget = see(budget_of(280.0, recorded), {900: 255.0})
+    assert budget.is_decay_due and budget.decide()[0].num_steps == 989, "100 steps would take 28 seconds; 25 are left"
+
+
 def test_nothing_is_decided_without_a_budget_or_within_the_recipes_own_decay():
     assert not see(budget_of(None), {1: 1.0, 2: 1e9}).is_decay_due and not budget_of(None).record()
     assert not see(budget_of(), {1: 1.0, 900: 180.0}).is_decay_due
