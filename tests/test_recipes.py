@@ -16,7 +16,7 @@ from gmlp_scale.config import PretrainingRecipe
 from gmlp_scale.data.batch import ImageBatch, MaskedBatch, num_masked_positions
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.next_token import NextTokenBatch
-from gmlp_scale.plan.layouts import Assumptions, layouts, run_seconds, steps_within_budget
+from gmlp_scale.plan.layouts import Assumptions, describe_fit, layouts, run_seconds, steps_within_budget
 from gmlp_scale.run import load_recipe
 from gmlp_scale.train.devices import GPUS
 
@@ -197,6 +197,7 @@ def test_recipe_says_what_it_costs_as_the_plan_computes_it(name):
         assert float(hours) == pytest.approx(run_seconds(run, cheapest) / 3600, abs=0.05)
         if run.train.time_budget_seconds:
             assert int(num_steps.replace(",", "")) == steps_within_budget(run, assumed)
+        assert "GB, which fits;" in describe_fit(run, 1, GPUS[gpu].memory_gb)
 
 
 def test_the_protocols_of_others_are_as_they_say():
