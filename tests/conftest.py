@@ -85,10 +85,11 @@ def restored_log():
 @pytest.fixture(scope="session")
 def forty_rows(tmp_path_factory) -> Path:
     """Shards with 40 training rows of 32 tokens in two files, and 12 held-out rows; not to be changed."""
-    from tests.written_shards import write_tiny_shards
+    from tests.written_shards import add_tokenizer, write_tiny_shards
 
     folder = tmp_path_factory.mktemp("data") / "shards"
     write_tiny_shards(folder, [17, 23], [12], sequence_length=32)
+    add_tokenizer(folder)
     return folder
 
 

@@ -26,7 +26,7 @@ from gmlp_scale.trained import read_run
 from launch.elastic import is_finished
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables, run_ranks
-from tests.written_shards import VOCAB_SIZE, write_tiny_shards
+from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 
 ROOT = Path(__file__).parent.parent
 SMOKE = ROOT / "configs" / "pretrain" / "smoke.yaml"
@@ -38,25 +38,34 @@ RECIPE = [
     "train.num_evaluation_rows=10", "optimizer.warmup_steps=2", "optimizer.gradient_clipping=0.5",
     "checkpoint.save_every_steps=2",
 ]  # fmt: skip
-CHANGING = [*RECIPE, "train.global_batch_size=[[0,8],[5,16]]", "data.masked_fraction=[[0,0.3],[5,0.15]]"]
+CHANGING = [
+    *RECIPE, "train.global_batch_size=[[0,8],[5,16]]", "data.masked_fraction=[[0,0.3],[5,0.15]]",
+    "optimizer.schedule=stable", "optimizer.decay_steps=4",
+]  # fmt: skip
 SINGLE, FSDP2 = ["engine.kind=single"], ["engine.kind=fsdp2"]
 ZERO1, ZERO2, ZERO3 = (["engine.kind=zero", f"engine.stage={stage}"] for stage in (1, 2, 3))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forty_rows, tmp_path_factory):
-    """undisturbed(engine, world_size) -> the logged values of a run of CHANGING that was never stopped."""
+def undisturbed_run(forty_rows, tmp_path_factory):
+    """undisturbed_run(engine, world_size, fields) -> the folder of a run of CHANGING that was never stopped."""
     folder, known = tmp_path_factory.mktemp("undisturbed"), {}
 
-    def values(engine: list[str], world_size: int) -> list[dict]:
-        name = "-".join([*engine, str(world_size)]).replace("=", "_")
-        if name not in known:
-            recipe = [*CHANGING, *engine, f"data.shards={forty_rows}", f"output_dir={folder}", f"name={name}"]
-            run_in_turn(world_size, recipe)
-            known[name] = logged(folder / name)
-        return known[name]
+    def run(engine: list[str], world_size: int, *fields: str) -> Path:
+        key = (*engine, world_size, *fields)
+        if key not in known:
+            known[key] = folder / f"run_{len(known)}"
+            places = [f"data.shards={forty_rows}", f"output_dir={folder}", f"name={known[key].name}"]
+            run_in_turn(world_size, [*CHANGING, *engine, *places, *fields])
+        return known[key]
 
-    return values
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_run):
+    """What such a run logged."""
+    return lambda *run: logged(undisturbed_run(*run))
 
 
 def run_in_turn(world_size: int, *recipes: list[str]) -> None:
@@ -137,6 +146,20 @@ def test_one_run_moves_between_engines_and_world_sizes(forty_rows, undisturbed, 
     assert_close(logged(tmp_path / "smoke"), undisturbed(SINGLE, 1))
     assert [picture.step for picture in events_of(tmp_path / "smoke").Images("filters")] == [4, 8, 9]
     trials("world size 2 to 1 to 4, other micro-batch", 2)
+
+
+@pytest.mark.parametrize("engine", [FSDP2, ZERO1, ZERO3], ids=str)
+@pytest.mark.parametrize(
+    "start",
+    ["branch_from={}@6 train.num_steps=8 optimizer.decay_steps=1", "init_from={} train.stop_after_step=4"],
+    ids=["branch", "init_from"],
+)
+def test_a_branch_and_a_start_from_weights_are_those_of_one_process(
+    start, engine, forty_rows, undisturbed, undisturbed_run, tmp_path
+):
+    fields = start.format(undisturbed_run(SINGLE, 1)).split()
+    run_in_turn(2, [*CHANGING, *engine, f"data.shards={forty_rows}", f"output_dir={tmp_path}", *fields])
+    assert_close(logged(tmp_path / "smoke"), undisturbed(SINGLE, 1, *fields))
 
 
 @pytest.mark.parametrize(
@@ -227,6 +250,7 @@ def test_a_run_that_is_another_is_not_resumed(forty_rows, tmp_path, trials):
     recipe = [*RECIPE, *SINGLE, f"output_dir={tmp_path}"]
     run_in_turn(1, [*recipe, f"data.shards={forty_rows}", "train.stop_after_step=2"])
     write_tiny_shards(tmp_path / "other", [40], [12], sequence_length=32, seed=5)
+    add_tokenizer(tmp_path / "other")
     changed = [*recipe, f"data.shards={tmp_path / 'other'}", "seed=7", "optimizer.peak_learning_rate=1e-3"]
     (rank,) = start(changed)
     code, _, output = rank.end()
@@ -302,6 +326,7 @@ def test_a_decay_that_the_recipe_begins_ends_with_the_time_too(forty_rows, tmp_p
 def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):
     """The first source alone until the stop; then the same rows as in a run whose mixture was there from the start."""
     write_tiny_shards(tmp_path / "other", [12], [4], sequence_length=32, seed=5)
+    add_tokenizer(tmp_path / "other")
     both = f"[{{shards: {forty_rows}, weight: 2}}, {{shards: {tmp_path / 'other'}, weight: 1, from_step: 3}}]"
     recipe = [*RECIPE, f"output_dir={tmp_path}", "train.num_steps=6"]
     run_in_turn(1, [*recipe, *SINGLE, f"data.shards={both}", "name=whole"])
