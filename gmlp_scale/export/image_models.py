@@ -5,7 +5,6 @@ evaluation), code that needs torch and transformers but not this package, a mode
 """
 
 import json
-import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from gmlp_scale.data.augmentation import CENTRE_CROP
 from gmlp_scale.export.carried_code import IMAGES, copy_sources
 from gmlp_scale.export.folder import new_folder, without_local_places
 from gmlp_scale.export.timm_weights import from_timm, to_timm
+from gmlp_scale.files import create_file
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
-from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.tasks.images import ImagesConfig
 from gmlp_scale.trained import (
@@ -30,6 +29,7 @@ from gmlp_scale.trained import (
     MODEL_TYPE,
     PREFIX,
     WEIGHTS_NAME,
+    ExportError,
     TrainedModelError,
     copy_weights,
     read_recipe,
@@ -91,31 +91,25 @@ def read_timm(path: Path) -> TrainedClassifier:
         state = load_file(path)
     except SafetensorError as error:
         raise TrainedModelError(f"{path} is no safetensors file ({error})") from error
-    weights = {name: tensor.float() for name, tensor in from_timm(state).items()}
-    blocks = {int(found[1]) for name in weights if (found := re.match(r"blocks\.(\d+)\.", name))}
     try:
-        d_ffn, d_model = weights["blocks.0.expand.weight"].shape
-        model = GmlpConfig(
-            num_blocks=len(blocks),
-            d_model=d_model,
-            d_ffn=d_ffn,
-            spatial="dense",
-            sequence_length=len(weights["blocks.0.gating.bias"]),
-            vocab_size=len(weights["classifier.bias"]),
-        )
-    except KeyError as error:
-        raise TrainedModelError(f"{path} is not a whole gMLP of timm: it lacks our {error}") from None
+        model, patch_size, weights = from_timm(state)
+    except TrainedModelError as error:
+        raise TrainedModelError(f"{path}: {error}") from None
     classes = tuple(map(str, range(model.vocab_size)))
-    return TrainedClassifier(
-        path.stem, model, state["stem.proj.weight"].shape[-1], classes, weights, {"timm": path.name}
-    )
+    return TrainedClassifier(path.stem, model, patch_size, classes, weights, {"timm": path.name})
 
 
 def write_timm(trained: TrainedClassifier, path: Path) -> None:
-    """Writes a safetensors file with timm's names. TrainedModelError if timm has no such model."""
-    state = to_timm(trained.weights, trained.patch_size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
+    """Writes a new safetensors file with timm's names, whole or not at all.
+
+    Raises:
+        TrainedModelError: timm has no such model.
+        ExportError: the file exists.
+    """
+    state = to_timm(trained.model, trained.weights, trained.patch_size)
+    if path.exists():
+        raise ExportError(f"{path} is there already: remove it, or name another file")
+    create_file(path, save({name: tensor.contiguous() for name, tensor in state.items()}, metadata={"format": "pt"}))
 
 
 def write_image_export(trained: TrainedClassifier, folder: Path) -> None:

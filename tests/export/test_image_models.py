@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from gmlp_scale.data.augmentation import centre_crop
@@ -17,6 +17,7 @@ from gmlp_scale.run import load_recipe, pretrain
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import read_weights
 from launch import evaluate_images, export_images, plot_model
+from tests.export.test_timm_weights import SIZES, TimmGmlp
 from tests.written_images import CLASSES, prepare, write_image_folder
 
 RECIPE = Path(__file__).parents[2] / "configs" / "images" / "mnist.yaml"
@@ -104,11 +105,18 @@ def test_mistakes_are_one_clear_message(run, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/a").touch()
     (tmp_path / "no.safetensors").write_bytes(b"no")
+    state = TimmGmlp(**SIZES).state_dict()
+    del state["head.weight"]
+    save_file(state, tmp_path / "part.safetensors")
     for arguments, found in (
         (["--run", tmp_path / "nothing", "--output", tmp_path / "a"], "no run at"),
         (["--run", run, "--output", tmp_path / "full"], "is there already"),
         (["--run", run, "--step", 1, "--output", tmp_path / "a"], "has no checkpoint of step 1"),
         (["--timm", tmp_path / "no.safetensors", "--output", tmp_path / "a"], "is no safetensors file"),
+        (["--timm", tmp_path / "part.safetensors", "--output", tmp_path / "a"], "head.weight is missing"),
+        (["--run", run, "--output-timm", tmp_path / "no.safetensors"], "is there already"),
     ):
         assert launched(*arguments) == 2
         assert found in capsys.readouterr().err
+    assert (tmp_path / "no.safetensors").read_bytes() == b"no"
+    assert not (tmp_path / "a").exists()
