@@ -35,6 +35,7 @@ ALL = pytest.mark.parametrize("name", RECIPES)
 # Parameters as the counting rules of Table 5 give them: tied embedding, a bias in every Linear, 2n - 1 + n per spatial
 # projection, one final LayerNorm, no other head.
 EXACT_PARAMETERS = {
+    "gmlp_dense": 5_779_265,
     "mlp_attention": 6_061_121,
     "transformer": 5_468_993,
     "gmlp_base": 130_073_552,
@@ -137,6 +138,11 @@ def test_flops_of_characters_are_those_that_a_forward_pass_counts(name):
     with FlopCounterMode(display=False) as counter:
         meta_model(name).eval().predict(NextTokenBatch(ids_BN, ids_BN))
     assert run.flops_per_row().last == 3 * counter.get_total_flops()
+    head, path = PATHS[name].read_text().partition("name:")[0], f"configs/characters/{name}.yaml"
+    whole_run = run.flops_per_row().last * run.train.num_steps * run.train.global_batch_size
+    assert run.name == name
+    assert f"{num_parameters(name):,} parameters, {counter.get_total_flops() / 1e9:.2f} GFLOPs forward" in head
+    assert f"{whole_run:.1e} FLOPs" in head and f"launch/pretrain.py --config {path} " in head
 
 
 @pytest.mark.parametrize("name", TABLE_1)

@@ -29,6 +29,7 @@ MODELS = {
     "mlp_attention": ["model.num_heads=2", "model.d_scores=6"],
     "transformer": ["model.num_heads=2"],
     "gmlp": [],
+    "gmlp_dense": [],
 }
 
 
