@@ -56,7 +56,8 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
-    gating multiplicative_split and a CUDA device. auto: the kernels in bfloat16 on a CUDA device, else PyTorch."""
+    gating multiplicative_split, no causal mask and a CUDA device. auto: the kernels in bfloat16 on a CUDA device where
+    they can run, else PyTorch."""
 
     @model_validator(mode="after")
     def _fits_the_gating(self):

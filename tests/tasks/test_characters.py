@@ -137,6 +137,8 @@ def test_a_recipe_says_what_is_wrong_with_it(text_path):
     wrong = ["model.kind=mixer", "model.d_spatial=4", "train.micro_batch_size=auto", "optimizer.decay_steps=9"]
     found = _mistake(load_config, CharactersConfig, RECIPES / "gmlp.yaml", wrong)
     assert "needed: one that can be causal" in found and "found auto" in found and "optimizer.decay_steps" not in found
+    found = _mistake(load_config, CharactersConfig, RECIPES / "gmlp.yaml", ["model.kernels=triton"])
+    assert "model.kernels: found triton; needed: auto or torch" in found
 
 
 def _mistake(function, *arguments) -> str:
