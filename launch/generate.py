@@ -22,18 +22,19 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the likeliest character")
     parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text")
     options = parser.parse_args()
-    if options.length < 0 or options.temperature < 0:
-        parser.error("--length and --temperature must not be negative")
+    if options.length < 0:
+        parser.error("--length must not be negative")
     model, alphabet = read_model(options.run, options.step)
-    print(options.prompt, end="")
-    for character in generate(
+    characters = generate(
         model,
         alphabet,
         options.prompt,
         num_characters=options.length,
         temperature=options.temperature,
         seed=options.seed,
-    ):
+    )
+    print(options.prompt, end="")
+    for character in characters:
         print(character, end="", flush=True)
     print()
     return 0

@@ -3,6 +3,7 @@
 Shape suffixes: B batch (1), N positions, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from gmlp_scale.config import ConfigError
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
 from gmlp_scale.tasks.characters import CharactersConfig
 from gmlp_scale.trained import copy_weights, read_recipe, read_weights
+
+_LEAST_TEMPERATURE = 1e-3
+"""Divided by a much smaller number, logits are infinite, and their softmax is NaN."""
 
 
 def read_model(run_folder: str | Path, step: int | None = None) -> tuple[NextTokenModel, str]:
@@ -27,7 +31,6 @@ def read_model(run_folder: str | Path, step: int | None = None) -> tuple[NextTok
     return model.eval(), checkpoint.details["data"]["alphabet"]
 
 
-@torch.no_grad()
 def generate(
     model: NextTokenModel, alphabet: str, prompt: str, *, num_characters: int, temperature: float, seed: int
 ) -> Iterator[str]:
@@ -36,12 +39,24 @@ def generate(
     The model sees the last sequence_length characters.
 
     Raises:
-        ConfigError: the prompt is empty or has a character that the alphabet lacks.
+        ConfigError: at once; the prompt is empty or has a character that the alphabet lacks, or the temperature is out
+            of range.
     """
     unknown = sorted(set(prompt) - set(alphabet))
     if unknown or not prompt:
         found = f"found {''.join(unknown)!r}" if unknown else "found nothing"
         raise ConfigError("--prompt", [f"{found}; needed: one or more of the model's characters, {alphabet!r}"])
+    if temperature and not _LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ConfigError(
+            "--temperature", [f"found {temperature}; needed: 0, or finite and from {_LEAST_TEMPERATURE} on"]
+        )
+    return _characters(model, alphabet, prompt, num_characters, temperature, seed)
+
+
+@torch.no_grad()
+def _characters(
+    model: NextTokenModel, alphabet: str, prompt: str, num_characters: int, temperature: float, seed: int
+) -> Iterator[str]:
     generator = torch.Generator().manual_seed(seed)
     ids = [alphabet.index(character) for character in prompt]
     for _ in range(num_characters):

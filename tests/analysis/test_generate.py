@@ -43,10 +43,17 @@ def test_the_launcher_writes_from_a_run(launched, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     pretrain(recipe("gmlp", text, f"output_dir={tmp_path}"))
-    run = ["--run", tmp_path / "gmlp"]
-    code, output, _ = launched(launcher.main, *run, "--prompt", "boats", "--length", 7)
+    run = ["--run", tmp_path / "gmlp", "--prompt", "boats"]
+    code, output, _ = launched(launcher.main, *run, "--length", 7)
     assert code == 0 and output.startswith("boats") and len(output) == len("boats") + 7 + 1
-    code, _, error = launched(launcher.main, *run, "--prompt", "ß")
-    assert code == 2 and "needed: one or more of the model's characters" in error
+    for arguments, needed in (
+        (["--prompt", "boß"], "needed: one or more of the model's characters"),
+        *(
+            (["--temperature", value], "needed: 0, or finite and from 0.001 on")
+            for value in ("nan", "1e-42", "inf", "-1")
+        ),
+    ):
+        code, output, error = launched(launcher.main, *run, *arguments)
+        assert code == 2 and needed in error and not output
     code, _, error = launched(launcher.main, "--run", tmp_path / "nothing")
     assert code == 2 and "no run at" in error
