@@ -39,7 +39,7 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(shards, tmp_path):
     pretrain(recipe(shards, f"output_dir={tmp_path / 'whole'}"))
     parts = f"output_dir={tmp_path / 'parts'}"
     pretrain(recipe(shards, parts, "train.stop_after_step=3"))
-    pretrain(recipe(shards, parts, "data.num_workers=0", "train.micro_batch_size=4"))
+    pretrain(recipe(shards, parts, "data.num_workers=0"))
     whole, in_parts = (read_metrics(tmp_path / name / "tiny" / "metrics.jsonl") for name in ("whole", "parts"))
     losses = [values["train/loss"] for values in whole if "train/loss" in values]
     assert len(losses) == 6
@@ -52,15 +52,18 @@ def _train(shards: Path, overrides: list[str]) -> None:
     pretrain(recipe(shards, *overrides))
 
 
-def test_two_ranks_have_the_losses_of_one_process(shards, tmp_path):
-    places = [f"output_dir={tmp_path / 'one'}", "survival_probability=1"]
-    pretrain(recipe(shards, *places))
-    places = [f"output_dir={tmp_path / 'two'}", "survival_probability=1", "engine.kind=fsdp2"]
-    run_ranks(_train, 2, shards, places)
-    one, two = (read_metrics(tmp_path / name / "tiny" / "metrics.jsonl") for name in ("one", "two"))
-    for alone, together in zip(one, two, strict=True):
-        for tag in alone.keys() & {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}:
-            assert together[tag] == pytest.approx(alone[tag], rel=1e-5), tag
+def test_two_ranks_and_other_micro_batches_have_the_losses_of_one_process(shards, tmp_path):
+    names = ("one", "two", "resumed")
+    one, two, resumed = ([f"output_dir={tmp_path / name}", "survival_probability=1"] for name in names)
+    pretrain(recipe(shards, *one))
+    run_ranks(_train, 2, shards, [*two, "engine.kind=fsdp2"])
+    pretrain(recipe(shards, *resumed, "train.stop_after_step=3"))
+    pretrain(recipe(shards, *resumed, "train.micro_batch_size=8"))
+    one, *others = (read_metrics(tmp_path / name / "tiny" / "metrics.jsonl") for name in names)
+    for other in others:
+        for found, expected in zip(other, one, strict=True):
+            for tag in expected.keys() & {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}:
+                assert found[tag] == pytest.approx(expected[tag], rel=1e-5), tag
 
 
 def test_the_label_counts_among_the_likeliest_one_and_five(shards):
