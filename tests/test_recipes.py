@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gmlp_scale.config import PretrainingRecipe
 from gmlp_scale.data.batch import ImageBatch, MaskedBatch, num_masked_positions
 from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.next_token import NextTokenBatch
 from gmlp_scale.plan.layouts import Assumptions, describe_fit, layouts, run_seconds, steps_within_budget
 from gmlp_scale.run import load_recipe
@@ -68,8 +69,8 @@ GFLOPS = {
     "amlp_large": (368.7, 370.3),
     "gmlp_xlarge": (1087.5, 1091.3),
 }
-# Table 1: millions of parameters, GFLOPs and survival probability as printed. The paper's FLOPs hold more than matrix
-# products: by the products alone (last) gMLP-S is 1.3 % below what is printed.
+# Table 1: millions of parameters, GFLOPs and survival probability as printed, and the GFLOPs of the matrix products
+# alone, which are ours. Those are up to 1.6 % below the printed ones, and with element_flops all three print as there.
 TABLE_1 = {
     "gmlp_ti": (5.9, 2.7, 1.0, 2.658),
     "gmlp_s": (19.5, 8.9, 0.95, 8.783),
@@ -97,6 +98,13 @@ def flops(name: str) -> int:
     return meta_model(name).flops_per_sample(
         num_masked_positions(run.model.sequence_length, run.data.masked_fractions.last)
     )
+
+
+def element_flops(model: GmlpConfig) -> int:
+    """Of the blocks, beside the matrix products: for each number 5 of a LayerNorm, 4 of GELU (erf itself not counted),
+    1 of a bias, 1 of the gate's product and 1 of the residual sum. The paper does not say how it counts."""
+    d, f, g = model.d_model, model.d_ffn, model.d_gate
+    return model.num_blocks * model.sequence_length * (5 * (d + g) + 4 * f + (f + g + d) + g + d)
 
 
 def test_every_row_of_the_tables_has_a_recipe():
@@ -149,13 +157,14 @@ def test_flops_of_characters_are_those_that_a_forward_pass_counts(name):
 def test_image_models_are_those_of_table_1(name):
     run, (millions, printed_gflops, survival_probability, gflops) = recipe(name), TABLE_1[name]
     assert num_parameters(name) / 1e6 == pytest.approx(millions, rel=0.01)
-    assert meta_model(name).flops_per_sample() / 1e9 == pytest.approx(gflops, rel=0.001)
-    assert meta_model(name).flops_per_sample() / 1e9 == pytest.approx(printed_gflops, rel=0.016)
+    products = meta_model(name).flops_per_sample()
+    assert products / 1e9 == pytest.approx(gflops, rel=0.001)
+    assert (products + element_flops(run.model)) / 1e9 == pytest.approx(printed_gflops, rel=0.005)
     assert (run.image_size, run.patch_size, run.survival_probability) == (224, 16, survival_probability)
     assert run.train.num_steps == round(300 * 1_281_167 / run.train.global_batch_size)
     head = (ROOT / "configs" / "images" / f"{name}.yaml").read_text().partition("name:")[0]
     assert f"{num_parameters(name):,} parameters" in head
-    assert f"{meta_model(name).flops_per_sample() / 1e9:.2f} GFLOPs" in head
+    assert f"{products / 1e9:.2f} GFLOPs" in head
 
 
 @pytest.mark.parametrize("name", IMAGES)
