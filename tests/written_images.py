@@ -1,6 +1,8 @@
 """Small real images, and shards of them as data_prep writes them."""
 
+import io
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,28 @@ def write_image_folder(folder: Path, num_per_class: int = 8, size: tuple[int, in
             pixels[:, :, label] += 180
             Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number}.jpg", quality=95)
     return folder
+
+
+def tar_of_folder(source: Path, target: Path) -> Path:
+    """A tar file of class folders."""
+    with tarfile.open(target, "w") as tar:
+        tar.add(source, arcname="photos")
+    return target
+
+
+def tar_of_tars(source: Path, target: Path) -> Path:
+    """As ImageNet's training images come: CLASS.tar for each class."""
+    with tarfile.open(target, "w") as tar:
+        for name in CLASSES:
+            inner = io.BytesIO()
+            with tarfile.open(fileobj=inner, mode="w") as class_tar:
+                for path in sorted((source / name).iterdir()):
+                    class_tar.add(path, arcname=f"{name}_{path.name}")
+            member = tarfile.TarInfo(f"{name}.tar")
+            member.size = inner.tell()
+            inner.seek(0)
+            tar.addfile(member, inner)
+    return target
 
 
 def prepare(*arguments: object) -> int:

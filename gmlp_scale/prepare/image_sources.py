@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from gmlp_scale.errors import InputError
+from gmlp_scale.prepare.tar_members import StrictTarInfo
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX_IMAGES, _IDX_LABELS = 2051, 2049  # the magic numbers of images and labels
@@ -113,11 +114,12 @@ def _read_bytes(ref: ImageRef) -> bytes:
 
 def _tar_members(path: str) -> Iterator[tuple[str, str, int, int]]:
     try:
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(path, "r:", tarinfo=StrictTarInfo) as tar:
             for member in tar:
                 name = Path(member.name)
                 if member.isreg() and name.suffix == ".tar":
-                    with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
+                    content = tar.extractfile(member)
+                    with tarfile.open(fileobj=content, mode="r:", tarinfo=StrictTarInfo) as inner:
                         for image in inner:
                             if image.isreg() and image.name.lower().endswith(SUFFIXES):
                                 yield name.stem, path, member.offset_data + image.offset_data, image.size

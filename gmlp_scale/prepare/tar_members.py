@@ -15,7 +15,7 @@ from gmlp_scale.prepare.open_input import BadFileError, InputFile
 ENDINGS = (".txt", ".json", ".jsonl")
 
 
-class _StrictTarInfo(tarfile.TarInfo):
+class StrictTarInfo(tarfile.TarInfo):
     """tarfile takes a damaged or missing header after the first one for the archive's end; this one tells it."""
 
     @classmethod
@@ -37,7 +37,7 @@ def text_members(content: BinaryIO, raw: BinaryIO, file: InputFile, max_bytes: i
     """
     num_members = 0
     try:
-        with tarfile.open(fileobj=content, mode="r|", tarinfo=_StrictTarInfo) as archive:
+        with tarfile.open(fileobj=content, mode="r|", tarinfo=StrictTarInfo) as archive:
             for _, sample in groupby(_read(archive, max_bytes), key=lambda member: member[0]):
                 members = {ending: content for _, ending, content in sample}
                 for ending in [".txt"] if ".txt" in members else members:

@@ -7,7 +7,6 @@ import os
 import signal
 import struct
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -22,34 +21,12 @@ from gmlp_scale.data.image_shards import ImageManifest
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.prepare.job_folder import JobFolder
 from tests.forked import fork
-from tests.written_images import CLASSES, prepare, stored_images, write_image_folder
+from tests.written_images import CLASSES, prepare, stored_images, tar_of_folder, tar_of_tars, write_image_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return write_image_folder(tmp_path_factory.mktemp("images") / "photos")
-
-
-def _tar(source: Path, target: Path) -> Path:
-    """A tar file of class folders."""
-    with tarfile.open(target, "w") as tar:
-        tar.add(source, arcname="photos")
-    return target
-
-
-def _tar_of_tars(source: Path, target: Path) -> Path:
-    """As ImageNet's training images come: CLASS.tar for each class."""
-    with tarfile.open(target, "w") as tar:
-        for name in CLASSES:
-            inner = io.BytesIO()
-            with tarfile.open(fileobj=inner, mode="w") as class_tar:
-                for path in sorted((source / name).iterdir()):
-                    class_tar.add(path, arcname=f"{name}_{path.name}")
-            member = tarfile.TarInfo(f"{name}.tar")
-            member.size = inner.tell()
-            inner.seek(0)
-            tar.addfile(member, inner)
-    return target
 
 
 def _parquet(source: Path, target: Path) -> Path:
@@ -65,7 +42,7 @@ def _parquet(source: Path, target: Path) -> Path:
     return target
 
 
-SOURCES = {"folder": lambda source, target: source, "tar": _tar, "tars.tar": _tar_of_tars, "parquet": _parquet}
+SOURCES = {"folder": lambda source, target: source, "tar": tar_of_folder, "tars.tar": tar_of_tars, "parquet": _parquet}
 
 
 @pytest.mark.parametrize("kind", SOURCES)
