@@ -1,11 +1,12 @@
 """The texts in a tar file as webdataset's users write it: members KEY.txt, KEY.json or KEY.jsonl.
 
-Members of one key, one after the other, are one sample. Its .txt is the text, and a .json beside that is metadata.
-Members with other endings, such as a sample's picture, hold no text and are passed over. Nothing is extracted to disk.
+Every .txt is a document, every line of a .jsonl, and every .json but metadata: 0.json beside 0.txt, and 0.meta.json
+beside 0.txt or 0.json. A name may have more dots, as v1.0.txt, and may come twice. Members with other endings, such as
+a picture, hold no text and are passed over. Nothing is extracted to disk.
 """
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import PurePosixPath
 from typing import BinaryIO
@@ -27,7 +28,9 @@ class StrictTarInfo(tarfile.TarInfo):
 
 
 def text_members(content: BinaryIO, raw: BinaryIO, file: InputFile, max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """(ending, content) of every member with text, in the archive's order: a .jsonl whole, of others max_bytes + 1.
+    """(ending, content) of every member with text: a .jsonl whole, of others max_bytes + 1.
+
+    They come in the archive's order, but of neighbours with the same name up to the first dot the .json come last.
 
     Args:
         content: the archive, decompressed; `raw`, the stored bytes below it, whose position says how much was read.
@@ -38,23 +41,41 @@ def text_members(content: BinaryIO, raw: BinaryIO, file: InputFile, max_bytes: i
     num_members = 0
     try:
         with tarfile.open(fileobj=content, mode="r|", tarinfo=StrictTarInfo) as archive:
-            for _, sample in groupby(_read(archive, max_bytes), key=lambda member: member[0]):
-                members = {ending: content for _, ending, content in sample}
-                for ending in [".txt"] if ".txt" in members else members:
+            for _, sample in groupby(_read(archive, max_bytes), key=_webdataset_key):
+                for member in _documents(sample):
                     num_members += 1
-                    yield ending, members[ending]
+                    yield member
     except (tarfile.TarError, EOFError) as error:
         raise BadFileError(file, raw.tell(), str(error)) from error
     if not num_members:
         raise BadFileError(file, raw.tell(), f"no member of it ends in {', '.join(ENDINGS)}")
 
 
-def _read(archive: tarfile.TarFile, max_bytes: int) -> Iterator[tuple[str, str, bytes]]:
-    """(key, ending, first bytes). webdataset's key is the name up to the first dot of its last part."""
+def _read(archive: tarfile.TarFile, max_bytes: int) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """(name, first bytes)."""
     for member in archive:
         name = PurePosixPath(member.name)
-        key, _, rest = name.name.partition(".")
-        ending = f".{rest.rpartition('.')[2]}"
-        if member.isreg() and ending in ENDINGS:
-            num_bytes = -1 if ending == ".jsonl" else max_bytes + 1
-            yield f"{name.parent}/{key}", ending, archive.extractfile(member).read(num_bytes)
+        if member.isreg() and name.suffix in ENDINGS:
+            num_bytes = -1 if name.suffix == ".jsonl" else max_bytes + 1
+            yield name, archive.extractfile(member).read(num_bytes)
+
+
+def _webdataset_key(member: tuple[PurePosixPath, bytes]) -> tuple[PurePosixPath, str]:
+    name, _ = member
+    return name.parent, name.name.partition(".")[0]
+
+
+def _documents(sample: Iterable[tuple[PurePosixPath, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """(ending, content) without the metadata, of members with one key."""
+    texts, jsons = set(), []
+    for name, content in sample:
+        if name.suffix == ".json":
+            jsons.append((name.stem, content))
+        else:
+            texts.add(name.stem)
+            yield name.suffix, content
+    stems = texts.union(stem for stem, _ in jsons)
+    for stem, content in jsons:
+        shorter = (stem[:place] for place, character in enumerate(stem) if character == ".")
+        if stem not in texts and stems.isdisjoint(shorter):
+            yield ".json", content

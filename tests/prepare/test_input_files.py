@@ -105,6 +105,27 @@ def test_the_text_of_a_sample_is_its_txt_and_a_json_beside_it_is_metadata(tmp_pa
     assert [record.text for record in read(tmp_path / "a.tar")] == ["the text", "alone"]
 
 
+@pytest.mark.parametrize(
+    ("members", "texts"),
+    [
+        ([("Mr. A.txt", "A"), ("Mr. B.txt", "B"), ("v1.0.txt", "0"), ("v1.1.txt", "1")], "A B 0 1"),
+        ([("0.json", '{"text": "document"}'), ("0.meta.json", '{"text": "title"}')], "document"),
+        ([("0.boxes.json", "{}"), ("0.meta.json", "{}"), ("0.txt", "document")], "document"),
+        ([("v1.0.json", '{"text": "title"}'), ("v1.0.txt", "0"), ("v1.1.json", '{"text": "1"}')], "0 1"),
+        ([("v1.0.json", '{"text": "0"}'), ("v1.1.json", '{"text": "1"}'), ("v1.2.jsonl", '{"text": "2"}')], "2 0 1"),
+        ([("0.txt", "text"), ("0.jsonl", '{"text": "line"}'), ("0.x/0.json", '{"text": "other"}')], "text line other"),
+        ([("0.txt", "a"), ("0.txt", "b"), ("1.json", '{"text": "1"}'), ("1.json", '{"text": "2"}')], "a b 1 2"),
+    ],
+)
+def test_no_document_of_a_tar_file_is_lost_and_metadata_is_none(members, texts, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, text in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    assert " ".join(record.text for record in read(tmp_path / "a.tar")) == texts
+
+
 def test_every_tar_file_that_is_cut_short_is_found(tmp_path):
     tar_file(tmp_path / "whole.tar", MEMBERS)
     whole = (tmp_path / "whole.tar").read_bytes()
