@@ -7,15 +7,17 @@ python data_prep/prepare_images.py --input t10k-images-idx3-ubyte.gz --heldout-f
 A source is a folder or a tar file of class folders, ImageNet's tar file of a tar file for each class, a Parquet file or
 a folder of them (columns image and label), or an IDX file of images with its file of labels beside it. The images of
 all but Parquet are shuffled. A job that was killed at any point goes on when the same command is run again, and writes
-the same bytes as one that was never disturbed. The manifest is written last.
+the same bytes as one that was never disturbed. It reads the shards that are there, and writes the missing and the
+damaged ones again (checksums of 150 GB: 200 s on a core, besides the reading). The manifest is written last.
 """
 
 import argparse
 import hashlib
 import multiprocessing
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from concurrent.futures import as_completed
+from contextlib import suppress
 from itertools import chain
 
 import numpy as np
@@ -26,9 +28,10 @@ from gmlp_scale.data.hashing import permutation
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.shards import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import write_file, write_text
+from gmlp_scale.files import read_file, write_file, write_text
 from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
 from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.workers import pool_of_workers
 from gmlp_scale.telling import command
 
 _ORDER_SEED = 0
@@ -92,24 +95,26 @@ def _all_images(splits: dict[str, ImageSource]) -> Iterator[ImageRef]:
 
 
 def _run(options: argparse.Namespace, splits: dict[str, ImageSource], job: JobFolder) -> int:
-    """Writes the shards that are not there yet; and the manifest, if all is well. Returns the exit code."""
-    planned = {}
+    """Writes the shards that are not whole, and the manifest, if all is well. Returns the exit code."""
+    planned = []
     for split, source in splits.items():
         for number, first in enumerate(range(0, len(source.images), options.images_per_shard)):
             name = f"{split}/{split}-{number:06d}.tar"
-            planned[name] = (name, source.images[first : first + options.images_per_shard], source.read)
+            planned.append((name, source.images[first : first + options.images_per_shard], source.read))
     receipts = {receipt["name"]: receipt for receipt in job.read_all("receipts")}
-    missing = [plan for name, plan in planned.items() if name not in receipts]
     try:
         with (
-            multiprocessing.get_context("fork").Pool(options.workers) as pool,
-            progress_bar(desc="shards", total=len(planned), initial=len(receipts)) as bar,
+            pool_of_workers(options.workers, multiprocessing.get_context("fork")) as pool,
+            progress_bar(desc="shards", total=len(planned)) as bar,
         ):
-            for receipt in pool.imap_unordered(partial(_write_shard, options.output), missing):
-                job.write(f"receipts/{receipt['name'].replace('/', '-')}.json", receipt)
-                receipts[receipt["name"]] = receipt
+            shards = [pool.submit(_whole_shard, options.output, receipts.get(plan[0]), *plan) for plan in planned]
+            for shard in as_completed(shards):
+                receipt = shard.result()
+                if receipt != receipts.get(receipt["name"]):
+                    job.write(f"receipts/{receipt['name'].replace('/', '-')}.json", receipt)
+                    receipts[receipt["name"]] = receipt
                 bar.update()
-        manifest = _manifest([receipts[name] for name in planned], splits["train"].classes, options.max_bad_images)
+        manifest = _manifest([receipts[name] for name, *_ in planned], splits["train"].classes, options.max_bad_images)
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the shards that are not written", file=sys.stderr)
         return 130
@@ -119,9 +124,13 @@ def _run(options: argparse.Namespace, splits: dict[str, ImageSource], job: JobFo
     return 0
 
 
-def _write_shard(output: str, plan: tuple) -> dict:
-    """Writes one shard and returns its receipt."""
-    name, refs, read = plan
+def _whole_shard(
+    output: str, receipt: dict | None, name: str, refs: list[ImageRef], read: Callable[[ImageRef], bytes]
+) -> dict:
+    """Returns a shard's receipt: the one that is there if its checksum holds, else that of the shard written anew."""
+    with suppress(FileNotFoundError):
+        if receipt and hashlib.sha256(read_file(f"{output}/{name}")).hexdigest() == receipt["sha256"]:
+            return receipt
     images, bad = [], []
     for ref in refs:
         try:

@@ -1,13 +1,10 @@
 """Running the tasks of a pass on this machine, on a Ray cluster, or as a Slurm job array."""
 
-import os
 import subprocess
 import sys
-import threading
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from concurrent.futures import as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
@@ -16,44 +13,23 @@ from datatrove.executor.base import PipelineExecutor
 from gmlp_scale.errors import InputError, UserError
 from gmlp_scale.prepare.dedup import Pass
 from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.workers import pool_of_workers
 
 _MOST_RESTARTS_OF_A_TASK = 5
 
 
 class LocalExecutor(LocalPipelineExecutor):
     """datatrove's executor with another pool: multiprocessing's, which datatrove uses, waits for ever when a worker is
-    killed.
-
-    The workers end when the job's own process does, so a killed job leaves nothing running.
-    """
+    killed."""
 
     def run(self) -> None:
         """Run the tasks that have no completion mark. Raises UserError where a worker was killed."""
         context = get_context("forkserver")
         context.set_forkserver_preload(["gmlp_scale.prepare.run_job"])  # imported once for all workers
-        pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker)
-        try:
+        with pool_of_workers(self.workers, context) as pool:
             tasks = [pool.submit(self._run_for_rank, rank, local_rank=1) for rank in self.get_incomplete_ranks()]
             for task in as_completed(tasks):
                 task.result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker was killed, perhaps for want of memory (try fewer --workers); the same command again goes "
-                "on with the tasks that are not done"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """Print nothing, since the task's log and the error that the job prints say it all; end when the job ends."""
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-    def watch():
-        parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 class RayExecutor(RayPipelineExecutor):

@@ -16,7 +16,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data_prep import verify_shards
+from data_prep import prepare_images, verify_shards
 from gmlp_scale.data.image_shards import ImageManifest
 from gmlp_scale.data.shards import ShardError
 from gmlp_scale.prepare.job_folder import JobFolder
@@ -135,6 +135,33 @@ def test_a_killed_job_goes_on_and_writes_the_same_bytes(folder, tmp_path, capsys
     assert all((undisturbed / name).read_bytes() == (disturbed / name).read_bytes() for name in names)
     assert prepare(*command, disturbed, "--images-per-shard", 6) == 2
     assert "images_per_shard was 5, is 6" in capsys.readouterr().err
+
+
+def _die(_content: bytes) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_same_command_goes_on_after_a_killed_worker(folder, tmp_path, capsys, monkeypatch):
+    command = ["--input", folder, "--heldout-fraction", 0.25, "--output", tmp_path / "shards"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_images, "pack_images", _die)
+        assert prepare(*command, "--workers", 2) == 1
+    assert "a worker was killed" in capsys.readouterr().err
+    assert prepare(*command) == 0
+
+
+def test_the_same_command_writes_lost_and_damaged_shards_again(folder, tmp_path):
+    command = ["--input", folder, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output", tmp_path / "shards"]
+    prepare(*command)
+    paths = sorted(tmp_path.glob("shards/*/*.tar"))
+    whole = [path.read_bytes() for path in paths]
+    paths[0].unlink()
+    paths[1].write_bytes(whole[1][:-1])
+    paths[2].write_bytes(whole[2].replace(b"000001.cls", b"000002.cls"))
+    untouched = [path.stat().st_mtime_ns for path in paths[3:]]
+    assert prepare(*command) == 0
+    assert [path.read_bytes() for path in paths] == whole
+    assert [path.stat().st_mtime_ns for path in paths[3:]] == untouched
 
 
 def test_a_bad_image_is_named_and_may_be_left_out(tmp_path, capsys):
