@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--input", required=True, metavar="SOURCE", help="the training images")
     heldout = parser.add_mutually_exclusive_group(required=True)
     heldout.add_argument("--heldout", metavar="SOURCE", help="the images to evaluate on, of the same classes")
-    heldout.add_argument("--heldout-fraction", type=float, help="of the images of --input, the last in their order")
+    heldout.add_argument("--heldout-fraction", type=float, help="of the images of --input, chosen by chance")
     parser.add_argument(
         "--output", required=True, metavar="SHARDS_DIR", help="a path or a URL: new, or of the same job"
     )
@@ -66,21 +67,22 @@ def _splits(options: argparse.Namespace) -> dict[str, ImageSource]:
     """The images of each split, in the order in which they are stored."""
     if options.heldout == options.input:
         raise InputError("--heldout is --input: give other images, or --heldout-fraction")
-    train = _in_order(open_source(options.input))
-    if options.heldout:
-        return {"train": train, "heldout": _in_order(open_source(options.heldout)).with_classes(train.classes)}
-    num_train = len(train.images) - round(options.heldout_fraction * len(train.images))
-    if not 0 < num_train < len(train.images):
-        raise InputError(f"--heldout-fraction leaves {num_train} of {len(train.images)} images to train on")
-    parts = {"train": train.images[:num_train], "heldout": train.images[num_train:]}
-    return {split: ImageSource(train.classes, images, train.read) for split, images in parts.items()}
-
-
-def _in_order(source: ImageSource) -> ImageSource:
-    if source.keeps_order:
-        return source
+    source = open_source(options.input)
     order = permutation(len(source.images), _ORDER_SEED)
-    return ImageSource(source.classes, [source.images[number] for number in order], source.read)
+    if options.heldout:
+        heldout = open_source(options.heldout).with_classes(source.classes)
+        heldout_order = permutation(len(heldout.images), _ORDER_SEED)
+        return {"train": _ordered(source, order), "heldout": _ordered(heldout, heldout_order)}
+    num_train = len(order) - round(options.heldout_fraction * len(order))
+    if not 0 < num_train < len(order):
+        raise InputError(f"--heldout-fraction leaves {num_train} of {len(order)} images to train on")
+    return {"train": _ordered(source, order[:num_train]), "heldout": _ordered(source, order[num_train:])}
+
+
+def _ordered(source: ImageSource, numbers: np.ndarray) -> ImageSource:
+    """The source's images with these numbers, in this order if that is fast to read, else in the source's own."""
+    numbers = np.sort(numbers) if source.keeps_order else numbers
+    return replace(source, images=[source.images[number] for number in numbers])
 
 
 def _settings(options: argparse.Namespace, splits: dict[str, ImageSource]) -> dict:

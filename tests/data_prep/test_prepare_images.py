@@ -58,6 +58,14 @@ def test_every_kind_of_source_gives_the_same_images(kind, folder, tmp_path):
     assert ImageManifest.load(shards).classes == CLASSES
 
 
+def test_parquet_sorted_by_class_holds_out_images_of_several_classes(folder, tmp_path):
+    shards = tmp_path / "shards"
+    prepare("--input", _parquet(folder, tmp_path / "source"), "--heldout-fraction", 0.25, "--output", shards)
+    labels = {split: [image.label for image in images] for split, images in stored_images(shards).items()}
+    assert set(labels["train"]) == {0, 1, 2} and len(set(labels["heldout"])) > 1
+    assert labels == {split: sorted(of_split) for split, of_split in labels.items()}  # a row group is read once
+
+
 def test_idx_files_become_grey_jpegs(tmp_path):
     pixels = np.zeros((10, 28, 28), np.uint8)
     pixels[np.arange(10), :, :] = 20 * np.arange(10)[:, None, None]
