@@ -3,19 +3,25 @@
 import gzip
 import io
 import json
+import math
 import struct
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.tar_members import StrictTarInfo
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX_IMAGES, _IDX_LABELS = 2051, 2049  # the magic numbers of images and labels
@@ -130,71 +136,101 @@ def _tar_members(path: str) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _idx(path: str) -> ImageSource:
-    labels_path = Path(path).with_name(Path(path).name.replace("images-idx3", "labels-idx1"))
-    magic, num_labels = struct.unpack(">II", _idx_content(str(labels_path))[:8])
-    if magic != _IDX_LABELS:
-        raise InputError(f"{labels_path} is no IDX file of labels: its first number is {magic}, not {_IDX_LABELS}")
-    labels = np.frombuffer(_idx_content(str(labels_path)), np.uint8, offset=8)
-    num_images = len(_idx_images(path))
-    if not num_labels == len(labels) == num_images:
+    labels_path = str(Path(path).with_name(Path(path).name.replace("images-idx3", "labels-idx1")))
+    labels, num_images = _idx_values(labels_path, _IDX_LABELS), len(_idx_values(path, _IDX_IMAGES))
+    if len(labels) != num_images:
         raise InputError(f"{path} has {num_images} images, {labels_path} has {len(labels)} labels")
     images = [ImageRef(path, number, 1, label) for number, label in enumerate(labels.tolist())]
-    return ImageSource(tuple(map(str, range(int(labels.max()) + 1))), images, _read_idx)
+    return ImageSource(tuple(map(str, range(int(labels.max(initial=0)) + 1))), images, _read_idx)
 
 
 @lru_cache(maxsize=2)
-def _idx_content(path: str) -> bytes:
-    content = Path(path).read_bytes()
-    return gzip.decompress(content) if path.endswith(".gz") else content
-
-
-def _idx_images(path: str) -> np.ndarray:
-    """uint8 [number of images, height, width]."""
-    content = _idx_content(path)
-    magic, *shape = struct.unpack(">IIII", content[:16])
-    if magic != _IDX_IMAGES or len(content) != 16 + np.prod(shape):
-        raise InputError(f"{path} is no whole IDX file of images")
-    return np.frombuffer(content, np.uint8, offset=16).reshape(shape)
+def _idx_values(path: str, magic: int) -> np.ndarray:
+    """uint8 [number of images], of images [number, height, width]. InputError if the file is not whole."""
+    try:
+        content = Path(path).read_bytes()
+        content = gzip.decompress(content) if path.endswith(".gz") else content
+        found, *shape = struct.unpack_from(">II" if magic == _IDX_LABELS else ">IIII", content)
+    except (EOFError, zlib.error, gzip.BadGzipFile, struct.error) as error:
+        raise InputError(f"{path} is cut short or damaged ({error}): fetch it again") from error
+    num_header_bytes = 4 + 4 * len(shape)
+    if found != magic:
+        raise InputError(f"{path} is another kind of file: its first number is {found}; needed: {magic}")
+    if len(content) != num_header_bytes + math.prod(shape):
+        raise InputError(f"{path} has {len(content)} bytes, which its shape {shape} does not fill: fetch it again")
+    return np.frombuffer(content, np.uint8, offset=num_header_bytes).reshape(shape)
 
 
 def _read_idx(ref: ImageRef) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(_idx_images(ref.path)[ref.place]).save(file, "BMP")
+    Image.fromarray(_idx_values(ref.path, _IDX_IMAGES)[ref.place]).save(file, "BMP")
     return file.getvalue()
 
 
 def _parquet(paths: list[Path]) -> ImageSource:
-    """Files as the Hugging Face hub has them: a column `image` of {bytes, path} and a column `label` of numbers."""
+    """Files as the Hugging Face hub has them: a column `image` of {bytes, path} or of bytes, and a column `label` of
+    numbers."""
     import pyarrow.parquet as pq
 
     images, names = [], ()
     for path in paths:
-        file = pq.ParquetFile(path)
-        missing = {"image", "label"} - set(file.schema_arrow.names)
-        if missing:
-            raise InputError(f"{path} has no column {' and no '.join(sorted(missing))}; needed: image and label")
-        names = names or _label_names(file.schema_arrow.metadata or {})
-        for group in range(file.num_row_groups):
-            labels = file.read_row_group(group, columns=["label"])["label"].to_pylist()
-            images += [ImageRef(str(path), group, row, label) for row, label in enumerate(labels)]
-    names = names or tuple(map(str, range(max((ref.label for ref in images), default=-1) + 1)))
-    if wrong := [ref for ref in images if not 0 <= ref.label < len(names)]:
+        with _told_by_name(path):
+            file = pq.ParquetFile(path)
+            _check_columns(path, file.schema_arrow)
+            names = names or _label_names(file.schema_arrow.metadata or {})
+            for group in range(file.num_row_groups):
+                labels = file.read_row_group(group, columns=["label"])["label"].to_pylist()
+                images += [ImageRef(str(path), group, row, label) for row, label in enumerate(labels)]
+    names = names or tuple(map(str, range(max((ref.label or 0 for ref in images), default=-1) + 1)))
+    if wrong := [ref for ref in images if ref.label not in range(len(names))]:
         raise InputError(f"{wrong[0].path} has the label {wrong[0].label}; needed: one of {len(names)} classes")
     return ImageSource(names, images, _read_parquet, keeps_order=True)
 
 
+@contextmanager
+def _told_by_name(path: str | Path) -> Iterator[None]:
+    """InputError with the path in place of pyarrow's errors, of which some are a plain OSError."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise InputError(f"{path} is no whole Parquet file ({error}): fetch it again") from error
+
+
+def _check_columns(path: Path, schema: "pyarrow.Schema") -> None:
+    from pyarrow import types
+
+    for name in ("image", "label"):
+        if name not in schema.names:
+            raise InputError(f"{path} has no column {name}; needed: image and label")
+    image, label = schema.field("image").type, schema.field("label").type
+    if types.is_struct(image) and image.get_field_index("bytes") >= 0:
+        image = image.field("bytes").type
+    if not (types.is_binary(image) or types.is_large_binary(image)):
+        raise InputError(f"{path} has a column image of {image}; needed: encoded images as bytes or {{bytes, path}}")
+    if not types.is_integer(label):
+        raise InputError(f"{path} has a column label of {label}; needed: whole numbers, the first class being 0")
+
+
 def _label_names(metadata: dict[bytes, bytes]) -> tuple[str, ...]:
     features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    return tuple(features.get("label", {}).get("names", ()))
+    return tuple(features.get("label", {}).get("names") or ())
 
 
 @lru_cache(maxsize=1)
-def _row_group(path: str, group: int) -> list[bytes]:
+def _row_group(path: str, group: int) -> list[bytes | None]:
     import pyarrow.parquet as pq
 
-    column = pq.ParquetFile(path).read_row_group(group, columns=["image"])["image"]
-    return [image["bytes"] for image in column.to_pylist()]
+    with _told_by_name(path):
+        columns = pq.ParquetFile(path).read_row_group(group, columns=["image"]).flatten()
+    return columns["image.bytes" if "image.bytes" in columns.column_names else "image"].to_pylist()
 
 
 def _read_parquet(ref: ImageRef) -> bytes:
-    return _row_group(ref.path, ref.place)[ref.size]
+    content = _row_group(ref.path, ref.place)[ref.size]
+    if content is None:
+        raise BadImageError(f"row {ref.size} of its row group has no image")
+    return content

@@ -1,12 +1,16 @@
 """Sources of images that are damaged, or not quite what is expected; tests/data_prep/test_prepare_images.py has whole
 ones."""
 
+import gzip
+import struct
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.image_sources import open_source
+from gmlp_scale.prepare.image_sources import BadImageError, open_source
 from tests.written_images import tar_of_folder, tar_of_tars, write_image_folder
 
 
@@ -30,3 +34,63 @@ def test_a_tar_file_with_one_damaged_header_or_cut_at_one_is_refused(pack, folde
             path.write_bytes(content)
             with pytest.raises(InputError, match=r"damaged\.tar is not a whole, uncompressed tar file"):
                 open_source(str(path))
+
+
+IDX_LABELS = struct.pack(">II", 2049, 3) + bytes([0, 1, 2])
+IDX_IMAGES = struct.pack(">IIII", 2051, 3, 2, 2) + bytes(12)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "named", "found"),
+    [
+        (gzip.compress(IDX_IMAGES)[:-4], gzip.compress(IDX_LABELS), "images", "cut short or damaged"),
+        (gzip.compress(IDX_IMAGES), gzip.compress(IDX_LABELS)[:20] + bytes(9), "labels", "cut short or damaged"),
+        (IDX_IMAGES, gzip.compress(IDX_LABELS), "images", "cut short or damaged"),
+        (gzip.compress(IDX_IMAGES), gzip.compress(IDX_LABELS[:7]), "labels", "cut short or damaged"),
+        (gzip.compress(IDX_IMAGES[:-1]), gzip.compress(IDX_LABELS), "images", "which its shape"),
+        (gzip.compress(IDX_IMAGES), gzip.compress(IDX_IMAGES), "labels", "its first number is 2051; needed: 2049"),
+    ],
+    ids=["cut", "damaged", "no gzip", "no header", "too short", "another kind"],  # gzip's bytes have the time
+)
+def test_an_idx_file_that_is_not_whole_is_named(images, labels, named, found, tmp_path):
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(images)
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(labels)
+    with pytest.raises(InputError, match=rf"t10k-{named}-idx\S* .*{found}"):
+        open_source(str(tmp_path / "t10k-images-idx3-ubyte.gz"))
+
+
+def _parquet(path: Path, **columns) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"image": [b"1", b"2"]}, "has no column label"),
+        ({"image": [b"1", b"2"], "label": ["ant", "bee"]}, "column label of string"),
+        ({"image": [b"1", b"2"], "label": [0, None]}, "has the label None"),
+        ({"image": ["a.jpg", "b.jpg"], "label": [0, 1]}, "column image of string"),
+        ({"image": [{"path": "a.jpg"}, {"path": "b.jpg"}], "label": [0, 1]}, "column image of struct<path: string>"),
+    ],
+)
+def test_parquet_with_other_columns_is_refused(columns, found, tmp_path):
+    with pytest.raises(InputError, match=rf"a\.parquet .*{found}"):
+        open_source(_parquet(tmp_path / "a.parquet", **columns))
+
+
+def test_parquet_that_is_cut_short_is_named(tmp_path):
+    path = Path(_parquet(tmp_path / "a.parquet", image=[b"1"], label=[0]))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"a\.parquet is no whole Parquet file"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("of_image", [lambda content: content, lambda content: {"bytes": content, "path": None}])
+def test_parquet_of_bytes_is_read_and_a_null_image_is_a_bad_one(of_image, tmp_path):
+    images = pa.array([of_image(b"encoded"), None, of_image(None)])
+    source = open_source(_parquet(tmp_path / "a.parquet", image=images, label=[0, 1, 0]))
+    assert source.read(source.images[0]) == b"encoded"
+    for ref in source.images[1:]:
+        with pytest.raises(BadImageError, match="has no image"):
+            source.read(ref)
