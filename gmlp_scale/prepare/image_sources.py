@@ -90,18 +90,29 @@ def open_source(path: str) -> ImageSource:
 
 
 def as_jpeg(content: bytes) -> bytes:
-    """A JPEG file as it is, another image as JPEG. BadImageError if it cannot be decoded."""
+    """A JPEG file as it is, another image as JPEG: what is transparent on white, 16 bits of grey as 8. BadImageError if
+    it cannot be decoded, or if what is white in it cannot be told."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             image.load()
             if image.format == "JPEG":
                 return content
             file = io.BytesIO()
-            image = image if image.mode == "L" else image.convert("RGB")
-            image.save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+            _grey_or_rgb(image).save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise BadImageError(str(error)) from error
     return file.getvalue()
+
+
+def _grey_or_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in ("I", "F"):
+        raise BadImageError(f"its pixels are numbers of 32 bits (mode {image.mode}); needed: 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # convert would make white of all above 255
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:  # convert would show the colours below it, which are often black
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "L" else image.convert("RGB")
 
 
 def _by_class(found: Iterator[tuple[str, str, int, int]]) -> ImageSource:
