@@ -4,8 +4,8 @@ python data_prep/prepare_images.py --input ILSVRC2012_img_train.tar --heldout im
 python data_prep/prepare_images.py --input photos --heldout-fraction 0.1 --output SHARDS_DIR --workers 8
 python data_prep/prepare_images.py --input t10k-images-idx3-ubyte.gz --heldout-fraction 0.2 --output SHARDS_DIR
 
-A source is a folder or a tar file of class folders, ImageNet's tar file of a tar file for each class, a Parquet file or
-a folder of them (columns image and label), or an IDX file of images with its file of labels beside it. The images of
+A source is a folder or a tar file of class folders or, as ImageNet's, of a tar file for each class, a Parquet file or a
+folder of them (columns image and label), or an IDX file of images with its file of labels beside it. The images of
 all but Parquet are shuffled. A job that was killed at any point goes on when the same command is run again, and writes
 the same bytes as one that was never disturbed. It reads the shards that are there, and writes the missing and the
 damaged ones again (checksums of 150 GB: 200 s on a core, besides the reading). The manifest is written last.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -63,7 +63,7 @@ class ImageSource:
 
 
 def open_source(path: str) -> ImageSource:
-    """The images at a path: a folder or tar file of class folders (or, as ImageNet's, of a tar file for each class), a
+    """The images at a path: a folder or tar file of class folders or, as ImageNet's, of a tar file for each class, a
     Parquet file or a folder of them, or an IDX file of images beside its file of labels.
 
     Raises:
@@ -76,8 +76,7 @@ def open_source(path: str) -> ImageSource:
     if parquet:
         source = _parquet(parquet)
     elif place.is_dir():
-        files = (p for p in sorted(place.glob("*/*")) if p.suffix.lower() in SUFFIXES)
-        source = _by_class((p.parent.name, str(p), 0, p.stat().st_size) for p in files)
+        source = _by_class(_folder_files(place))
     elif place.suffix == ".tar":
         source = _by_class(_tar_members(path))
     elif "images-idx3" in place.name:
@@ -129,19 +128,48 @@ def _read_bytes(ref: ImageRef) -> bytes:
         return file.read(ref.size)
 
 
+def _folder_files(folder: Path) -> Iterator[tuple[str, str, int, int]]:
+    for path in sorted(folder.glob("*/*")):
+        if path.suffix.lower() in SUFFIXES:
+            yield path.parent.name, str(path), 0, path.stat().st_size
+    for path in sorted(folder.glob("*.tar")):
+        with open(path, "rb") as content:
+            yield from _images_of_class(content, path.stem, str(path), 0)
+
+
 def _tar_members(path: str) -> Iterator[tuple[str, str, int, int]]:
+    with _opened_tar(path) as tar:
+        for member in tar:
+            name = Path(member.name)
+            if member.isreg() and name.suffix == ".tar":
+                yield from _images_of_class(tar.extractfile(member), name.stem, path, member.offset_data)
+            elif member.isreg() and name.suffix.lower() in SUFFIXES and name.parent.name:
+                yield name.parent.name, path, member.offset_data, member.size
+
+
+def _images_of_class(content: BinaryIO, class_name: str, path: str, first: int) -> Iterator[tuple[str, str, int, int]]:
+    """The images in CLASS.tar, which begins at the byte `first` of `path`. InputError if it has other classes."""
+    folders = set()
+    with _opened_tar(path, content) as tar:
+        for member in tar:
+            name = Path(member.name)
+            is_image = member.isreg() and name.suffix.lower() in SUFFIXES
+            folders.update([name.parent] * is_image)
+            if name.suffix == ".cls" or len(folders) > 1:
+                raise InputError(
+                    f"{path} is taken for images of the class {class_name}, and has the member {name}: give a tar file "
+                    "of class folders as --input itself; shards with .cls members cannot be read"
+                )
+            if is_image:
+                yield class_name, path, first + member.offset_data, member.size
+
+
+@contextmanager
+def _opened_tar(path: str, content: BinaryIO | None = None) -> Iterator[tarfile.TarFile]:
+    """The tar file in `content`, or at `path`. InputError in the body where it is damaged."""
     try:
-        with tarfile.open(path, "r:", tarinfo=StrictTarInfo) as tar:
-            for member in tar:
-                name = Path(member.name)
-                if member.isreg() and name.suffix == ".tar":
-                    content = tar.extractfile(member)
-                    with tarfile.open(fileobj=content, mode="r:", tarinfo=StrictTarInfo) as inner:
-                        for image in inner:
-                            if image.isreg() and image.name.lower().endswith(SUFFIXES):
-                                yield name.stem, path, member.offset_data + image.offset_data, image.size
-                elif member.isreg() and name.suffix.lower() in SUFFIXES and name.parent.name:
-                    yield name.parent.name, path, member.offset_data, member.size
+        with tarfile.open(path, "r:", content, tarinfo=StrictTarInfo) as tar:
+            yield tar
     except tarfile.TarError as error:
         raise InputError(f"{path} is not a whole, uncompressed tar file ({error})") from error
 

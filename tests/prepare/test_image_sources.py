@@ -4,6 +4,7 @@ ones."""
 import gzip
 import io
 import struct
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from gmlp_scale.data.image_shards import StoredImage, pack_images
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg, open_source
 from tests.written_images import tar_of_folder, tar_of_tars, write_image_folder
@@ -36,6 +38,26 @@ def test_a_tar_file_with_one_damaged_header_or_cut_at_one_is_refused(pack, folde
             path.write_bytes(content)
             with pytest.raises(InputError, match=r"damaged\.tar is not a whole, uncompressed tar file"):
                 open_source(str(path))
+
+
+def test_a_folder_may_have_a_tar_file_for_each_class(folder, tmp_path):
+    """As ImageNet's training images are when their tar file is unpacked."""
+    with tarfile.open(tar_of_tars(folder, tmp_path / "whole.tar")) as tar:
+        tar.extractall(tmp_path / "classes", filter="data")
+    source, expected = open_source(str(tmp_path / "classes")), open_source(str(folder))
+    assert source.classes == expected.classes
+    assert [(source.read(ref), ref.label) for ref in source.images] == [
+        (expected.read(ref), ref.label) for ref in expected.images
+    ]
+
+
+def test_a_tar_file_of_several_classes_is_not_taken_for_one_class(folder, tmp_path):
+    tar_of_folder(folder, tmp_path / "photos.tar")
+    with pytest.raises(InputError, match=r"photos\.tar is taken for .*class photos, and has the member photos/bee/0"):
+        open_source(str(tmp_path))
+    (tmp_path / "photos.tar").write_bytes(pack_images([StoredImage(b"", 0)]))
+    with pytest.raises(InputError, match=r"has the member 000000\.cls"):
+        open_source(str(tmp_path))
 
 
 IDX_LABELS = struct.pack(">II", 2049, 3) + bytes([0, 1, 2])
