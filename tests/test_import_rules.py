@@ -36,7 +36,7 @@ ALLOWED = {
     "gmlp_scale.piecewise": (),
     "gmlp_scale.claim": ("gmlp_scale.files", "gmlp_scale.repeating"),
     "gmlp_scale.kernels": ("gmlp_scale.kernels",),
-    "gmlp_scale.data": ("gmlp_scale.data", "gmlp_scale.files", "gmlp_scale.piecewise"),
+    "gmlp_scale.data": ("gmlp_scale.data", "gmlp_scale.files", "gmlp_scale.piecewise", "gmlp_scale.process"),
     "gmlp_scale.models": ("gmlp_scale.models", "gmlp_scale.data.batch", "gmlp_scale.kernels.fused_gating"),
     "gmlp_scale.engine": ("gmlp_scale.engine", "gmlp_scale.world", "gmlp_scale.piecewise"),
     "gmlp_scale.train": (

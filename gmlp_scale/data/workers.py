@@ -1,0 +1,78 @@
+"""Batches that worker processes make ahead: torch's DataLoader, made to fit how runs stop and fail."""
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from threading import Thread
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from gmlp_scale.errors import UserError
+from gmlp_scale.process import STOP_SIGNALS
+
+
+def made_ahead(dataset: Dataset, keys: Iterable, *, num_workers: int, prefetch_batches: int) -> Iterator[Any]:
+    """dataset[key] of each key, in order; each worker makes `prefetch_batches` ahead. Without workers, none is.
+
+    Stop signals are the run's own to heed: workers go on until the iterator is closed or their parent is gone.
+    Raises UserError if a worker is killed.
+    """
+    loader = DataLoader(
+        dataset,
+        sampler=keys,
+        batch_size=None,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,  # the workers share what is imported
+        prefetch_factor=prefetch_batches if num_workers else None,
+        worker_init_fn=_heed_parent_alone,
+        generator=torch.Generator(),  # or the DataLoader would draw from that of dropout
+    )
+    others = active_children()
+    with _our_signals():
+        batches = iter(loader)
+    workers = [child for child in active_children() if child not in others]
+    try:
+        yield from batches
+    except Exception as error:
+        # torch may raise before it knows why: the connection to a killed worker breaks first.
+        ended = wait([worker.sentinel for worker in workers], timeout=1) if workers else []
+        if not ended:
+            raise
+        (code, *_) = [worker.exitcode for worker in workers if worker.sentinel in ended]
+        raise UserError(
+            f"a process that decodes images ended with exit code {code}; -9 is a kill, mostly for want of memory. "
+            "Lower data.num_workers (--workers of an evaluation) or data.prefetch_batches, or give the job more memory"
+        ) from error
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """For the start of workers: they inherit that stop signals are blocked, and torch's SIGCHLD handler is undone.
+
+    That handler raises wherever the main thread is when a worker dies, even within a save. Without it torch notices
+    when it waits for the worker, within 5 s.
+    """
+    on_child = signal.getsignal(signal.SIGCHLD)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if signal.getsignal(signal.SIGCHLD) != on_child:
+            signal.signal(signal.SIGCHLD, on_child)
+
+
+def _heed_parent_alone(worker: int) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent sends SIGTERM, as it does to workers that are left when it exits."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
