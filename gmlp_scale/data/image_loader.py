@@ -8,14 +8,15 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from gmlp_scale.data.augmentation import Augmentation, AugmentationConfig, centre_crop
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, ImageShards
 from gmlp_scale.data.order import RowOrder
-from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError, Split
+from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
+from gmlp_scale.data.workers import made_ahead
 from gmlp_scale.piecewise import Piecewise
 
 
@@ -25,7 +26,7 @@ class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
     cache_dir: str | None = None
     """Local folder that shards are copied to when they are first read; a URL needs one."""
     shuffle_group_bytes: int = Field(200_000_000, ge=1)
-    """Rows are shuffled within groups of shards of about this size. A worker keeps about one in memory. [bytes]"""
+    """Rows are shuffled within groups of shards of about this size. [bytes]"""
     num_workers: int = Field(8, ge=0)
     """Processes of each rank that decode; 0 decodes between the steps. [processes]"""
     prefetch_batches: int = Field(4, ge=1)
@@ -61,9 +62,15 @@ class ImageLoader:
         self.wait_seconds = 0.0
         """How long the caller of `steps` has waited for batches so far."""
         self._config, self._augmentation, self._seed = config, augmentation, seed
-        self._image_size, self._num_classes = image_size, num_classes
+        self._image_size = image_size
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
+        files, splits = ShardFiles(config.shards, config.cache_dir), self.manifest.splits
+        train_bytes = sum(shard.bytes for shard in splits.train)
+        self._shards_per_group = max(1, config.shuffle_group_bytes * len(splits.train) // train_bytes)
+        # The rows of one step may be of two groups.
+        self._train = ImageShards(files, splits.train, num_classes, num_open=self._shards_per_group + 8)
+        self._heldout = ImageShards(files, splits.heldout, num_classes, num_open=1)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[ImageBatch]]:
         """The micro-batches of each step of [start_step, stop_step)."""
@@ -82,8 +89,7 @@ class ImageLoader:
         num_rows, size = min(num_rows, self.manifest.num_rows("heldout")), self._micro_batch_size
         starts = range(self._rank * size, num_rows + self._rank * size, size * self._world_size)
         places = [np.arange(start, start + size) for start in starts]
-        shards = self.manifest.splits.heldout
-        rows = _HeldoutRows(self._shards("heldout", num_open=1), shards, self._image_size)
+        rows = _HeldoutRows(self._heldout, self.manifest.splits.heldout, self._image_size)
         for batch, wanted in zip(self._loaded(rows, places), places, strict=True):
             yield batch, int((wanted < num_rows).sum())
 
@@ -109,31 +115,15 @@ class ImageLoader:
 
     def _training_rows(self) -> "_TrainingRows":
         augmentation = Augmentation(self._augmentation, self._image_size, self._seed)
-        shards = self.manifest.splits.train
-        shards_per_group = max(
-            1, self._config.shuffle_group_bytes * len(shards) // sum(shard.bytes for shard in shards)
-        )
-        order = RowOrder(_rows_per_shard(shards), shards_per_group=shards_per_group, seed=self._seed)
-        # The rows of one step may be of two groups.
-        return _TrainingRows(self._shards("train", num_open=shards_per_group + 8), order, augmentation)
-
-    def _shards(self, split: Split, num_open: int) -> ImageShards:
-        files = ShardFiles(self._config.shards, self._config.cache_dir)
-        return ImageShards(files, getattr(self.manifest.splits, split), self._num_classes, num_open=num_open)
+        rows_per_shard = _rows_per_shard(self.manifest.splits.train)
+        order = RowOrder(rows_per_shard, shards_per_group=self._shards_per_group, seed=self._seed)
+        return _TrainingRows(self._train, order, augmentation)
 
     def _loaded(self, rows: Dataset, places: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
         """The batches in order, made ahead by the workers. Raises what a worker met with a corrupt shard."""
-        num_workers = self._config.num_workers
-        loader = DataLoader(
-            rows,
-            sampler=places,
-            batch_size=None,
-            num_workers=num_workers,
-            multiprocessing_context="fork" if num_workers else None,  # the workers share what is imported
-            prefetch_factor=self._config.prefetch_batches if num_workers else None,
-            generator=torch.Generator(),  # or the DataLoader would draw from that of dropout
-        )
-        for batch in loader:
+        config = self._config
+        batches = made_ahead(rows, places, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
+        for batch in batches:
             if isinstance(batch, _Corrupt):
                 raise CorruptShardError(batch.shard, batch.found, can_be_skipped=False)
             yield batch

@@ -4,22 +4,30 @@
     SHARDS_DIR/train/*.tar  SHARDS_DIR/heldout/*.tar
 
 A shard is what webdataset's users expect: an uncompressed tar with the members 000000.jpg and 000000.cls of each image,
-the class as a decimal number. The webdataset package writes and reads it. The order and the checksums are ours.
+the class as a decimal number. The webdataset package writes it and can read it. Our reader takes the members' places
+from the tar's headers. The order and the checksums are ours.
 """
 
+import fcntl
 import io
+import itertools
+import mmap
+import os
+import tarfile
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
+import numpy as np
+import xxhash
 from pydantic import Field, model_validator
 
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardList, Split, Splits, read_verified
 
-_MEMBERS = {"jpg", "cls"}
+_NOTE = np.dtype([("offset", "i8"), ("size", "i8"), ("label", "i8"), ("checksum", "u8")])
+"""A _Member's fields, and the image's _checksum."""
 
 
 class StoredImage(NamedTuple):
@@ -48,76 +56,127 @@ class ImageManifest(ShardList, frozen=True, extra="forbid"):
         return self
 
 
-def _webdataset() -> ModuleType:
-    """The package, with WDS_SECURE=1: it then neither unpickles nor starts commands."""
-    import webdataset
-    import webdataset.utils
-
-    webdataset.utils.enforce_security = True
-    return webdataset
-
-
 def pack_images(images: Iterable[StoredImage]) -> bytes:
     """The bytes of a shard; only the images and their order decide them."""
+    import webdataset
+
     buffer = io.BytesIO()
     # Without a fixed time and owner the bytes would differ from run to run.
-    with _webdataset().TarWriter(buffer, user="", group="", mtime=0, compress=False, encoder=False) as tar:
+    with webdataset.TarWriter(buffer, user="", group="", mtime=0, compress=False, encoder=False) as tar:
         for number, image in enumerate(images):
             tar.write({"__key__": f"{number:06d}", "jpg": image.jpeg, "cls": str(image.label).encode()})
     return buffer.getvalue()
 
 
+class _Member(NamedTuple):
+    offset: int
+    """Of the JPEG file in the shard. [bytes]"""
+    size: int
+    """Of the JPEG file. [bytes]"""
+    label: int
+
+
 def unpack_images(content: bytes, shard: Shard, num_classes: int) -> list[StoredImage]:
     """The images of a shard's bytes. CorruptShardError if they are not as `pack_images` writes them."""
-    reading = _webdataset().tariterators
+    return [_image(content, member) for member in _members(content, shard, num_classes)]
+
+
+def _image(content: bytes, member: _Member) -> StoredImage:
+    return StoredImage(content[member.offset : member.offset + member.size], member.label)
+
+
+def _members(content: bytes, shard: Shard, num_classes: int) -> list[_Member]:
     try:
-        members = reading.tar_file_expander([{"url": shard.name, "stream": io.BytesIO(content)}])
-        images = [_image(sample, num_classes) for sample in reading.group_by_keys(members)]
-    except Exception as error:  # webdataset lets through whatever a broken tar raises
-        raise CorruptShardError(shard.name, f"it is no shard of images ({error})", can_be_skipped=False) from error
-    if len(images) != shard.rows:
-        found = f"it holds {len(images)} images, the manifest says {shard.rows}"
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            by_key = itertools.groupby(tar, lambda member: member.name.partition(".")[0])
+            members = [_member(key, list(files), content, num_classes) for key, files in by_key]
+    except (tarfile.TarError, ValueError) as error:
+        found = f"it is no shard of images ({error})"
+        raise CorruptShardError(shard.name, found, can_be_skipped=False) from error
+    if len(members) != shard.rows:
+        found = f"it holds {len(members)} images, the manifest says {shard.rows}"
         raise CorruptShardError(shard.name, found, can_be_skipped=False)
-    return images
+    return members
 
 
-def _image(sample: dict[str, bytes], num_classes: int) -> StoredImage:
-    key = sample["__key__"]
-    members = {name for name in sample if not name.startswith("__")}
-    if members != _MEMBERS:
-        raise ValueError(f"{key} has the members {', '.join(sorted(members))}; needed: cls, jpg")
-    if not sample["cls"].isdigit() or not int(sample["cls"]) < num_classes:
-        raise ValueError(f"{key}.cls is {sample['cls'][:20]!r}; needed: a number below {num_classes}")
-    return StoredImage(sample["jpg"], int(sample["cls"]))
+def _member(key: str, files: list[tarfile.TarInfo], content: bytes, num_classes: int) -> _Member:
+    if (names := sorted(file.name.removeprefix(f"{key}.") for file in files)) != ["cls", "jpg"]:
+        raise ValueError(f"{key} has the members {', '.join(names)}; needed: cls, jpg")
+    label, jpeg = sorted(files, key=lambda file: file.name)
+    digits = content[label.offset_data : label.offset_data + label.size]
+    if not digits.isdigit() or not int(digits) < num_classes:
+        raise ValueError(f"{key}.cls is {digits[:20]!r}; needed: a number below {num_classes}")
+    return _Member(jpeg.offset_data, jpeg.size, int(digits))
 
 
 class ImageShards:
-    """The images of one split. A shard is verified when it is first read; the `num_open` used last stay in memory.
+    """The images of one split, for a process and the processes that it forks afterwards.
 
-    Raises CorruptShardError at the first read of a shard that is not what the manifest says.
+    Whichever of them first needs a shard verifies it, and notes in shared memory where each image is and the checksum
+    of each. Then all read single images and compare these checksums, so no later change of a file reaches a batch.
+
+    Raises CorruptShardError at the read of an image whose shard is not what the manifest says.
     """
 
     def __init__(self, files: ShardFiles, shards: Sequence[Shard], num_classes: int, *, num_open: int):
         self._files, self._shards, self._num_classes, self._num_open = files, shards, num_classes, num_open
-        self._open: OrderedDict[int, list[StoredImage]] = OrderedDict()
+        self._open: OrderedDict[int, io.FileIO] = OrderedDict()
+        self._first_rows = np.cumsum([0] + [shard.rows for shard in shards])
+        shared = mmap.mmap(-1, int(self._first_rows[-1]) * _NOTE.itemsize)
+        self._notes = np.frombuffer(shared, _NOTE)  # zeros: of no image
+        self._locks = tempfile.TemporaryFile()  # noqa: SIM115 - byte i is locked by who verifies shard i
 
     def read(self, shard: int, row_index: int) -> StoredImage:
         """An image by its place in the shard with this index."""
-        if shard not in self._open:
-            self._open[shard] = self._verified(self._shards[shard])
-            if len(self._open) > self._num_open:
-                self._open.popitem(last=False)
-        self._open.move_to_end(shard)
-        return self._open[shard][row_index]
+        if (image := self._noted(shard, row_index)) is None:
+            fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, shard)  # the kernel drops it if its holder is killed
+            try:
+                if (image := self._noted(shard, row_index)) is None:
+                    image = self._verified(shard)[row_index]
+            finally:
+                fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, shard)
+        return image
 
-    def _verified(self, shard: Shard) -> list[StoredImage]:
+    def _noted(self, shard: int, row_index: int) -> StoredImage | None:
+        """The image, if its shard was verified and it has not changed since."""
+        offset, size, label, checksum = self._notes[self._first_rows[shard] + row_index].item()
+        if not size:
+            return None
         try:
-            return self._unpacked(shard)
-        except CorruptShardError as error:
-            if not self._files.discard(shard):
-                raise CorruptShardError(shard.name, error.found, can_be_skipped=False) from error
-        return self._unpacked(shard)
+            jpeg = os.pread(self._opened(shard).fileno(), size, offset)
+        except (OSError, CorruptShardError):
+            return None  # _verified tells what is wrong with the file
+        image = StoredImage(jpeg, label)
+        return image if _checksum(image) == checksum else None
 
-    def _unpacked(self, shard: Shard) -> list[StoredImage]:
-        path: Path = self._files.local_path(shard)
-        return unpack_images(read_verified(path, shard), shard, self._num_classes)
+    def _opened(self, shard: int) -> io.FileIO:
+        if shard not in self._open:
+            self._open[shard] = self._files.local_path(self._shards[shard]).open("rb", buffering=0)
+            if len(self._open) > self._num_open:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(shard)
+        return self._open[shard]
+
+    def _verified(self, index: int) -> list[StoredImage]:
+        """All images of a shard, which it verifies and notes."""
+        if index in self._open:
+            self._open.pop(index).close()  # the file was replaced, or is about to be
+        try:
+            return self._unpacked(index)
+        except CorruptShardError:
+            if not self._files.discard(self._shards[index]):
+                raise
+        return self._unpacked(index)
+
+    def _unpacked(self, index: int) -> list[StoredImage]:
+        shard = self._shards[index]
+        content = read_verified(self._files.local_path(shard), shard)
+        members = _members(content, shard, self._num_classes)
+        images = [_image(content, member) for member in members]
+        notes = [(*member, _checksum(image)) for member, image in zip(members, images, strict=True)]
+        self._notes[self._first_rows[index] : self._first_rows[index + 1]] = notes
+        return images
+
+
+def _checksum(image: StoredImage) -> int:
+    return xxhash.xxh3_64_intdigest(image.jpeg, image.label)  # the label is the seed: it is covered too

@@ -1,16 +1,20 @@
 """The batches of images: the same on any ranks and with any workers, from shards that are verified."""
 
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from gmlp_scale.data import image_shards
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
-from gmlp_scale.data.image_shards import StoredImage, pack_images, unpack_images
+from gmlp_scale.data.image_shards import ImageShards, StoredImage, pack_images, unpack_images
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
+from gmlp_scale.errors import UserError
 from tests.written_images import prepare, stored_images, write_image_folder
 
 SIZE = 12
@@ -25,12 +29,12 @@ def shards(tmp_path_factory):
     return folder / "shards"
 
 
-def loader(shards, *, augmentation=None, num_workers=0, **changes) -> ImageLoader:
+def loader(shards, *, augmentation=None, num_workers=0, cache_dir=None, **changes) -> ImageLoader:
     fields = {
         "image_size": SIZE, "num_classes": 3, "seed": 1, "global_batch_size": 8, "micro_batch_size": 2,
         "rank": 0, "world_size": 1,
     }  # fmt: skip
-    data = ImageDataConfig(shards=str(shards), num_workers=num_workers, shuffle_group_bytes=1)
+    data = ImageDataConfig(shards=str(shards), cache_dir=cache_dir, num_workers=num_workers, shuffle_group_bytes=1)
     policy = AugmentationConfig(policy="none", **(augmentation or {}))
     return ImageLoader(data, policy, **(fields | changes))
 
@@ -99,6 +103,47 @@ def test_a_corrupt_shard_stops_the_run_with_its_name(num_workers, shards, tmp_pa
     with pytest.raises(CorruptShardError, match=r"train/train-000001.tar is corrupt: .* sha256") as caught:
         batches(loader(copy, num_workers=num_workers))
     assert "on_corrupt_shard" not in str(caught.value)
+
+
+def test_the_workers_of_a_rank_verify_each_shard_once(shards, tmp_path, monkeypatch):
+    def noting(path, shard):
+        with open(tmp_path / "verified", "a") as file:
+            print(shard.name, file=file)
+        return read_verified(path, shard)
+
+    read_verified = image_shards.read_verified
+    monkeypatch.setattr(image_shards, "read_verified", noting)
+    with_workers = loader(shards, num_workers=2)
+    assert_equal(batches(with_workers), batches(loader(shards)))
+    names = [f"train/train-{number:06d}.tar" for number in range(4)]
+    assert sorted((tmp_path / "verified").read_text().split()) == sorted(2 * names)  # of the second loader too
+    batches(with_workers)
+    assert sum(1 for _ in with_workers.heldout_batches(6)) == sum(1 for _ in with_workers.heldout_batches(6)) == 3
+    assert (tmp_path / "verified").read_text().split()[8:] == [f"heldout/heldout-{number:06d}.tar" for number in (0, 1)]
+
+
+def test_a_shard_that_changes_after_it_was_verified_is_refused_or_copied_again(shards, tmp_path):
+    copy = shutil.copytree(shards, tmp_path / "shards")
+    direct, cached = loader(copy), loader(copy, cache_dir=str(tmp_path / "cache"))
+    expected = batches(direct)
+    assert_equal(batches(cached), expected)
+    for file in (tmp_path / "cache").glob("*.tar"):
+        file.write_bytes(file.read_bytes()[:2000])
+    assert_equal(batches(cached), expected)
+    path = copy / "train/train-000002.tar"
+    whole = path.read_bytes()
+    for changed in (whole[:1600] + bytes([whole[1600] ^ 1]) + whole[1601:], whole[:700]):
+        path.write_bytes(changed)
+        with pytest.raises(CorruptShardError, match=r"train/train-000002.tar is corrupt"):
+            batches(direct)
+    path.write_bytes(whole)
+    assert_equal(batches(direct), expected)
+
+
+def test_a_killed_worker_is_told_as_what_it_is(shards, monkeypatch):
+    monkeypatch.setattr(ImageShards, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(UserError, match=r"ended with exit code -9; .* Lower data.num_workers"):
+        batches(loader(shards, num_workers=1))
 
 
 @pytest.mark.parametrize(

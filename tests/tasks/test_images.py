@@ -1,5 +1,7 @@
 """The task of images: its evaluation, a run that stops and goes on, and its recipes' mistakes."""
 
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,9 +9,11 @@ import pytest
 import torch
 
 from gmlp_scale.config import ConfigError
+from gmlp_scale.data.image_loader import ImageLoader
 from gmlp_scale.run import load_recipe, pretrain
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.train.log_files import read_metrics
+from tests.forked import Script
 from tests.gloo_ranks import run_ranks
 from tests.written_images import prepare, write_image_folder
 
@@ -46,6 +50,26 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(shards, tmp_path):
     assert [values["train/loss"] for values in in_parts if "train/loss" in values] == losses
     assert in_parts[-1] == whole[-1] and 0 < whole[-1]["eval/accuracy"] <= whole[-1]["eval/top_5_accuracy"] == 1
     assert all(0 <= values["perf/data_wait_fraction"] <= 1 for values in whole if "train/loss" in values)
+
+
+def _end_process_group_at_step_3() -> None:
+    os.setsid()
+    undisturbed = ImageLoader.steps
+
+    def steps(loader, start_step, stop_step):
+        for number, micro_batches in enumerate(undisturbed(loader, start_step, stop_step), start_step + 1):
+            if number == 3:
+                subprocess.run(["sh", "-c", f"kill -s TERM -- -{os.getpid()}"])
+            yield micro_batches
+
+    ImageLoader.steps = steps
+
+
+def test_a_stop_signal_to_the_process_group_spares_the_workers(shards, tmp_path):
+    words = ["--config", RECIPE, *TINY, f"data.shards={shards}", f"output_dir={tmp_path}", "data.prefetch_batches=1"]
+    code, _, errors = Script("launch/pretrain.py", words, prepare=_end_process_group_at_step_3).end()
+    assert code == 0, errors
+    assert [path.name for path in (tmp_path / "tiny/checkpoints").iterdir()] == ["step_000000003"]
 
 
 def _train(shards: Path, overrides: list[str]) -> None:
