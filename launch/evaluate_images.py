@@ -7,6 +7,7 @@ python launch/evaluate_images.py --timm gmlp_s16_224.safetensors --shards data/i
 import argparse
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -63,9 +64,22 @@ def _evaluate(trained: TrainedClassifier, options: argparse.Namespace, world: Wo
         rank=0,
         world_size=1,
     )
-    num_images = loader.manifest.num_rows("heldout")
-    model = trained.build().to(world.device)
-    return {"images": num_images, **evaluate_images(model.predict, loader.heldout_batches(num_images), world)}
+    with closing(loader):
+        if options.run:
+            check_same_classes(trained.classes, loader.manifest.classes, options.shards)
+        num_images = loader.manifest.num_rows("heldout")
+        model = trained.build().to(world.device)
+        return {"images": num_images, **evaluate_images(model.predict, loader.heldout_batches(num_images), world)}
+
+
+def check_same_classes(of_run: tuple[str, ...], of_shards: tuple[str, ...], folder: str) -> None:
+    """Of equally many. Raises InputError with the first names that differ."""
+    for label, (name, other) in enumerate(zip(of_run, of_shards, strict=True)):
+        if name != other:
+            raise InputError(
+                f"class {label} is {name!r} in the run and {other!r} in the shards at {folder}, so labels mean "
+                "other things: write shards of the run's classes, in their order"
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Image classifiers leave a run for transformers and timm, and come back from timm's weights."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_an_evaluation_is_that_of_the_run(run, tmp_path, monkeypatch):
     found, expected = json.loads((tmp_path / "scores.json").read_text()), read_metrics(run / "metrics.jsonl")[-1]
     assert found.pop("images") == 6 and expected.pop("step") == 2
     assert {f"eval/{name}": value for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
+
+
+def test_shards_of_other_classes_are_refused_by_name(run, tmp_path, monkeypatch, capsys):
+    source = shutil.copytree(run.parent / "photos", tmp_path / "photos")
+    (source / "bee").rename(source / "bat")
+    prepare("--input", source, "--heldout-fraction", 0.25, "--output", tmp_path / "shards")
+    words = ["evaluate_images.py", "--run", str(run), "--shards", str(tmp_path / "shards"), "--workers", "0"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert evaluate_images.main() == 2
+    assert f"class 1 is 'bee' in the run and 'bat' in the shards at {tmp_path / 'shards'}" in capsys.readouterr().err
 
 
 def test_weights_go_to_timm_and_come_back(run, tmp_path):
