@@ -1,12 +1,14 @@
-"""The loader of images beside a plain torch DataLoader over JPEG files, with the same transforms and one worker each.
+"""The loader of images beside a plain torch DataLoader over JPEG files, with the same transforms.
 
-Images are counted per second of CPU time of the process and its worker, so other programs on the machine matter less.
+Both have the recipe's workers and micro-batches. Each round is a new run's, so it verifies the shards too. Images are
+counted per second of CPU time of the process and its workers, so other programs on the machine matter less.
 """
 
 import io
 import resource
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -26,34 +28,47 @@ from gmlp_scale.trained import sha256_of
 
 IMAGE_SIZE = (500, 375)
 """Width and height, the commonest of ImageNet."""
-IMAGES_PER_SHARD = 32
-BATCH_SIZE = 16
+JPEG_NOISE = 20
+"""Standard deviation of the grey noise in the pictures: it gives a file 108 kB, about ImageNet's mean."""
+NUM_PICTURES = 61
+"""That differ. Prime, so that no two shards are alike."""
+IMAGES_PER_SHARD = 128
+"""As data_prep/prepare_images.py writes them."""
 
 
 def measure_image_loading(run: ImagesConfig, num_images: int, num_rounds: int) -> dict:
-    """Images per second and core of both loaders, medians of rounds in which they take turns, and their ratio."""
+    """Images per second and core of both loaders, medians of rounds in which they take turns, and their ratio.
+
+    num_images: a multiple of the recipe's micro-batch.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write_images(folder, num_images, run.model.vocab_size)
-        loaders = {"gmlp_scale": _ours(run, folder, num_images), "plain_dataloader": _plain(run, folder, num_images)}
+        loaders = {"gmlp_scale": _ours(run, folder, num_images), "plain_dataloader": _plain(run, folder)}
         seconds: dict[str, list[float]] = {name: [] for name in loaders}
         for _ in range(num_rounds):
             for name, take_all in loaders.items():
                 seconds[name].append(_cpu_seconds(take_all))
+        num_bytes = sum(path.stat().st_size for path in folder.glob("shards/train/*"))
     rates = {name: num_images / median(spent) for name, spent in seconds.items()}
     ratio = rates["gmlp_scale"] / rates["plain_dataloader"]
-    return {"images_per_core_second": rates, "ratios": {"over_plain_dataloader": ratio}}
+    return {
+        "images": num_images,
+        "shuffle_groups": num_bytes / run.data.shuffle_group_bytes,
+        "workers": run.data.num_workers,
+        "micro_batch_size": run.train.micro_batch_size,
+        "images_per_core_second": rates,
+        "ratios": {"over_plain_dataloader": ratio},
+    }
 
 
 def _write_images(folder: Path, num_images: int, num_classes: int) -> None:
-    """The same smooth pictures as shards and as files."""
-    noise, images = np.random.default_rng(0), []
-    for number in range(num_images):
-        coarse = Image.fromarray(noise.integers(0, 256, (24, 32, 3), dtype=np.uint8))
-        file = io.BytesIO()
-        coarse.resize(IMAGE_SIZE, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
-        images.append(StoredImage(file.getvalue(), number % num_classes))
-        (folder / f"{number:06d}.jpg").write_bytes(file.getvalue())
+    """The same pictures as shards and as files."""
+    noise = np.random.default_rng(0)
+    pictures = [_picture(noise) for _ in range(min(NUM_PICTURES, num_images))]
+    images = [StoredImage(pictures[number % len(pictures)], number % num_classes) for number in range(num_images)]
+    for number, image in enumerate(images):
+        (folder / f"{number:06d}.jpg").write_bytes(image.jpeg)
     splits = {}
     for split in ("train", "heldout"):
         shards = []
@@ -69,23 +84,34 @@ def _write_images(folder: Path, num_images: int, num_classes: int) -> None:
     write_text(folder / "shards" / MANIFEST_NAME, manifest.to_json())
 
 
+def _picture(noise: np.random.Generator) -> bytes:
+    coarse = Image.fromarray(noise.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize(IMAGE_SIZE, Image.Resampling.BICUBIC))
+    pixels = smooth + noise.normal(0, JPEG_NOISE, (*smooth.shape[:2], 1))
+    file = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
 def _ours(run: ImagesConfig, folder: Path, num_images: int) -> Callable[[], None]:
-    data = run.data.model_copy(update={"shards": str(folder / "shards"), "num_workers": 1})
-    loader = ImageLoader(
-        data,
-        run.augmentation,
-        image_size=run.image_size,
-        num_classes=run.model.vocab_size,
-        seed=0,
-        global_batch_size=BATCH_SIZE,
-        micro_batch_size=BATCH_SIZE,
-        rank=0,
-        world_size=1,
-    )
+    data = run.data.model_copy(update={"shards": str(folder / "shards"), "cache_dir": None})
+    size = run.train.micro_batch_size
 
     def take_all() -> None:
-        for _ in loader.steps(0, num_images // BATCH_SIZE):
-            pass
+        loader = ImageLoader(
+            data,
+            run.augmentation,
+            image_size=run.image_size,
+            num_classes=run.model.vocab_size,
+            seed=0,
+            global_batch_size=size,
+            micro_batch_size=size,
+            rank=0,
+            world_size=1,
+        )
+        with closing(loader):
+            for _ in loader.steps(0, num_images // size):
+                pass
 
     return take_all
 
@@ -103,7 +129,7 @@ class _Files(Dataset):
         return self.augmentation.image(self.paths[index].read_bytes(), 0, index), index % self.num_classes
 
 
-def _plain(run: ImagesConfig, folder: Path, num_images: int) -> Callable[[], None]:
+def _plain(run: ImagesConfig, folder: Path) -> Callable[[], None]:
     augmentation = Augmentation(run.augmentation, run.image_size, seed=0)
 
     def collated(samples: list[tuple[torch.Tensor, int]]) -> ImageBatch:
@@ -115,8 +141,10 @@ def _plain(run: ImagesConfig, folder: Path, num_images: int) -> Callable[[], Non
     files = _Files(folder, augmentation, run.model.vocab_size)
 
     def take_all() -> None:
-        options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": collated}
-        for _ in DataLoader(files, BATCH_SIZE, shuffle=True, **options):
+        workers = (
+            {"num_workers": run.data.num_workers, "multiprocessing_context": "fork"} if run.data.num_workers else {}
+        )
+        for _ in DataLoader(files, run.train.micro_batch_size, shuffle=True, collate_fn=collated, **workers):
             pass
 
     return take_all

@@ -99,7 +99,9 @@ class ImageLoader:
         return {"manifest_sha256": self.manifest.sha256, "classes": list(self.manifest.classes), **rows}
 
     def close(self) -> None:
-        """Does nothing: the workers end with the iterator of `steps`."""
+        """Closes the shards. The workers end with the iterator of `steps`."""
+        self._train.close()
+        self._heldout.close()
 
     def _num_own(self, step: int) -> int:
         """This rank's images of a step."""

@@ -137,6 +137,10 @@ class ImageShards:
                 fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, shard)
         return image
 
+    def close(self) -> None:
+        for file in (self._locks, *self._open.values()):
+            file.close()
+
     def _noted(self, shard: int, row_index: int) -> StoredImage | None:
         """The image, if its shard was verified and it has not changed since."""
         offset, size, label, checksum = self._notes[self._first_rows[shard] + row_index].item()
