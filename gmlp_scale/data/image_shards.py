@@ -78,11 +78,8 @@ class _Member(NamedTuple):
 
 def unpack_images(content: bytes, shard: Shard, num_classes: int) -> list[StoredImage]:
     """The images of a shard's bytes. CorruptShardError if they are not as `pack_images` writes them."""
-    return [_image(content, member) for member in _members(content, shard, num_classes)]
-
-
-def _image(content: bytes, member: _Member) -> StoredImage:
-    return StoredImage(content[member.offset : member.offset + member.size], member.label)
+    members = _members(content, shard, num_classes)
+    return [StoredImage(content[offset : offset + size], label) for offset, size, label in members]
 
 
 def _members(content: bytes, shard: Shard, num_classes: int) -> list[_Member]:
@@ -132,9 +129,12 @@ class ImageShards:
             fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, shard)  # the kernel drops it if its holder is killed
             try:
                 if (image := self._noted(shard, row_index)) is None:
-                    image = self._verified(shard)[row_index]
+                    self._verify(shard)
+                    image = self._noted(shard, row_index)
             finally:
                 fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, shard)
+        if image is None:
+            raise CorruptShardError(self._shards[shard].name, "it changes while it is read", can_be_skipped=False)
         return image
 
     def close(self) -> None:
@@ -149,9 +149,8 @@ class ImageShards:
         try:
             jpeg = os.pread(self._opened(shard).fileno(), size, offset)
         except (OSError, CorruptShardError):
-            return None  # _verified tells what is wrong with the file
-        image = StoredImage(jpeg, label)
-        return image if _checksum(image) == checksum else None
+            return None  # _verify tells what is wrong with the file
+        return StoredImage(jpeg, label) if _checksum(jpeg, label) == checksum else None
 
     def _opened(self, shard: int) -> io.FileIO:
         if shard not in self._open:
@@ -161,26 +160,25 @@ class ImageShards:
         self._open.move_to_end(shard)
         return self._open[shard]
 
-    def _verified(self, index: int) -> list[StoredImage]:
-        """All images of a shard, which it verifies and notes."""
+    def _verify(self, index: int) -> None:
+        """Verifies a shard and notes its images."""
         if index in self._open:
             self._open.pop(index).close()  # the file was replaced, or is about to be
         try:
-            return self._unpacked(index)
+            self._note(index)
         except CorruptShardError:
             if not self._files.discard(self._shards[index]):
                 raise
-        return self._unpacked(index)
+            self._note(index)
 
-    def _unpacked(self, index: int) -> list[StoredImage]:
+    def _note(self, index: int) -> None:
         shard = self._shards[index]
         content = read_verified(self._files.local_path(shard), shard)
         members = _members(content, shard, self._num_classes)
-        images = [_image(content, member) for member in members]
-        notes = [(*member, _checksum(image)) for member, image in zip(members, images, strict=True)]
+        view = memoryview(content)
+        notes = [(*member, _checksum(view[member.offset :][: member.size], member.label)) for member in members]
         self._notes[self._first_rows[index] : self._first_rows[index + 1]] = notes
-        return images
 
 
-def _checksum(image: StoredImage) -> int:
-    return xxhash.xxh3_64_intdigest(image.jpeg, image.label)  # the label is the seed: it is covered too
+def _checksum(jpeg: bytes | memoryview, label: int) -> int:
+    return xxhash.xxh3_64_intdigest(jpeg, label)  # the label is the seed: it is covered too

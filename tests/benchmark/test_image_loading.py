@@ -27,10 +27,10 @@ def test_both_loaders_are_measured_with_the_recipes_workers_and_micro_batches(mo
     report = json.loads(path.read_text())
     assert report["command"] == sys.argv[1:] and report["machine"]["threads"]
     found = report["mnist"]
-    assert seen == [2] and (found["workers"], found["micro_batch_size"], found["images"]) == (2, 32, 256)
+    assert set(seen) == {2} and (found["workers"], found["micro_batch_size"], found["images"]) == (2, 32, 256)
     assert found["shuffle_groups"] > 2
     rates = found["images_per_core_second"]
-    assert rates.keys() == {"gmlp_scale", "plain_dataloader"} and min(rates.values()) > 0
+    assert rates.keys() == {"gmlp_scale", "gmlp_scale_first_epoch", "plain_dataloader"} and min(rates.values()) > 0
     assert found["ratios"]["over_plain_dataloader"] == rates["gmlp_scale"] / rates["plain_dataloader"]
 
 
