@@ -32,7 +32,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.files import read_file, write_file, write_text
 from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
 from gmlp_scale.prepare.job_folder import JobFolder
-from gmlp_scale.prepare.workers import pool_of_workers
+from gmlp_scale.prepare.worker_pool import pool_of_workers
 from gmlp_scale.telling import command
 
 _ORDER_SEED = 0

@@ -13,7 +13,7 @@ from datatrove.executor.base import PipelineExecutor
 from gmlp_scale.errors import InputError, UserError
 from gmlp_scale.prepare.dedup import Pass
 from gmlp_scale.prepare.job_options import JobOptions
-from gmlp_scale.prepare.workers import pool_of_workers
+from gmlp_scale.prepare.worker_pool import pool_of_workers
 
 _MOST_RESTARTS_OF_A_TASK = 5
 
