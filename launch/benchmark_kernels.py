@@ -24,6 +24,7 @@ import torch
 
 from gmlp_scale.benchmark.kernel_launches import compiled_kernels, host_seconds
 from gmlp_scale.benchmark.kernel_times import load_recipe, measure_kernels
+from gmlp_scale.errors import InputError
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.telling import command
 
@@ -37,9 +38,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device: run it on a GPU, or with --device none or cpu")
+        raise InputError("there is no CUDA device: run it on a GPU, or with --device none or cpu")
     if (options.device == "cpu") != is_interpreted():
-        parser.error("--device cpu needs TRITON_INTERPRET=1 in the environment, others need it away")
+        raise InputError("--device cpu needs TRITON_INTERPRET=1 in the environment, others need it away")
     report = measure(options)
     print(json.dumps(report, indent=1))
     return 0

@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from gmlp_scale.analysis.fill_mask import MASK, describe, fill
+from gmlp_scale.errors import InputError
 from gmlp_scale.telling import command
 from gmlp_scale.trained import read_run
 
@@ -20,7 +21,7 @@ def main() -> int:
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE", help=f"text with one {MASK} or more")
     options = parser.parse_args()
     if absent := [sentence for sentence in options.sentences if MASK not in sentence]:
-        parser.error(f"no {MASK} in: {'; '.join(absent)}")
+        raise InputError(f"no {MASK} in: {'; '.join(absent)}")
     trained = read_run(options.run, options.step)
     model, tokenizer = trained.build(), trained.tokenizer()
     for sentence in options.sentences:

@@ -46,10 +46,12 @@ def push(folder: Path, repository: str, step: int) -> None:
 
 @contextmanager
 def _errors_of_the_hub(name: str) -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     try:
         yield
+    except HFValidationError as error:
+        raise InputError(str(error)) from error
     except HfHubHTTPError as error:
         code, found = error.response.status_code, error.server_message or " ".join(str(error).split())
         if code in (401, 403):

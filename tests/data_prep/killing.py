@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from data_prep import tokenize_corpus
-from gmlp_scale.prepare import workers
+from gmlp_scale.prepare import worker_pool
 from tests.forked import fork, fork_server
 
 _BY_THE_CLOCK = ("/job/claims/", "/job/progress-")  # written every few seconds, so their number is not the job's own
@@ -29,14 +29,14 @@ def _run_job(arguments: list[str], marks: Path, kill_at: int, kills_job: bool) -
     sys.stderr = open(f"{marks}.errors", "w")  # noqa: SIM115
     victim = os.getpid() if kills_job else None
     fork_server()
-    workers._start_worker = partial(_start_worker, marks, kill_at, victim)
+    worker_pool._start_worker = partial(_start_worker, marks, kill_at, victim)
     _count_files(marks, kill_at, victim)
     sys.exit(tokenize_corpus.main())
 
 
 def _start_worker(marks: Path, kill_at: int, victim: int | None) -> None:
     _count_files(marks, kill_at, victim)
-    workers._start_worker()  # the real one: only the job's own process has another
+    worker_pool._start_worker()  # the real one: only the job's own process has another
 
 
 def _count_files(marks: Path, kill_at: int, victim: int | None) -> None:
