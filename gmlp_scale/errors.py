@@ -29,4 +29,5 @@ USER_ERRORS = (UserError, OSError)
 
 def exit_code(error: Exception) -> int:
     """What a process leaves with after one of USER_ERRORS. A full disk may pass, a missing file does not."""
-    return 2 if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
+    fails_again = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
+    return 2 if isinstance(error, fails_again) else getattr(error, "exit_code", 1)

@@ -21,6 +21,8 @@ import xxhash
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from gmlp_scale.errors import InputError
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -41,6 +43,10 @@ _SECRETS_OF_URLS = re.compile(
     | (?<=\?)[^\s?'"]*(?:signature|sig|token|credential|secret|password|key)[^\s?'"=]*=[^\s'"]*""",
     re.IGNORECASE | re.VERBOSE,
 )
+
+
+class PlaceError(InputError, OSError):
+    """A path or URL cannot be opened as it stands, or lacks its store's key."""
 
 
 class StoreError(OSError):
@@ -72,16 +78,16 @@ def is_url(place: str | Path) -> bool:
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
-    """The file system that fsspec has for a path or URL, and the path in it. OSError if it has none."""
+    """The file system that fsspec has for a path or URL, and the path in it. PlaceError if it has none."""
     if "://***@" in str(url) or str(url).partition("?")[2].startswith("***"):
-        raise OSError(
+        raise PlaceError(
             f"{url} has *** where a password or a signature was, which no file keeps: give the whole URL again, as by "
             "data.shards=..., or a copy on this machine"
         )
     try:
         return fsspec.url_to_fs(str(url))
     except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
-        raise OSError(redacted(f"{url} cannot be opened: {error}")) from error
+        raise PlaceError(redacted(f"{url} cannot be opened: {error}")) from error
 
 
 def is_local(url: str | Path) -> bool:
@@ -107,7 +113,8 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
             raise
         except Exception as error:
             if needed := _missing(error):
-                raise StoreError(redacted(f"{what}: {error}; {needed}")) from error
+                error_class, words = needed
+                raise error_class(redacted(f"{what}: {error}; {words}")) from error
             if wait_seconds is None:
                 found = f"{what} failed {len(_WAIT_SECONDS) + 1} times, at last with {error!r}"
                 raise StoreError(redacted(found)) from error
@@ -116,14 +123,17 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
     raise AssertionError
 
 
-def _missing(error: BaseException | None) -> str | None:
-    """What the user has to give so that a store can be used at all; None if the error may pass."""
+def _missing(error: BaseException | None) -> tuple[type[OSError], str] | None:
+    """What the user has to give so that a store can be used at all, and the error for it; None if it may pass."""
     while error:
         if "Credentials" in type(error).__name__:
-            return "give the store's key in the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            return (
+                PlaceError,
+                "give the store's key in the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            )
         is_unreachable = isinstance(error, socket.gaierror) or getattr(error, "errno", None) in _UNREACHABLE
         if is_unreachable and not _store_has_answered:
-            return "check that this machine has a network, and the store's address, for S3 AWS_ENDPOINT_URL"
+            return StoreError, "check that this machine has a network, and the store's address, for S3 AWS_ENDPOINT_URL"
         error = error.__cause__ or error.__context__
     return None
 

@@ -101,7 +101,8 @@ def pretrain(config: PretrainingRecipe) -> Progress:
             case ImagesConfig():
                 task = Images(config)
             case _:
-                task = Pretraining(with_decided_start(config, world))
+                with world.naming_lost_ranks():
+                    task = Pretraining(with_decided_start(config, world))
         return run_task(task, world, start_up)
 
 

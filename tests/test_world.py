@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from gmlp_scale import telling
 from gmlp_scale.config import ConfigError
 from gmlp_scale.errors import InputError, LostRankError, UserError
+from gmlp_scale.files import PlaceError
 from gmlp_scale.process import DeviceError
 from gmlp_scale.telling import command, set_up_logging, tell
 from gmlp_scale.world import launched_world_size, start_world
@@ -240,6 +241,8 @@ def test_rank_0_tells_an_error_at_once_and_the_others_only_if_they_live_on(monke
         (UserError("another job holds outputs/a"), 1),
         (FileNotFoundError("no shards"), 2),
         (OSError("the disk is full"), 1),
+        (PlaceError("foo://x cannot be opened"), 2),
+        (PermissionError("recipe.yaml"), 2),
     ],
 )
 def test_a_command_tells_a_users_mistake_in_its_words_and_returns_its_code(error, code, capsys):

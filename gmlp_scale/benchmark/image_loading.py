@@ -33,7 +33,7 @@ IMAGE_SIZE = (500, 375)
 JPEG_NOISE = 20
 """Standard deviation of the grey noise in the pictures: it gives a file 108 kB, about ImageNet's mean."""
 NUM_PICTURES = 61
-"""That differ. Prime, so that no two shards are alike."""
+"""That differ."""
 IMAGES_PER_SHARD = 128
 """As data_prep/prepare_images.py writes them."""
 
@@ -83,7 +83,9 @@ def _write_images(folder: Path, num_images: int, num_classes: int) -> None:
     """The same pictures as shards and as files."""
     noise = np.random.default_rng(0)
     pictures = [_picture(noise) for _ in range(min(NUM_PICTURES, num_images))]
-    images = [StoredImage(pictures[number % len(pictures)], number % num_classes) for number in range(num_images)]
+    # A decoder passes over what follows the picture: the number, so that no two shards are alike.
+    files = (pictures[number % len(pictures)] + number.to_bytes(4, "big") for number in range(num_images))
+    images = [StoredImage(file, number % num_classes) for number, file in enumerate(files)]
     for number, image in enumerate(images):
         (folder / f"{number:06d}.jpg").write_bytes(image.jpeg)
     splits = {}

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
+from fsspec import AbstractFileSystem
 
 from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
 from gmlp_scale.files import is_local, open_filesystem, redacted, with_retries
@@ -26,7 +27,8 @@ class ShardFiles:
     """
 
     def __init__(self, folder: str, cache_dir: str | None, *, max_bytes: float = math.inf):
-        self._filesystem, self._root = open_filesystem(folder)
+        self._folder = folder  # each process opens it: one that uses a network must not be used after a fork
+        _, self._root = open_filesystem(folder)
         if not is_local(folder) and cache_dir is None:
             raise ShardError(
                 f"data.shards={folder} is not on this machine: set data.cache_dir to a local folder that its shards "
@@ -58,9 +60,10 @@ class ShardFiles:
         return self._cache_dir / f"{shard.sha256}.tar"
 
     def _copy(self, shard: Shard, path: Path) -> None:
-        url = redacted(self._filesystem.unstrip_protocol(f"{self._root}/{shard.name}"))
+        filesystem, _ = open_filesystem(self._folder)
+        url = redacted(filesystem.unstrip_protocol(f"{self._root}/{shard.name}"))
         try:
-            content = with_retries(lambda: self._read_verified(shard), f"reading {url}")
+            content = with_retries(lambda: self._read_verified(filesystem, shard), f"reading {url}")
         except FileNotFoundError as error:
             raise CorruptShardError(shard.name, f"{url} does not exist") from error
         with self._lock("eviction"):
@@ -71,10 +74,10 @@ class ShardFiles:
             temporary.write_bytes(content)
             os.replace(temporary, path)
 
-    def _read_verified(self, shard: Shard) -> bytes:
+    def _read_verified(self, filesystem: AbstractFileSystem, shard: Shard) -> bytes:
         """The shard's bytes. CorruptShardError, which is final, if they are wrong; OSError if some are missing."""
-        content = self._filesystem.cat_file(f"{self._root}/{shard.name}")
-        if len(content) < shard.bytes and len(content) < self._filesystem.size(f"{self._root}/{shard.name}"):
+        content = filesystem.cat_file(f"{self._root}/{shard.name}")
+        if len(content) < shard.bytes and len(content) < filesystem.size(f"{self._root}/{shard.name}"):
             raise OSError(f"{len(content)} of {shard.bytes} bytes arrived")
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 != shard.sha256:

@@ -122,10 +122,12 @@ class ImageLoader:
         return _TrainingRows(self._train, order, augmentation)
 
     def _loaded(self, rows: Dataset, places: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
-        """The batches in order, made ahead by the workers. Raises what a worker met with a corrupt shard."""
+        """The batches in order, made ahead by the workers. Raises what a worker met with a shard, or with its store."""
         config = self._config
         batches = made_ahead(rows, places, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
         for batch in batches:
+            if isinstance(batch, OSError):
+                raise batch
             if isinstance(batch, _Corrupt):
                 raise CorruptShardError(batch.shard, batch.found, can_be_skipped=False)
             yield batch
@@ -145,12 +147,14 @@ class _TrainingRows(Dataset):
     def __init__(self, shards: ImageShards, order: RowOrder, augmentation: Augmentation):
         self._shards, self._order, self._augmentation = shards, order, augmentation
 
-    def __getitem__(self, places_B: np.ndarray) -> ImageBatch | _Corrupt:
+    def __getitem__(self, places_B: np.ndarray) -> ImageBatch | _Corrupt | OSError:
         rows = self._order.locate(places_B)
         try:
             stored = [self._shards.read(*row) for row in zip(rows.shard.tolist(), rows.row_index.tolist(), strict=True)]
         except CorruptShardError as error:
             return _Corrupt(error.name, error.found)
+        except OSError as error:
+            return error
         keys = zip(rows.epoch.tolist(), rows.global_row_index.tolist(), strict=True)
         images = [self._augmentation.image(image.jpeg, *key) for image, key in zip(stored, keys, strict=True)]
         batch = _batch(images, [image.label for image in stored])
@@ -164,7 +168,7 @@ class _HeldoutRows(Dataset):
         self._shards, self._image_size = shards, image_size
         self._first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(listed))])
 
-    def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | _Corrupt:
+    def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | _Corrupt | OSError:
         rows_B = np.where(rows_B < self._first_rows[-1], rows_B, 0)
         shards_B = np.searchsorted(self._first_rows, rows_B, side="right") - 1
         within_B = rows_B - self._first_rows[shards_B]
@@ -172,6 +176,8 @@ class _HeldoutRows(Dataset):
             stored = [self._shards.read(*row) for row in zip(shards_B.tolist(), within_B.tolist(), strict=True)]
         except CorruptShardError as error:
             return _Corrupt(error.name, error.found)
+        except OSError as error:
+            return error
         images = [centre_crop(image.jpeg, self._image_size) for image in stored]
         return _batch(images, [image.label for image in stored])
 

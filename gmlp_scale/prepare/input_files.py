@@ -39,31 +39,41 @@ class BadRecord:
 
 
 def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFile]:
-    """The files of the globs and URLs, each source's sorted by name. ValueError where a source matches none, a file's
+    """The files of the globs and URLs, each source's sorted by name. InputError where a source matches none, a file's
     format is unknown, or a file is named twice. part-{000..127}.tar names 128 files."""
     found = []
-    for source in itertools.chain.from_iterable(map(_spelled_out, sources)):
-        filesystem, pattern = open_filesystem(source)
-        matches = with_retries(partial(filesystem.glob, pattern, detail=True), f"listing {source}")
-        files = [
-            InputFile(filesystem.unstrip_protocol(path).removeprefix("file://"), info["size"])
-            for path, info in sorted(matches.items())
-            if info["type"] == "file"
-        ]
-        if not files:
-            raise InputError(f"{option} {source} matches no file")
-        unreadable = [file.url for file in files if file.kind is None]
-        if unreadable:
-            raise InputError(
-                f"{option} {source} matches {unreadable[0]}, whose format is unknown; readable are "
-                f"{', '.join(SUFFIXES)}, all but Parquet also with .gz or .zst after it"
-            )
-        found += files
+    for source in sources:
+        try:
+            for name in _spelled_out(source):
+                found += _files_of(name, option)
+        except (InputError, OSError):
+            raise
+        except ValueError as error:  # of braceexpand, of fsspec or of a store
+            raise InputError(f"{option} {source} is not understood: {error}") from error
     names = [file.url for file in found]
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"{option} names {name} twice")
     return found
+
+
+def _files_of(source: str, option: str) -> list[InputFile]:
+    filesystem, pattern = open_filesystem(source)
+    matches = with_retries(partial(filesystem.glob, pattern, detail=True), f"listing {source}")
+    files = [
+        InputFile(filesystem.unstrip_protocol(path).removeprefix("file://"), info["size"])
+        for path, info in sorted(matches.items())
+        if info["type"] == "file"
+    ]
+    if not files:
+        raise InputError(f"{option} {source} matches no file")
+    unreadable = [file.url for file in files if file.kind is None]
+    if unreadable:
+        raise InputError(
+            f"{option} {source} matches {unreadable[0]}, whose format is unknown; readable are "
+            f"{', '.join(SUFFIXES)}, all but Parquet also with .gz or .zst after it"
+        )
+    return files
 
 
 def _spelled_out(source: str) -> Iterator[str]:

@@ -79,7 +79,7 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
 
     @cached_property
     def files(self) -> list[InputFile]:
-        """The input files; none for a data set of the hub. ValueError where a source matches nothing readable."""
+        """The input files; none for a data set of the hub. InputError where a source matches nothing readable."""
         return [] if self.hub_data_set else find_inputs(self.input)
 
     @cached_property
@@ -94,7 +94,10 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
         from datasets import load_dataset
 
         name, config, split = self.hub_data_set
-        return load_dataset(name, config, split=split, streaming=True)
+        try:
+            return load_dataset(name, config, split=split, streaming=True)
+        except ValueError as error:  # no such config or split, and which there are
+            raise InputError(f"--input hf:{name}:{config}:{split}: {error}") from error
 
     @property
     def filters(self) -> list[str]:

@@ -58,6 +58,7 @@ class Table:
         """Raises ConfigError where an override would make different models alike."""
         own = {field.partition("=")[0] for model in self.models for field in arguments(model, RATES[0], 0)}
         own -= {field.partition("=")[0] for field in SCHEDULE}
+        own |= {name.partition(".")[0] for name in own}  # a whole section
         if taken := [field for field in self.overrides if field.partition("=")[0] in own]:
             mistakes = [f"{field}: the runs of these parts differ in it" for field in taken]
             raise ConfigError("the overrides", mistakes, "give fields that they share")

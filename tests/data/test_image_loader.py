@@ -1,8 +1,12 @@
 """The batches of images: the same on any ranks and with any workers, from shards that are verified."""
 
+import errno
 import os
 import shutil
 import signal
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -138,6 +142,32 @@ def test_a_shard_that_changes_after_it_was_verified_is_refused_or_copied_again(s
             batches(direct)
     path.write_bytes(whole)
     assert_equal(batches(direct), expected)
+
+
+def test_workers_fetch_shards_from_a_server_and_name_what_it_lacks(shards, tmp_path):
+    copy = shutil.copytree(shards, tmp_path / "shards")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_QuietHandler, directory=tmp_path))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/shards"
+    assert_equal(batches(loader(url, num_workers=2, cache_dir=str(tmp_path / "cache"))), batches(loader(shards)))
+    shutil.rmtree(copy / "train")
+    with pytest.raises(CorruptShardError, match=r"shards/train/train-\d+\.tar does not exist"):
+        batches(loader(url, num_workers=1, cache_dir=str(tmp_path / "other")))
+    server.shutdown()
+
+
+def test_an_error_of_the_disk_comes_out_of_a_worker_as_it_is(shards, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "cache/1.tar")
+
+    monkeypatch.setattr(ImageShards, "read", full)
+    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: 'cache/1.tar'$"):
+        batches(loader(shards, num_workers=1))
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
 
 
 def test_a_killed_worker_is_told_as_what_it_is(shards, monkeypatch):

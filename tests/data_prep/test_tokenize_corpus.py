@@ -161,6 +161,8 @@ def test_a_data_set_of_the_hub_is_streamed(corpus, tokenize, tmp_path):
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     printed = tokenize(f"hf:{corpus}:default:train", tmp_path / "out", "--workers", 2, environment=offline)
     assert "empty text 1" in printed
+    wrong = tokenize(f"hf:{corpus}:default:dev", tmp_path / "wrong", environment=offline, code=2)
+    assert f"--input hf:{corpus}:default:dev: Bad split: dev" in wrong
     tokenize(f"{corpus}/*", tmp_path / "files", "--max-bad-fraction", 0.1)
     for split in ("train", "heldout"):
         hub, files = (all_rows(tmp_path / name, split) for name in ("out", "files"))

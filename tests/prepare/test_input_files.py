@@ -276,8 +276,10 @@ def test_sources_that_are_not_there_or_not_readable(tmp_path):
         ("*.gz", "matches no file"),
         ("*.csv", "format is unknown"),
         ("nothing.jsonl", "matches no file"),
+        ("**.jsonl", "is not understood: .*entire path component"),
+        ("a{1..3}{.jsonl", "is not understood"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(InputError, match=message):
             find_inputs([f"{tmp_path}/{source}"])
     with pytest.raises(ValueError, match="twice"):
         find_inputs([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl"])

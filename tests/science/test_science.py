@@ -138,8 +138,9 @@ def test_overrides_that_would_make_different_models_alike_are_refused():
     Table("x", ("d",), 3, ("model.num_blocks=36",))
     with pytest.raises(ConfigError, match=r"model.num_blocks=36: the runs of these parts differ in it"):
         Table("x", ("c", "d"), 3, ("model.num_blocks=36",))
-    with pytest.raises(ConfigError, match="seed=1: the runs"):
-        Table("x", ("d",), 3, ("seed=1",))
+    for override in ("seed=1", "optimizer={peak_learning_rate: 1.0e-3}"):
+        with pytest.raises(ConfigError, match="the runs of these parts differ in it"):
+            Table("x", ("d",), 3, (override,))
 
 
 CLAIM = Quantity("b", "Loss of x - loss of y", ("y", "x"), lambda y, x: x.loss - y.loss, "y beats x")
