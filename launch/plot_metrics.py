@@ -37,7 +37,8 @@ def main() -> int:
         axes.plot(
             [line["step"] for line in lines], values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.2f})"
         )
-    axes.set(xlabel="step", ylabel=options.tag, yscale="log")
+    # A loss is a logarithm already.
+    axes.set(xlabel="step", ylabel=options.tag, yscale="linear" if options.tag.endswith("/loss") else "log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     options.output.parent.mkdir(parents=True, exist_ok=True)
