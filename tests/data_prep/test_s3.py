@@ -15,7 +15,7 @@ from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
-from gmlp_scale.files import StoreError, read_file, with_retries, write_file
+from gmlp_scale.files import PlaceError, StoreError, read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.forked import Script, fork
 from tests.test_claim import check_races
@@ -188,14 +188,14 @@ def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error, needed",
+    "error, told, needed",
     [
-        (NoCredentialsError(), "Unable to locate credentials; give the store's key in the environment, for S3 AWS_ACC"),
-        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "refused; check that this machine has a network"),
-        (socket.gaierror(socket.EAI_AGAIN, "no such name"), "no such name; check that this machine has a network"),
+        (NoCredentialsError(), PlaceError, "Unable to locate credentials; give the store's key in the environment"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), StoreError, "refused; check that this machine has a"),
+        (socket.gaierror(socket.EAI_AGAIN, "no such name"), StoreError, "no such name; check that this machine has a"),
     ],
 )
-def test_what_no_waiting_mends_is_told_at_once(error, needed, monkeypatch):
+def test_what_no_waiting_mends_is_told_at_once(error, told, needed, monkeypatch):
     monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", ())
     monkeypatch.setattr("gmlp_scale.files._store_has_answered", False)
 
@@ -205,7 +205,7 @@ def test_what_no_waiting_mends_is_told_at_once(error, needed, monkeypatch):
         except type(error) as cause:
             raise RuntimeError(str(cause)) from cause  # as botocore's stand before aiohttp's
 
-    with pytest.raises(StoreError, match=f"reading s3://b/x: .*{needed}"):
+    with pytest.raises(told, match=f"reading s3://b/x: .*{needed}"):
         with_retries(fail, "reading s3://b/x")
 
 
