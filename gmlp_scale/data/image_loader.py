@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -126,19 +125,15 @@ class ImageLoader:
         config = self._config
         batches = made_ahead(rows, places, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
         for batch in batches:
+            if isinstance(batch, CorruptShardError):
+                raise CorruptShardError(batch.name, batch.found, can_be_skipped=False)
             if isinstance(batch, OSError):
                 raise batch
-            if isinstance(batch, _Corrupt):
-                raise CorruptShardError(batch.shard, batch.found, can_be_skipped=False)
             yield batch
 
 
-@dataclass(frozen=True)
-class _Corrupt:
-    """A CorruptShardError on its way out of a worker, which hands over exceptions by their text alone."""
-
-    shard: str
-    found: str
+_FAILURES = (CorruptShardError, OSError)
+"""A worker returns these as values, since the DataLoader hands over what is raised by its text alone."""
 
 
 class _TrainingRows(Dataset):
@@ -147,13 +142,11 @@ class _TrainingRows(Dataset):
     def __init__(self, shards: ImageShards, order: RowOrder, augmentation: Augmentation):
         self._shards, self._order, self._augmentation = shards, order, augmentation
 
-    def __getitem__(self, places_B: np.ndarray) -> ImageBatch | _Corrupt | OSError:
+    def __getitem__(self, places_B: np.ndarray) -> ImageBatch | Exception:
         rows = self._order.locate(places_B)
         try:
             stored = [self._shards.read(*row) for row in zip(rows.shard.tolist(), rows.row_index.tolist(), strict=True)]
-        except CorruptShardError as error:
-            return _Corrupt(error.name, error.found)
-        except OSError as error:
+        except _FAILURES as error:
             return error
         keys = zip(rows.epoch.tolist(), rows.global_row_index.tolist(), strict=True)
         images = [self._augmentation.image(image.jpeg, *key) for image, key in zip(stored, keys, strict=True)]
@@ -168,15 +161,13 @@ class _HeldoutRows(Dataset):
         self._shards, self._image_size = shards, image_size
         self._first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(listed))])
 
-    def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | _Corrupt | OSError:
+    def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | Exception:
         rows_B = np.where(rows_B < self._first_rows[-1], rows_B, 0)
         shards_B = np.searchsorted(self._first_rows, rows_B, side="right") - 1
         within_B = rows_B - self._first_rows[shards_B]
         try:
             stored = [self._shards.read(*row) for row in zip(shards_B.tolist(), within_B.tolist(), strict=True)]
-        except CorruptShardError as error:
-            return _Corrupt(error.name, error.found)
-        except OSError as error:
+        except _FAILURES as error:
             return error
         images = [centre_crop(image.jpeg, self._image_size) for image in stored]
         return _batch(images, [image.label for image in stored])

@@ -14,6 +14,7 @@ import io
 import itertools
 import logging
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -165,6 +166,10 @@ class CorruptShardError(ShardError):
         super().__init__(f"shard {name} is corrupt: {found}. Write or copy it again{needed}")
         self.name = name
         self.found = found
+        self.can_be_skipped = can_be_skipped
+
+    def __reduce__(self):  # pickle gives a class its message alone
+        return partial(type(self), can_be_skipped=self.can_be_skipped), (self.name, self.found)
 
 
 def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:

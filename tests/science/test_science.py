@@ -40,20 +40,15 @@ TINY = [
 NUM_RUNS = 2 * (len(RATES) + 1)
 
 
+def write_shards(folder: Path, num_rows: int) -> Path:
+    write_tiny_shards(folder, [num_rows], [8], sequence_length=16)
+    add_tokenizer(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("science") / "shards"
-    write_tiny_shards(folder, [32], [8], sequence_length=16)
-    add_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def other_shards(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("science") / "other"
-    write_tiny_shards(folder, [40], [8], sequence_length=16)
-    add_tokenizer(folder)
-    return folder
+    return write_shards(tmp_path_factory.mktemp("science") / "shards", 32)
 
 
 def one_thread() -> None:
@@ -85,7 +80,7 @@ def done(output: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in output.glob("*/result.json")}
 
 
-def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, other_shards, tmp_path):
+def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_path):
     output, places = tmp_path / "runs", ["--shards", shards]
     printed, _ = start(output, *places, "--dry-run")
     assert re.search(rf"^d +2 +{NUM_RUNS} ", printed, re.MULTILINE) and not output.exists()
@@ -110,7 +105,8 @@ def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, other_s
         assert "launch/pretrain.py --config compare_gmlp " in text and f"name={best}" in text
     assert matplotlib.image.imread(tmp_path / "science.png").std() > 0.01 and "(science.png)" in text
 
-    options = ["--output", output, "--part", "d", "--dry-run", "--shards", other_shards, *TINY, "train.precision=bf16"]
+    others = write_shards(tmp_path / "others", 40)
+    options = ["--output", output, "--part", "d", "--dry-run", "--shards", others, *TINY, "train.precision=bf16"]
     code, _, errors = Script("launch/science.py", options).end()
     assert code == 2 and "2 mistakes" in errors and "precision: found bf16; the runs there have float32" in errors
 
