@@ -76,13 +76,12 @@ class Table:
         return count_parameters(self.run(model, RATES[0], 0))
 
     def runs(self) -> Iterator[RunConfig]:
-        """Seed 0 of all models at all rates; then, where the rate is chosen, seed 1 of all, and so on."""
+        """Model by model: seed 0 at all rates and then, once the rate is chosen, the other seeds."""
         for model in self.models:
             for rate in RATES:
                 yield self.run(model, rate, 0)
-        for seed in range(1, self.num_seeds):
-            for model in self.models:
-                if rate := self.chosen_rate(model):
+            if rate := self.chosen_rate(model):
+                for seed in range(1, self.num_seeds):
                     yield self.run(model, rate, seed)
 
     def result(self, run: RunConfig) -> dict | None:
