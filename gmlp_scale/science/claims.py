@@ -38,7 +38,7 @@ SCHEDULE = (
 """Of every run: 16.4 M tokens in the recipes' batches of 32 rows of 128."""
 
 RATES = (1.5e-3, 3e-3, 6e-3)
-"""Of every model. gMLP does best at the middle one after 2,000 steps (docs/optimizers.md)."""
+"""Of every model. The best for gMLP after 2,000 steps lies between the upper two (docs/optimizers.md)."""
 
 GMLP_DEPTHS, BERT_DEPTHS = ("gmlp_4", "gmlp", "gmlp_16"), ("bert_2", "bert", "bert_8")
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
