@@ -119,7 +119,7 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
             mistakes.append(f"{override[:200]}: the value is not plain YAML; quote it")
     for section, classes in UNIONS.items():
         kind = parsed.get((section, "kind"))
-        if kind in classes and isinstance(content.get(section), dict):
+        if isinstance(kind, str) and kind in classes and isinstance(content.get(section), dict):
             content[section] = {k: v for k, v in content[section].items() if k in classes[kind].model_fields}
     for keys, value in parsed.items():
         target = content
