@@ -212,7 +212,7 @@ def read_export(folder: str | Path) -> TrainedModel:
     config = _read_config(folder / "config.json")
     model = _model_config(config, folder)
     head = _head(config, folder)
-    labels = tuple(config["id2label"].values()) if head == "sequence_classification" else ()
+    labels = _labels(config) if head == "sequence_classification" else ()
     tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size != model.vocab_size:
         raise ExportError(
@@ -345,6 +345,11 @@ def _head(config: dict[str, Any], folder: Path) -> Head:
             return head
     known = ", ".join(CLASS_OF_HEAD.values())
     raise ExportError(f"{folder / 'config.json'} has architectures {names!r}; needed is one of {known}")
+
+
+def _labels(config: dict[str, Any]) -> tuple[str, ...]:
+    """transformers does not write id2label where it is its own default, the names of two classes."""
+    return tuple(config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}).values())
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -173,6 +173,16 @@ def test_absent_files_are_named(export, tmp_path):
         read_export(export)
 
 
+def test_two_labels_that_transformers_left_out(tiny_export, tmp_path):
+    """save_pretrained writes no id2label where it is transformers' own default."""
+    tiny_export("gmlp", tmp_path / "hf", "sequence_classification", ("LABEL_0", "LABEL_1"))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["id2label"], config["label2id"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf" / "SHA256SUMS").unlink()
+    assert read_export(tmp_path / "hf").labels == ("LABEL_0", "LABEL_1")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
