@@ -6,51 +6,43 @@ from importlib.metadata import version
 import torch
 
 from gmlp_scale import __version__
-from gmlp_scale.config import Recipe
-from gmlp_scale.engine import OptimizerConfig, TrainConfig
-from gmlp_scale.piecewise import Piecewise
+from gmlp_scale.config import RunConfig
+from gmlp_scale.tasks.task import Task, epochs
+from gmlp_scale.train.checkpoint import Checkpoint
+from gmlp_scale.train.time_budget import TimeBudget
 from gmlp_scale.world import World
 
 
-def banner(
-    config: Recipe,
-    world: World,
-    *,
-    train: TrainConfig,
-    optimizer: OptimizerConfig,
-    num_parameters: int,
-    epochs: str,
-    tokens_per_step: Piecewise,
-    data: str,
-    checkpoint: str | None,
-    init_from: str | None,
-) -> str:
+def banner(task: Task, world: World, budget: TimeBudget, checkpoint: Checkpoint | None) -> str:
     """The run's name and a line for each thing. All ranks call it together.
 
     Args:
-        train, optimizer: with what was left to the data or to the memory filled in.
-        epochs: of the whole schedule, in words.
-        data: the data in a line.
-        checkpoint: the one that the run resumes from.
-        init_from: where a new run's weights are from.
+        task: after its open_loader().
+        budget: has the run's schedule.
+        checkpoint: the one that the run resumes from, or branches off.
     """
-    num_steps = train.num_steps
+    config, train, optimizer = task.config, budget.config, budget.optimizer
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
     stop = f"; this start stops after step {train.stop_after_step:,}" if train.stop_after_step else ""
     if train.time_budget_seconds:
         stop = f"; at most {train.time_budget_seconds:,.0f} s{stop}"
-    new_run = f"nothing: a new run with the weights of {init_from}" if init_from else "nothing: a new run"
+    new_run = "nothing: a new run"
+    if isinstance(config, RunConfig) and config.init_from:
+        new_run += f" with the weights of {config.init_from}"
     compiled = f", compile {str(train.compile).lower()}, recompute {train.recompute}"
     lines = {
         "versions": _versions(config.engine.kind),
         "ranks": _ranks(world),
         "parameters": f"{num_parameters:,}",
         "engine": f"{config.engine.kind}, {train.precision}{compiled}",
-        "batch": f"{train.batch_sizes.told()} rows, {tokens_per_step.told()} tokens; each rank "
+        "batch": f"{train.batch_sizes.told()} rows, {task.tokens_per_step.told()} tokens; each rank "
         f"{train.num_micro_batches(world.size).told()} x {train.micro_batch_size} rows",
-        "steps": f"{num_steps:,}, {optimizer.warmup_steps:,} of them warm-up; {epochs}{stop}",
-        "data": data,
+        "steps": f"{train.num_steps:,}, {optimizer.warmup_steps:,} of them warm-up; "
+        f"{_told_epochs(task, train.num_steps)}{stop}",
+        "data": task.data,
         "output": config.run_folder,
-        "resuming from" if checkpoint else "resuming": checkpoint or new_run,
+        "resuming from" if checkpoint else "resuming": checkpoint.path if checkpoint else new_run,
     }
     return "\n".join([config.name, *(f"    {name:15}{value}" for name, value in lines.items())])
 
@@ -70,3 +62,11 @@ def _ranks(world: World) -> str:
     if world.device.type == "cuda":
         return f"{world.size} on {hosts}, each with one {torch.cuda.get_device_name(world.device)}"
     return f"{world.size} on {hosts}, each with {torch.get_num_threads()} CPU threads"
+
+
+def _told_epochs(task: Task, num_steps: int) -> str:
+    """Of the whole schedule."""
+    counts = epochs(task, num_steps)
+    if "data/epoch" in counts:
+        return f"{counts['data/epoch']:.4g} epochs of {task.num_rows:,} rows"
+    return ", ".join(f"{count:.4g} epochs of {tag.removeprefix('data/epoch/')}" for tag, count in counts.items())

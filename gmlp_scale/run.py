@@ -8,30 +8,27 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 import gmlp_scale
 from gmlp_scale.banner import banner
 from gmlp_scale.config import FREE_IN_BRANCH, ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
 from gmlp_scale.continuing import check_continues
-from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig, build_engine
+from gmlp_scale.engine import Engine, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
 from gmlp_scale.filters import draw_filters, spatial_filters
-from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_config, read_recipe_file
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.start_weights import with_decided_start
+from gmlp_scale.tasks.task import Task, epochs
 from gmlp_scale.telling import set_up_logging
 from gmlp_scale.train.checkpoint import Checkpoint, folder_name
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
-from gmlp_scale.train.loop import BatchLoader, Progress, train
+from gmlp_scale.train.loop import Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
 from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import claimed
@@ -41,39 +38,6 @@ from gmlp_scale.trained import open_checkpoint
 from gmlp_scale.world import World, start_world
 
 log = logging.getLogger(__name__)
-
-
-class Task(Protocol):
-    """All that differs between pretraining and finetuning. All ranks call every method together."""
-
-    config: Recipe
-    train: TrainConfig
-    """The config's `train` section, with what was left to the data or to the memory filled in."""
-    optimizer: OptimizerConfig
-    num_rows: int
-    """Training rows in an epoch; of all sources together, if there are several."""
-    tokens_per_step: Piecewise
-    flops_per_step: Piecewise
-    """Training FLOPs of one global batch: 3 x the forward pass."""
-    data: str
-    """Where the data is and how much of it there is, in a line."""
-    fingerprint: dict[str, Any]
-    """Identifies the data: a resumed run must have the same. JSON-able."""
-
-    def open_loader(self, world: World) -> BatchLoader:
-        """Called first. The attributes above may be known only after it."""
-
-    def build_model(self) -> Backbone:
-        """The model with its head, in float32, not initialised."""
-
-    def initialise(self, model: Backbone) -> None:
-        """Fills a new run's weights in place: the same on every rank."""
-
-    def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
-        """The values to log after `step`, by tag."""
-
-    def finish(self, engine: Engine, world: World, step: int) -> None:
-        """Writes the task's results after the schedule's last step."""
 
 
 def load_recipe(path: str, overrides: Iterable[str] = ()) -> PretrainingRecipe:
@@ -155,7 +119,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             checkpoint = branch_point(config, checkpointer.details, world)
         start_up.finish("checkpoint")
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
-        log.info(_banner(task, world, checkpoint, budget))
+        log.info(banner(task, world, budget, checkpoint))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)
@@ -251,38 +215,6 @@ def check_packages(name: str, train: TrainConfig) -> None:
         raise ConfigError(name, mistakes)
 
 
-def _banner(task: Task, world: World, checkpoint: Checkpoint | None, budget: TimeBudget) -> str:
-    config = task.config
-    with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
-    return banner(
-        config,
-        world,
-        train=budget.config,
-        optimizer=budget.optimizer,
-        num_parameters=num_parameters,
-        epochs=_told_epochs(task, budget.config.num_steps),
-        tokens_per_step=task.tokens_per_step,
-        data=task.data,
-        checkpoint=str(checkpoint.path) if checkpoint else None,
-        init_from=config.init_from if isinstance(config, RunConfig) else None,
-    )
-
-
-def _epochs(task: Task, step: int) -> dict[str, float]:
-    """How often the training rows were seen in the steps up to `step`, by tag. Pretraining may have several sources."""
-    if isinstance(task, Pretraining):
-        return task.loader.epochs(step)
-    return {"data/epoch": task.train.batch_sizes.before(step) / task.num_rows}
-
-
-def _told_epochs(task: Task, num_steps: int) -> str:
-    epochs = _epochs(task, num_steps)
-    if "data/epoch" in epochs:
-        return f"{epochs['data/epoch']:.4g} epochs of {task.num_rows:,} rows"
-    return ", ".join(f"{number:.4g} epochs of {tag.removeprefix('data/epoch/')}" for tag, number in epochs.items())
-
-
 def _build_metrics(task: Task, config: TrainConfig, world: World, start_step: int, start_up: StartUp) -> Metrics:
     return Metrics(
         task.config.run_dir,
@@ -291,7 +223,7 @@ def _build_metrics(task: Task, config: TrainConfig, world: World, start_step: in
         task.config.fields(),
         start_step=start_step,
         tokens_per_step=task.tokens_per_step,
-        epochs=lambda step: _epochs(task, step),
+        epochs=lambda step: epochs(task, step),
         flops_per_step=task.flops_per_step,
         peak_tflops_per_device=config.peak_tflops_per_device or peak_tflops(world.device, config.precision),
         start_up=start_up,

@@ -1,0 +1,51 @@
+"""The Task protocol: what gmlp_scale/run.py needs to know of pretraining, characters, images or finetuning."""
+
+from typing import Any, Protocol
+
+from gmlp_scale.config import Recipe
+from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
+from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.piecewise import Piecewise
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.loop import BatchLoader
+from gmlp_scale.world import World
+
+
+class Task(Protocol):
+    """All that differs between pretraining and finetuning. All ranks call every method together."""
+
+    config: Recipe
+    train: TrainConfig
+    """The config's `train` section, with what was left to the data or to the memory filled in."""
+    optimizer: OptimizerConfig
+    num_rows: int
+    """Training rows in an epoch; of all sources together, if there are several."""
+    tokens_per_step: Piecewise
+    flops_per_step: Piecewise
+    """Training FLOPs of one global batch: 3 x the forward pass."""
+    data: str
+    """Where the data is and how much of it there is, in a line."""
+    fingerprint: dict[str, Any]
+    """Identifies the data: a resumed run must have the same. JSON-able."""
+
+    def open_loader(self, world: World) -> BatchLoader:
+        """Called first. The attributes above may be known only after it."""
+
+    def build_model(self) -> Backbone:
+        """The model with its head, in float32, not initialised."""
+
+    def initialise(self, model: Backbone) -> None:
+        """Fills a new run's weights in place: the same on every rank."""
+
+    def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
+        """The values to log after `step`, by tag."""
+
+    def finish(self, engine: Engine, world: World, step: int) -> None:
+        """Writes the task's results after the schedule's last step."""
+
+
+def epochs(task: Task, step: int) -> dict[str, float]:
+    """How often the training rows were seen in the steps up to `step`, by tag. Pretraining may have several sources."""
+    if isinstance(task, Pretraining):
+        return task.loader.epochs(step)
+    return {"data/epoch": task.train.batch_sizes.before(step) / task.num_rows}
