@@ -28,7 +28,7 @@ from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.train.checkpointer import CheckpointConfig
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
 
 # A resumed run may change these fields: neither the rows nor the mathematics of a step depend on them.
 FREE_ON_RESUME = (

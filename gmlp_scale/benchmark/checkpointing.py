@@ -13,7 +13,8 @@ from gmlp_scale.benchmark.timing import medians, say, seconds_of
 from gmlp_scale.config import RunConfig
 from gmlp_scale.engine import Engine
 from gmlp_scale.train.checkpoint import newest_checkpoint
-from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
+from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.world import World
 
 

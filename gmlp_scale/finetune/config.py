@@ -12,7 +12,7 @@ from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.models.backbone import Recompute
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
-from gmlp_scale.train.checkpointer import CheckpointConfig
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
 
 
 class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):

@@ -25,7 +25,7 @@ from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.train.checkpointer import CheckpointConfig
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
 from gmlp_scale.train.evaluate import Evaluation
 from gmlp_scale.world import World
 

@@ -24,7 +24,7 @@ from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.train.checkpointer import CheckpointConfig
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
 from gmlp_scale.world import World
 
 

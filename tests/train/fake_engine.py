@@ -11,7 +11,8 @@ import torch.distributed as dist
 from gmlp_scale.engine import Piece
 from gmlp_scale.files import sealed
 from gmlp_scale.train.checkpoint import Checkpoint
-from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
+from gmlp_scale.train.checkpointer import Checkpointer
 
 SHAPES = {
     "model.embedding.weight": (7, 3),

@@ -13,8 +13,9 @@ from gmlp_scale.engine import Piece
 from gmlp_scale.train import checkpoint_files
 from gmlp_scale.train import checkpointer as checkpointer_module
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
 from gmlp_scale.train.checkpoint_files import FileRecord
-from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from gmlp_scale.train.checkpointer import Checkpointer
 from tests.forked import fork
 from tests.train.fake_engine import FakeWorld, Shared
 

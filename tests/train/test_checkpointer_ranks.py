@@ -13,7 +13,8 @@ import torch
 from gmlp_scale.engine import Piece
 from gmlp_scale.train import checkpointer
 from gmlp_scale.train.checkpoint import Checkpoint, CheckpointError
-from gmlp_scale.train.checkpointer import CheckpointConfig, Checkpointer
+from gmlp_scale.train.checkpoint_config import CheckpointConfig
+from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.world import World, start_world
 from tests.gloo_ranks import run_ranks
 from tests.train.fake_engine import names_in
