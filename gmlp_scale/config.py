@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 
 import torch
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field
 
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.data_config import DataConfig
@@ -40,10 +40,6 @@ FREE_ON_RESUME = (
     "train.peak_tflops_per_device", "train.on_not_finite", "train.on_spike", "train.recheck_every_steps",
     "train.allow_changed_on_resume",
 )  # fmt: skip
-
-
-FREE_IN_BRANCH = ("optimizer.", "train.num_steps", "train.time_budget_seconds", "init_from", "branch_from")
-"""Beside those of a resumed run."""
 
 _STORES = ("s3", "s3a", "gs", "gcs", "memory")
 """Those that create a file for only one of several processes, as the claim on a run folder needs."""
@@ -300,29 +296,6 @@ def split_step(place: str) -> tuple[str, int | None]:
     """RUN and STEP of RUN@STEP; None for the step if none is given."""
     found = re.fullmatch(r"(.+)@(\d+)", place)
     return (found[1], int(found[2])) if found else (place, None)
-
-
-def with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
-    """A checkpoint's resolved config with the fields that such recipes have got since, and with `config`'s engine."""
-    try:
-        return type(config).model_validate(stored | {"engine": config.engine}).to_json()
-    except ValidationError:  # it has fields that are gone, so it is another run's whatever is added
-        return stored
-
-
-def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -> list[str]:
-    """One line for each field in which a checkpoint's resolved config, or its data's fingerprint, differs from the
-    run's and that is not in `free`.
-
-    "engine." in `free` stands for the whole section.
-    """
-    old, new = dict(flatten(before)), dict(flatten(now))
-    return [
-        f"{field}: the checkpoint was trained with {old.get(field)!r}; the run says {new.get(field)!r}"
-        for field in sorted(old.keys() | new.keys())
-        if old.get(field) != new.get(field)
-        and not any(field == f or (f.endswith(".") and field.startswith(f)) for f in free)
-    ]
 
 
 def flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:

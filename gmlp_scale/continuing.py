@@ -1,28 +1,37 @@
 """Checks that a run goes on as the run that its checkpoint is of."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
-from gmlp_scale.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, check_unchanged, flatten, with_defaults
+from pydantic import ValidationError
+
+from gmlp_scale.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, flatten
 from gmlp_scale.data.fingerprint import changes_of_earlier_rows, comparable
 from gmlp_scale.piecewise import Piecewise
 
 log = logging.getLogger(__name__)
 
+FREE_IN_BRANCH = ("optimizer.", "train.num_steps", "train.time_budget_seconds", "init_from", "branch_from")
+"""Fields that a branch may change beside those of `free_on_resume`."""
 
-def check_continues(
-    config: Recipe, place: str, before: dict, now: dict, *, step: int, free: tuple[str, ...] = ()
-) -> None:
+
+def check_continues(config: Recipe, place: str, before: dict, now: dict, *, step: int, is_branch: bool = False) -> None:
     """Raises ConfigError with every difference that makes this another run than the one at `place`.
 
-    step: the finished steps of the run at `place`.
-    free: fields that may differ beside those of a resumed run.
+    Args:
+        place: what messages name: the checkpoint's folder or, for a branch, RUN@STEP.
+        before, now: the details of the checkpoint, and the details that this run's checkpoints will have.
+        step: the finished steps of the run at `place`.
+        is_branch: this is a new run that goes on from there, so the fields of FREE_IN_BRANCH may differ too.
     """
     allowed = tuple(config.train.allow_changed_on_resume)
-    config_before = with_defaults(before["config"], config)
+    config_before = _with_defaults(before["config"], config)
     _check_same_optimizer(config, place, config_before)
-    if not free:  # a branch has a decay of its own
+    if not is_branch:  # a branch has a decay of its own
         _check_same_budget(config, place, before)
-    changed = check_unchanged(config_before, now["config"], config.free_on_resume + free + allowed)
+    free = config.free_on_resume + (FREE_IN_BRANCH if is_branch else ()) + allowed
+    changed = check_unchanged(config_before, now["config"], free)
     differences = [*changed, *_data_changes(config, before, now, step)]
     if differences:
         needed = "give the run another name=..., or the old values and data"
@@ -36,6 +45,29 @@ def check_continues(
     _check_same_rows_before(config, config_before, step)
     for field in allowed:
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
+
+
+def _with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
+    """A checkpoint's resolved config with the fields that such recipes have got since, and with `config`'s engine."""
+    try:
+        return type(config).model_validate(stored | {"engine": config.engine}).to_json()
+    except ValidationError:  # it has fields that are gone, so it is another run's whatever is added
+        return stored
+
+
+def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -> list[str]:
+    """One line for each field in which a checkpoint's resolved config, or its data's fingerprint, differs from the
+    run's and that is not in `free`.
+
+    "engine." in `free` stands for the whole section.
+    """
+    old, new = dict(flatten(before)), dict(flatten(now))
+    return [
+        f"{field}: the checkpoint was trained with {old.get(field)!r}; the run says {new.get(field)!r}"
+        for field in sorted(old.keys() | new.keys())
+        if old.get(field) != new.get(field)
+        and not any(field == f or (f.endswith(".") and field.startswith(f)) for f in free)
+    ]
 
 
 def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import gmlp_scale
 from gmlp_scale.banner import banner
-from gmlp_scale.config import FREE_IN_BRANCH, ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
+from gmlp_scale.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
 from gmlp_scale.continuing import check_continues
 from gmlp_scale.engine import Engine, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
@@ -188,7 +188,7 @@ def branch_point(config: Recipe, details: dict[str, Any], world: World) -> Check
     checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")
     world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step))
     checkpoint = Checkpoint.open(checkpoints.directory / folder_name(step), verify_files=False)
-    check_continues(config, config.branch_from, checkpoint.details, details, step=checkpoint.step, free=FREE_IN_BRANCH)
+    check_continues(config, config.branch_from, checkpoint.details, details, step=checkpoint.step, is_branch=True)
     if config.train.num_steps <= checkpoint.step:
         found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
         raise ConfigError(config.name, [f"train.num_steps: {found}"])

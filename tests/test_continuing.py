@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gmlp_scale.config import ConfigError
-from gmlp_scale.continuing import check_continues
+from gmlp_scale.config import FREE_ON_RESUME, ConfigError
+from gmlp_scale.continuing import check_continues, check_unchanged
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.tasks.pretraining import build_loader
 from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
@@ -66,6 +66,25 @@ def told_of(old: list[str], new: list[str], **details) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def test_resume_refuses_what_changes_the_run_and_allows_what_does_not():
+    before = load_run_config(SMOKE).model_dump(mode="json")
+    now = load_run_config(SMOKE, ["seed=9", "train.micro_batch_size=1", "engine.kind=fsdp2"]).model_dump(mode="json")
+    assert check_unchanged(before, now, FREE_ON_RESUME) == [
+        f"seed: the checkpoint was trained with {before['seed']}; the run says 9"
+    ]
+    assert check_unchanged(before, now, (*FREE_ON_RESUME, "seed")) == []
+
+
+def test_a_field_that_a_checkpoint_is_too_old_to_have_is_its_default():
+    run = load_run_config(SMOKE, ["optimizer.peak_learning_rate=1e-3"])
+    stored = run.to_json()
+    del stored["optimizer"]["schedule"], stored["optimizer"]["kind"]
+    stored["engine"] = {"kind": "zero", "deepspeed_config": "gone.json"}
+    assert not told_of([], ["optimizer.peak_learning_rate=1e-3"], config=stored)
+    stored["train"]["a_field_that_is_gone"] = 1
+    assert "a_field_that_is_gone" in told_of([], ["optimizer.peak_learning_rate=1e-3"], config=stored)
 
 
 def test_batches_may_change_from_the_checkpoint_on_but_not_before():

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from gmlp_scale.analysis.heldout import evaluate_models
-from gmlp_scale.config import ConfigError, RunConfig, check_unchanged
+from gmlp_scale.config import ConfigError, RunConfig
+from gmlp_scale.continuing import check_unchanged
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.files import create_file, read_file, write_text
 from gmlp_scale.plan.describe import count_parameters

@@ -4,7 +4,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from gmlp_scale.config import FREE_ON_RESUME, check_unchanged
+from gmlp_scale.config import FREE_ON_RESUME
+from gmlp_scale.continuing import check_unchanged
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
 from gmlp_scale.models.gmlp import GmlpBlock
