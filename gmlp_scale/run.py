@@ -19,6 +19,7 @@ from gmlp_scale.files import is_url, write_text
 from gmlp_scale.filters import draw_filters, spatial_filters
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_config, read_recipe_file
+from gmlp_scale.saved_run import open_checkpoint
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining
@@ -34,7 +35,6 @@ from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.time_budget import TimeBudget
-from gmlp_scale.trained import open_checkpoint
 from gmlp_scale.world import World, start_world
 
 log = logging.getLogger(__name__)

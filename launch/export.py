@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 from gmlp_scale.export.card import Publication
 from gmlp_scale.export.folder import check_is_free, export_checkpoint
 from gmlp_scale.export.hub import open_repository, push
+from gmlp_scale.saved_run import read_all_steps, read_run
 from gmlp_scale.telling import command
 from gmlp_scale.train.checkpoint import folder_name
-from gmlp_scale.trained import read_all_steps, read_run
 
 
 @command

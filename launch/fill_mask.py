@@ -8,8 +8,8 @@ import sys
 
 from gmlp_scale.analysis.fill_mask import MASK, describe, fill
 from gmlp_scale.errors import InputError
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.telling import command
-from gmlp_scale.trained import read_run
 
 
 @command

@@ -22,8 +22,9 @@ from gmlp_scale.analysis.tensorboard import add_picture
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import read_image_run
 from gmlp_scale.filters import draw_filters
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.telling import command
-from gmlp_scale.trained import TrainedModel, read_export, read_run
+from gmlp_scale.trained import TrainedModel, read_export
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

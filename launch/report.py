@@ -15,8 +15,8 @@ from gmlp_scale.analysis.run_report import Filters, filter_paths, page
 from gmlp_scale.errors import USER_ERRORS
 from gmlp_scale.files import redacted, write_text
 from gmlp_scale.filters import spatial_filters
+from gmlp_scale.saved_run import read_weights
 from gmlp_scale.telling import command
-from gmlp_scale.trained import read_weights
 
 
 @command

@@ -17,12 +17,12 @@ from gmlp_scale.analysis.pictures import draw_matrices
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import write_text
 from gmlp_scale.run import start_world_of
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.science.budget import budget
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
 from gmlp_scale.science.runs import Table, like_the_first_start, train_all
 from gmlp_scale.telling import command
-from gmlp_scale.trained import read_run
 
 
 @command

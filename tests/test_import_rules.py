@@ -22,6 +22,7 @@ ORDER = [
     ("config",),
     ("recipe_file",),
     ("plan", "trained", "continuing"),
+    ("saved_run",),
     ("tasks", "filters"),
     ("banner",),
     ("run",),

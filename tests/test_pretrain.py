@@ -18,11 +18,11 @@ from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.train.time_budget import TimeBudget
-from gmlp_scale.trained import read_run
 from launch.elastic import is_finished
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables, run_ranks

@@ -17,8 +17,9 @@ from gmlp_scale.filters import spatial_filters
 from gmlp_scale.models.gmlp import GmlpBlock, GmlpConfig
 from gmlp_scale.models.toeplitz import toeplitz
 from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.saved_run import read_recipe
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import TrainedModel, TrainedModelError, read_recipe
+from gmlp_scale.trained import TrainedModel, TrainedModelError
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from gmlp_scale.export.carried_code import copy_sources
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
 from gmlp_scale.files import is_url, read_file
 from gmlp_scale.models import ModelConfig
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import (
     CHECKSUMS_NAME,
@@ -41,7 +42,6 @@ from gmlp_scale.trained import (
     TrainedModel,
     difference,
     expected_shapes,
-    read_run,
     sha256_of,
 )
 

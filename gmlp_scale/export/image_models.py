@@ -23,6 +23,7 @@ from gmlp_scale.export.timm_weights import from_timm, to_timm
 from gmlp_scale.files import create_file
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.image_classifier import ImageClassifier
+from gmlp_scale.saved_run import read_recipe, read_weights
 from gmlp_scale.tasks.images import ImagesConfig
 from gmlp_scale.trained import (
     CHECKSUMS_NAME,
@@ -32,8 +33,6 @@ from gmlp_scale.trained import (
     ExportError,
     TrainedModelError,
     copy_weights,
-    read_recipe,
-    read_weights,
     sha256_of,
 )
 

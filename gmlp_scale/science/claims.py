@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gmlp_scale.analysis.arrays import spatial_matrices
-from gmlp_scale.trained import read_run
+from gmlp_scale.saved_run import read_run
 
 MODELS: dict[str, tuple[str, ...]] = {
     "gmlp": ("compare_gmlp",),

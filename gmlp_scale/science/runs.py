@@ -17,12 +17,12 @@ from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.run_folder import RunFolderError
 from gmlp_scale.train.step_guard import NotFiniteError
-from gmlp_scale.trained import read_run
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)

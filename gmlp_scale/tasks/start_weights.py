@@ -16,8 +16,9 @@ from gmlp_scale.files import read_file, redacted
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from gmlp_scale.recipe_file import read_recipe_file
+from gmlp_scale.saved_run import open_checkpoint, read_recipe, read_run
 from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
-from gmlp_scale.trained import TrainedModel, open_checkpoint, read_export, read_recipe, read_run
+from gmlp_scale.trained import TrainedModel, read_export
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)

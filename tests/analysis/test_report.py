@@ -17,8 +17,8 @@ import yaml
 from gmlp_scale.analysis import run_report
 from gmlp_scale.analysis.curves import BOTTOM, MOST_POINTS, TOP, short, stretches, y_axis
 from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.saved_run import read_recipe
 from gmlp_scale.train.log_files import EventsFile, read_metrics
-from gmlp_scale.trained import read_recipe
 from launch.report import main
 from tests.analysis.browser import chromium
 

@@ -18,9 +18,9 @@ from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.tasks import pretraining
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import read_run
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 

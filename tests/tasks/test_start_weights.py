@@ -18,13 +18,14 @@ from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.models import build_model
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.tasks import pretraining
 from gmlp_scale.tasks.start_weights import start_from
 from gmlp_scale.train import checkpoint as checkpoint_module
 from gmlp_scale.train.checkpoint import CheckpointError, newest_checkpoint
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import TrainedModel, TrainedModelError, read_run
+from gmlp_scale.trained import TrainedModel, TrainedModelError
 from tests.analysis.pretrained_runs import RECIPE, SMOKE
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import TINY, perturb, random_batch, tiny_config
