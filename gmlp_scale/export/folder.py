@@ -119,18 +119,21 @@ def write_export(
     if document_stride:
         config["document_stride"] = document_stride
     with new_folder(folder) as unfinished:
-        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)  # safetensors gives it to its owner only
+        write_model(unfinished, config, weights)
         copy_sources(unfinished)
         write_tokenizer(unfinished, tokenizer, row_length or model.sequence_length)
         (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
         num_parameters = sum(tensor.numel() for tensor in weights.values())
         card = model_card(model, num_parameters, head, row_length, details, publication)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
-        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
-        (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Writes config.json and model.safetensors."""
+    tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    shutil.copymode(folder / "config.json", folder / WEIGHTS_NAME)  # safetensors lets only its owner read it
 
 
 def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) -> dict[str, Any]:
@@ -193,13 +196,19 @@ def check_is_free(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A sibling that takes the folder's place if the block succeeds, and is removed if it fails."""
+    """A new folder beside `folder`, for the block to write an export's files into.
+
+    If the block succeeds, SHA256SUMS is added and the new folder gets the name of `folder`. If it fails, the new folder
+    is removed. Raises ExportError unless `folder` is absent or empty.
+    """
     check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
     unfinished.mkdir()
     try:
         yield unfinished
+        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
+        (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
         unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished)

@@ -5,7 +5,6 @@ evaluation), code that needs torch and transformers but not this package, a mode
 """
 
 import json
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt
@@ -13,28 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from gmlp_scale.data.augmentation import CENTRE_CROP
 from gmlp_scale.export.carried_code import IMAGES, copy_sources
-from gmlp_scale.export.folder import new_folder, without_local_places
+from gmlp_scale.export.folder import new_folder, without_local_places, write_model
 from gmlp_scale.export.timm_weights import from_timm, to_timm
 from gmlp_scale.files import create_file
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.saved_run import read_recipe, read_weights
 from gmlp_scale.tasks.images import ImagesConfig
-from gmlp_scale.trained import (
-    CHECKSUMS_NAME,
-    MODEL_TYPE,
-    PREFIX,
-    WEIGHTS_NAME,
-    ExportError,
-    TrainedModelError,
-    copy_weights,
-    sha256_of,
-)
+from gmlp_scale.trained import MODEL_TYPE, ExportError, TrainedModelError, copy_weights
 
 _BICUBIC = 3  # Pillow's number
 
@@ -114,15 +104,11 @@ def write_timm(trained: TrainedClassifier, path: Path) -> None:
 def write_image_export(trained: TrainedClassifier, folder: Path) -> None:
     """Writes the folder whole or not at all. ExportError if it is not empty."""
     with new_folder(folder) as unfinished:
-        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in trained.weights.items()}
-        save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
-        for name, content in (("config", _config(trained)), ("preprocessor_config", _processor(trained))):
-            (unfinished / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)  # safetensors gives it to its owner only
+        write_model(unfinished, _config(trained), trained.weights)
+        processor = json.dumps(_processor(trained), indent=2) + "\n"
+        (unfinished / "preprocessor_config.json").write_text(processor, encoding="utf-8")
         copy_sources(unfinished, modeling=IMAGES)
         (unfinished / "README.md").write_text(_card(trained), encoding="utf-8")
-        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
-        (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
 
 
 def _config(trained: TrainedClassifier) -> dict[str, Any]:
