@@ -65,6 +65,13 @@ def tiny_export(tokenizer_folder):
     return export
 
 
+@pytest.fixture
+def export(tiny_export, tmp_path):
+    """The folder of an aMLP's export, which the test may change."""
+    tiny_export("amlp", tmp_path / "hf")
+    return tmp_path / "hf"
+
+
 @pytest.fixture(scope="session")
 def run_dir(tmp_path_factory) -> Path:
     """A run of 4 steps with checkpoints after steps 3 and 4, evaluated after 2 and 4."""
