@@ -1,49 +1,36 @@
 """Whole pretraining runs on real processes: stopped, killed, damaged, resumed, moved between engines, refused."""
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from gmlp_scale import telling
 from gmlp_scale.config import ConfigError
 from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
 from gmlp_scale.saved_run import read_run
-from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run_folder import claimed
-from gmlp_scale.train.time_budget import TimeBudget
-from launch.elastic import is_finished
-from tests.forked import Script
-from tests.gloo_ranks import rank_variables, run_ranks
-from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
-
-ROOT = Path(__file__).parent.parent
-SMOKE = ROOT / "configs" / "pretrain" / "smoke.yaml"
-NUM_STEPS = 9
-RECIPE = [
-    "model.num_blocks=2", "model.d_model=16", "model.d_ffn=32", "model.sequence_length=32",
-    f"model.vocab_size={VOCAB_SIZE}", f"train.num_steps={NUM_STEPS}", "train.global_batch_size=8",
-    "train.micro_batch_size=2", "train.log_every_steps=1", "train.evaluate_every_steps=4",
-    "train.num_evaluation_rows=10", "optimizer.warmup_steps=2", "optimizer.gradient_clipping=0.5",
-    "checkpoint.save_every_steps=2",
-]  # fmt: skip
-CHANGING = [
-    *RECIPE, "train.global_batch_size=[[0,8],[5,16]]", "data.masked_fraction=[[0,0.3],[5,0.15]]",
-    "optimizer.schedule=stable", "optimizer.decay_steps=4",
-]  # fmt: skip
-SINGLE, FSDP2 = ["engine.kind=single"], ["engine.kind=fsdp2"]
-ZERO1, ZERO2, ZERO3 = (["engine.kind=zero", f"engine.stage={stage}"] for stage in (1, 2, 3))
+from tests.whole_runs import (
+    CHANGING,
+    FSDP2,
+    NUM_STEPS,
+    RECIPE,
+    SINGLE,
+    SMOKE,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    assert_close,
+    events_of,
+    finish,
+    logged,
+    run_in_turn,
+    start,
+)
+from tests.written_shards import add_tokenizer, write_tiny_shards
 
 
 @pytest.fixture(scope="module")
@@ -66,65 +53,6 @@ def undisturbed_run(forty_rows, tmp_path_factory):
 def undisturbed(undisturbed_run):
     """What such a run logged."""
     return lambda *run: logged(undisturbed_run(*run))
-
-
-def run_in_turn(world_size: int, *recipes: list[str]) -> None:
-    """Each of the runs to its end, one after the other, in processes of its own (DeepSpeed starts but once in one)."""
-    for overrides in recipes:
-        run_ranks(_pretrain, world_size, overrides)
-
-
-def _pretrain(overrides: list[str]) -> None:
-    pretrain(load_run_config(SMOKE, overrides))
-
-
-def logged(run_folder: str | Path) -> list[dict]:
-    """What the mathematics of the run decides, without speeds and memory, in the order of metrics.jsonl."""
-    kept = ("step", "train/", "eval/", "data/")
-    return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(f"{run_folder}/metrics.jsonl")]
-
-
-def events_of(run_folder: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return EventAccumulator(str(run_folder / "tensorboard")).Reload()
-
-
-def assert_close(found: list[dict], wanted: list[dict]) -> None:
-    assert [row["step"] for row in found] == [row["step"] for row in wanted]
-    for row, other in zip(found, wanted, strict=True):
-        assert row.keys() == other.keys()
-        assert row == pytest.approx(other, rel=1e-5), row["step"]
-
-
-def start(overrides: list[str], world_size: int = 1, signals: dict[int, int] | None = None) -> list[Script]:
-    """The launcher's script on real processes; `signals` gives ranks the signal that each sends itself at step 4."""
-    prepare = partial(_send_at_step_4, signals or {})
-    arguments = ["--config", SMOKE, *overrides]
-    return [
-        Script("launch/pretrain.py", arguments, environment=variables, prepare=prepare)
-        for variables in rank_variables(world_size)
-    ]
-
-
-def _send_at_step_4(signals: dict[int, int]) -> None:
-    torch.set_num_threads(1)
-    telling.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
-    evaluate = Pretraining.evaluate
-
-    def signalled(task, engine, world, step):
-        if step == 4 and world.rank in signals:
-            os.kill(os.getpid(), signals[world.rank])
-        return evaluate(task, engine, world, step)
-
-    Pretraining.evaluate = signalled
-
-
-def finish(ranks: list[Script]) -> str:
-    """What the first rank printed, once all ranks have left with exit code 0."""
-    codes, *outputs = zip(*[rank.end() for rank in ranks], strict=True)
-    assert codes == (0,) * len(ranks), outputs
-    return "".join(printed[0] for printed in outputs)
 
 
 @pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO1, 2), (ZERO3, 2)], ids=str)
@@ -265,64 +193,6 @@ def test_a_run_that_is_another_is_not_resumed(forty_rows, tmp_path, trials):
     trials("other data, tokenizer, seed or model on resume", 3)
 
 
-def _pretrain_by_clock(overrides: list[str], seconds_per_step: float) -> list[tuple[int, float]]:
-    """By a clock that goes on by so much with each step, and on other ranks than the first ten times as fast."""
-
-    def spent_seconds(budget: TimeBudget) -> float:
-        budget.num_steps_timed = getattr(budget, "num_steps_timed", 0) + 1
-        rank = int(os.environ.get("RANK", 0))
-        return budget.spent_before + budget.num_steps_timed * seconds_per_step * (1 + 9 * rank)
-
-    def noting_init(budget: TimeBudget, *configs, began: float, recorded: dict | None) -> None:
-        init(budget, *configs, began=began, recorded=recorded)
-        budget.spent_before = recorded["spent_seconds"] if recorded else 0.0
-
-    init, TimeBudget.__init__, TimeBudget.spent_seconds = TimeBudget.__init__, noting_init, spent_seconds
-    pretrain(load_run_config(SMOKE, overrides))
-
-
-def test_the_decay_ends_with_the_time_budget_also_after_a_resume(forty_rows, tmp_path):
-    budget = [
-        "train.time_budget_seconds=11", "train.num_steps=40", "optimizer.schedule=stable", "optimizer.decay_steps=15",
-        "checkpoint.save_every_steps=3", "checkpoint.keep_last=1",
-    ]  # fmt: skip
-    recipe = [*RECIPE, *budget, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
-    run_ranks(_pretrain_by_clock, 2, [*recipe, *FSDP2, "name=whole"], 1.0)
-    whole = logged(tmp_path / "whole")
-    assert [row["step"] for row in whole if "eval/loss" in row] == [4, 8, 11], "and the last one"
-    saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
-    assert saved == [f"step_{step:09d}" for step in (8, 11)], "the one of the decision, and the newest"
-    peak = load_run_config(SMOKE).optimizer.peak_learning_rate
-    rates = [row["train/learning_rate"] / peak for row in whole if "train/loss" in row]
-    assert rates == pytest.approx([0.5, *[1.0] * 8, 2 / 3, 1 / 3])
-    checkpoint = read_run(tmp_path / "whole")
-    decided = {"at_step": 8, "num_steps": 11, "decay_steps": 3}
-    assert checkpoint.details["time_budget"] == {"spent_seconds": 11.0, "timed": [80, 10.0], "decided": decided}
-    card = model_card(checkpoint.config, 1, checkpoint.head, None, checkpoint.details, Publication())
-    assert "| steps | 11 of 11 |" in card
-    assert is_finished(load_run_config(SMOKE, [*recipe, "name=whole"]))
-    assert not is_finished(load_run_config(SMOKE, [*recipe, "name=another"]))
-    # The same clock up to the decision, which step 8's checkpoint holds; then a slow one, which nobody looks at.
-    for stop, seconds_per_step in ((5, 1.0), (9, 1.0), (40, 100.0)):
-        run_ranks(_pretrain_by_clock, 1, [*recipe, *SINGLE, f"train.stop_after_step={stop}"], seconds_per_step)
-    assert_close(logged(tmp_path / "smoke"), whole)
-    assert read_run(tmp_path / "smoke").details["time_budget"]["decided"] == decided
-
-
-def test_a_decay_that_the_recipe_begins_ends_with_the_time_too(forty_rows, tmp_path):
-    """By the speed of its rows: the batch doubles there, so two steps fit into the four seconds that are left."""
-    budget = [
-        "train.time_budget_seconds=12", "train.num_steps=12", "optimizer.schedule=stable", "optimizer.decay_steps=4",
-        "train.global_batch_size=[[0,8],[8,16]]", "train.evaluate_every_steps=5", "checkpoint.save_every_steps=5",
-    ]  # fmt: skip
-    recipe = [*RECIPE, *budget, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
-    run_ranks(_pretrain_by_clock, 1, recipe, 1.0)
-    rates = [row["train/learning_rate"] for row in logged(tmp_path / "smoke") if "train/loss" in row]
-    assert [rate / rates[1] for rate in rates[1:]] == pytest.approx([*[1.0] * 8, 0.5])
-    decided = {"at_step": 8, "num_steps": 10, "decay_steps": 2}
-    assert read_run(tmp_path / "smoke", 8).details["time_budget"]["decided"] == decided
-
-
 def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):
     """The first source alone until the stop; then the same rows as in a run whose mixture was there from the start."""
     write_tiny_shards(tmp_path / "other", [12], [4], sequence_length=32, seed=5)
@@ -345,72 +215,3 @@ def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):
     assert f"{forty_rows} (weight 2), " in card and "| manifest of other | sha256 " in card
     epochs = f"epochs of the run       1.00 of {forty_rows.name}, 0.67 of other"
     assert epochs in describe(load_run_config(SMOKE, joined), 2)
-
-
-def test_what_a_run_leaves_behind(forty_rows, tmp_path):
-    recipe = [*RECIPE, *SINGLE, "train.profile_steps=[4,6]", f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
-    run_in_turn(1, [*recipe, "train.stop_after_step=5"], recipe)
-    run_dir = tmp_path / "smoke"
-    assert load_run_config(run_dir / "config.yaml") == load_run_config(SMOKE, recipe)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, NUM_STEPS + 1))
-    assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8, 9]
-    assert [p.name for p in sorted((run_dir / "checkpoints").iterdir())] == [f"step_{s:09d}" for s in (6, 8, 9)]
-
-    events = events_of(run_dir)
-    shown = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert shown.keys() == {key for row in rows for key in row} - {"step"}
-    assert shown["train/loss"] == list(range(1, NUM_STEPS + 1)), "no step twice after a resume"
-    profiles = sorted(path.name for path in (run_dir / "profile").iterdir())
-    assert profiles == ["steps_4_to_5.trace.json.gz", "steps_6_to_6.trace.json.gz"]
-
-
-def test_the_log_says_where_the_time_to_the_first_step_went(forty_rows, tmp_path):
-    recipe = [*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "train.stop_after_step=2"]
-    command = [sys.executable, "launch/pretrain.py", "--config", str(SMOKE), *recipe]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    output = done.stderr
-    lines = {line.split("  ")[2]: line.split("  ", 3)[-1].strip() for line in output.splitlines()[1:10]}
-    assert lines["ranks"].startswith("1 on ") and lines["parameters"] == "17,982"
-    assert lines["batch"] == "8 rows, 256 tokens; each rank 4 x 2 rows"
-    stop = "this start stops after step 2"
-    assert lines["steps"] == f"9, 2 of them warm-up; 1.8 epochs of 40 rows; {stop}"
-    assert lines["data"] == f"{forty_rows}, 40 rows and 12 held out" and lines["output"] == f"{tmp_path}/smoke"
-    assert lines["resuming"] == "nothing: a new run"
-    assert re.search(r"INFO saving step_000000002\n", output)
-    assert re.search(r"INFO saved step_000000002: [\d.]+kB in \d+\.\d s\n", output)
-    assert output.count("start-up ") == 1
-    total, parts = re.search(r"start-up ([\d.]+) s: (.*)", output).groups()
-    seconds = {part: float(number) for part, number in re.findall(r"([a-z ]+) ([\d.]+)", parts)}
-    wanted = ["imports", "process group", "data", "checkpoint", "model and engine", "metrics", "first step"]
-    assert [part.strip() for part in seconds] == wanted
-    assert float(total) == pytest.approx(sum(seconds.values()), abs=0.4)  # each is rounded to a tenth
-
-
-def test_dry_run_imports_nothing_that_it_does_not_use():
-    script = (
-        "import sys; sys.argv = ['pretrain.py', '--config', 'configs/pretrain/gmlp_base.yaml', '--dry-run']\n"
-        "from launch.pretrain import main; assert main() == 0\n"
-        "print('imported', *sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    imported = set(done.stdout.rsplit("imported ", 1)[1].split())
-    assert "torch" in imported
-    slow = {
-        "deepspeed", "transformers", "datasets", "tensorboard", "triton", "matplotlib", "sentencepiece", "datatrove",
-        "torch.utils.tensorboard", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor",
-    }  # fmt: skip
-    assert not slow & imported
-
-
-def test_dry_run_starts_nothing(forty_rows, tmp_path):
-    overrides = [*RECIPE, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "--dry-run"]
-    output = finish(start(overrides))
-    assert "activations per rank" in output and "with train.recompute=none" in output
-    assert "parameters" in output and "steps per epoch         5.0 (40 rows)" in output
-    assert not list(tmp_path.iterdir())
-    (rank,) = start([*overrides, "train.micro_batch_size=3", "seed=x"])
-    code, _, output = rank.end()
-    assert code == 2 and "seed: found 'x'" in output

@@ -15,7 +15,7 @@ from gmlp_scale.train.remote_checkpoints import RemoteCheckpoints
 from gmlp_scale.train.run_folder import claimed
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables
-from tests.test_pretrain import FSDP2, RECIPE, SINGLE, SMOKE, logged, run_in_turn
+from tests.whole_runs import FSDP2, RECIPE, SINGLE, SMOKE, logged, run_in_turn
 from tests.written_shards import add_tokenizer, write_tiny_shards
 
 URL = "s3://bucket/runs"

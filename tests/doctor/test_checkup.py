@@ -19,8 +19,8 @@ from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.world import start_world
 from launch.doctor import main
 from tests.gloo_ranks import run_ranks
-from tests.test_pretrain import RECIPE, SMOKE
 from tests.train.fake_engine import save_steps
+from tests.whole_runs import RECIPE, SMOKE
 from tests.written_shards import write_tiny_shards
 
 CHECKS = ["machines", "collectives", "room", "writing", "ranks", "shards", "run folder", "gradients", "steps", "loader"]

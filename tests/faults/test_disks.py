@@ -17,7 +17,7 @@ from tests.data_prep.conftest import shards_to_read, tokenizer_dir  # noqa: F401
 from tests.data_prep.corpora import make_texts, write_jsonl
 from tests.faults.test_soak import RECIPE
 from tests.forked import Script
-from tests.test_pretrain import SMOKE
+from tests.whole_runs import SMOKE
 from tests.written_shards import write_tiny_shards
 
 pytestmark = pytest.mark.faults

@@ -18,8 +18,8 @@ from gmlp_scale.train.checkpoint import Checkpoint, newest_checkpoint
 from tests.faults.disturbed import disturb
 from tests.forked import Script
 from tests.gloo_ranks import free_port, rank_variables
-from tests.test_pretrain import FSDP2, ROOT, SINGLE, SMOKE, ZERO1, ZERO2, ZERO3, finish, logged
-from tests.test_pretrain import RECIPE as FULL_RECIPE
+from tests.whole_runs import FSDP2, ROOT, SINGLE, SMOKE, ZERO1, ZERO2, ZERO3, finish, logged
+from tests.whole_runs import RECIPE as FULL_RECIPE
 
 pytestmark = pytest.mark.faults
 

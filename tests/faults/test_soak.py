@@ -13,7 +13,7 @@ from gmlp_scale.train.checkpoint import Checkpoint
 from tests.damage import damaged
 from tests.faults.disturbed import disturb
 from tests.forked import Script
-from tests.test_pretrain import SMOKE
+from tests.whole_runs import SMOKE
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 pytestmark = pytest.mark.faults

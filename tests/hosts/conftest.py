@@ -8,7 +8,7 @@ import pytest
 from tests.forked import Script
 from tests.hosts.hosts import booted_hosts, missing
 from tests.hosts.launchers import RECIPE, arguments
-from tests.test_pretrain import finish, logged
+from tests.whole_runs import finish, logged
 from tests.written_shards import write_tiny_shards
 
 PROGRAMS = ["/usr/sbin/sshd", "ssh", "ssh-keygen", "pdsh", "munged", "slurmctld", "slurmd", "sbatch"]

@@ -18,7 +18,7 @@ from gmlp_scale.train.log_files import read_metrics
 from tests.forked import Script
 from tests.hosts.hosts import ROOT, Host, Job, wait_until
 from tests.hosts.launchers import ENGINES, ENVIRONMENT, RECIPE
-from tests.test_pretrain import finish
+from tests.whole_runs import finish
 
 pytestmark = pytest.mark.hosts
 NUM_HOSTS, NUM_KILLS = 4, 20

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hosts.launchers import Slurm, Ssh, torchrun
-from tests.test_pretrain import assert_close, logged
+from tests.whole_runs import assert_close, logged
 
 pytestmark = pytest.mark.hosts
 ROW = "losses of one process, within 1e-5"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.hosts.hosts import Job, has_ended, wait_until
 from tests.hosts.launchers import TIMEOUT_SECONDS, Ssh, torchrun
-from tests.test_pretrain import assert_close, logged
+from tests.whole_runs import assert_close, logged
 
 pytestmark = pytest.mark.hosts
 FAULT_STEP = 12

@@ -8,7 +8,7 @@ from gmlp_scale.train.checkpoint import newest_checkpoint
 from tests.hosts.launchers import Slurm
 from tests.hosts.test_lost import FAULT_STEP, wait_for_step
 from tests.hosts.test_stopped import NEVER, assert_saved, training, training_of
-from tests.test_pretrain import assert_close, logged
+from tests.whole_runs import assert_close, logged
 
 pytestmark = pytest.mark.hosts
 MANY_STEPS = 20000

@@ -11,7 +11,7 @@ from gmlp_scale.train.checkpoint import newest_checkpoint
 from tests.hosts.hosts import Job, wait_until
 from tests.hosts.launchers import NUM_STEPS, Ssh, torchrun
 from tests.hosts.test_lost import FAULT_STEP, printed, wait_for_step
-from tests.test_pretrain import assert_close, logged
+from tests.whole_runs import assert_close, logged
 
 pytestmark = pytest.mark.hosts
 NEVER = f"checkpoint.save_every_steps={10 * NUM_STEPS}"

@@ -15,7 +15,7 @@ from gmlp_scale.train import stragglers
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.stragglers import HeadClock, Stragglers, alone
 from tests.gloo_ranks import run_ranks
-from tests.test_pretrain import RECIPE, SMOKE
+from tests.whole_runs import RECIPE, SMOKE
 from tests.written_shards import write_tiny_shards
 
 

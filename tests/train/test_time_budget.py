@@ -1,11 +1,20 @@
-"""What is decided when the time for the decay has come; tests/test_pretrain.py has whole runs with a budget."""
+"""What is decided when the time for the decay has come, and whole runs with a budget."""
+
+import os
 
 import pytest
 
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig, learning_rate
+from gmlp_scale.export.card import Publication, model_card
+from gmlp_scale.recipe_file import load_run_config
+from gmlp_scale.run import pretrain
+from gmlp_scale.saved_run import read_run
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.time_budget import TimeBudget
+from launch.elastic import is_finished
+from tests.gloo_ranks import run_ranks
+from tests.whole_runs import FSDP2, RECIPE, SINGLE, SMOKE, assert_close, logged
 
 OPTIMIZER = AdamwConfig(schedule="stable", warmup_steps=10, decay_steps=100)  # a tenth of the 1000 steps
 
@@ -109,3 +118,61 @@ def test_nothing_is_decided_without_a_budget_or_within_the_recipes_own_decay():
     assert not see(budget_of(None), {1: 1.0, 2: 1e9}).is_decay_due and not budget_of(None).record()
     assert not see(budget_of(), {1: 1.0, 900: 180.0}).is_decay_due
     assert not see(budget_of(), {1: 190.0}).is_decay_due, "one step, which compiles, tells no speed"
+
+
+def _pretrain_by_clock(overrides: list[str], seconds_per_step: float) -> list[tuple[int, float]]:
+    """By a clock that goes on by so much with each step, and on other ranks than the first ten times as fast."""
+
+    def spent_seconds(budget: TimeBudget) -> float:
+        budget.num_steps_timed = getattr(budget, "num_steps_timed", 0) + 1
+        rank = int(os.environ.get("RANK", 0))
+        return budget.spent_before + budget.num_steps_timed * seconds_per_step * (1 + 9 * rank)
+
+    def noting_init(budget: TimeBudget, *configs, began: float, recorded: dict | None) -> None:
+        init(budget, *configs, began=began, recorded=recorded)
+        budget.spent_before = recorded["spent_seconds"] if recorded else 0.0
+
+    init, TimeBudget.__init__, TimeBudget.spent_seconds = TimeBudget.__init__, noting_init, spent_seconds
+    pretrain(load_run_config(SMOKE, overrides))
+
+
+def test_the_decay_ends_with_the_time_budget_also_after_a_resume(forty_rows, tmp_path):
+    budget = [
+        "train.time_budget_seconds=11", "train.num_steps=40", "optimizer.schedule=stable", "optimizer.decay_steps=15",
+        "checkpoint.save_every_steps=3", "checkpoint.keep_last=1",
+    ]  # fmt: skip
+    recipe = [*RECIPE, *budget, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    run_ranks(_pretrain_by_clock, 2, [*recipe, *FSDP2, "name=whole"], 1.0)
+    whole = logged(tmp_path / "whole")
+    assert [row["step"] for row in whole if "eval/loss" in row] == [4, 8, 11], "and the last one"
+    saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert saved == [f"step_{step:09d}" for step in (8, 11)], "the one of the decision, and the newest"
+    peak = load_run_config(SMOKE).optimizer.peak_learning_rate
+    rates = [row["train/learning_rate"] / peak for row in whole if "train/loss" in row]
+    assert rates == pytest.approx([0.5, *[1.0] * 8, 2 / 3, 1 / 3])
+    checkpoint = read_run(tmp_path / "whole")
+    decided = {"at_step": 8, "num_steps": 11, "decay_steps": 3}
+    assert checkpoint.details["time_budget"] == {"spent_seconds": 11.0, "timed": [80, 10.0], "decided": decided}
+    card = model_card(checkpoint.config, 1, checkpoint.head, None, checkpoint.details, Publication())
+    assert "| steps | 11 of 11 |" in card
+    assert is_finished(load_run_config(SMOKE, [*recipe, "name=whole"]))
+    assert not is_finished(load_run_config(SMOKE, [*recipe, "name=another"]))
+    # The same clock up to the decision, which step 8's checkpoint holds; then a slow one, which nobody looks at.
+    for stop, seconds_per_step in ((5, 1.0), (9, 1.0), (40, 100.0)):
+        run_ranks(_pretrain_by_clock, 1, [*recipe, *SINGLE, f"train.stop_after_step={stop}"], seconds_per_step)
+    assert_close(logged(tmp_path / "smoke"), whole)
+    assert read_run(tmp_path / "smoke").details["time_budget"]["decided"] == decided
+
+
+def test_a_decay_that_the_recipe_begins_ends_with_the_time_too(forty_rows, tmp_path):
+    """By the speed of its rows: the batch doubles there, so two steps fit into the four seconds that are left."""
+    budget = [
+        "train.time_budget_seconds=12", "train.num_steps=12", "optimizer.schedule=stable", "optimizer.decay_steps=4",
+        "train.global_batch_size=[[0,8],[8,16]]", "train.evaluate_every_steps=5", "checkpoint.save_every_steps=5",
+    ]  # fmt: skip
+    recipe = [*RECIPE, *budget, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    run_ranks(_pretrain_by_clock, 1, recipe, 1.0)
+    rates = [row["train/learning_rate"] for row in logged(tmp_path / "smoke") if "train/loss" in row]
+    assert [rate / rates[1] for rate in rates[1:]] == pytest.approx([*[1.0] * 8, 0.5])
+    decided = {"at_step": 8, "num_steps": 10, "decay_steps": 2}
+    assert read_run(tmp_path / "smoke", 8).details["time_budget"]["decided"] == decided
