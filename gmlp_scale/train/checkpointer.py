@@ -14,24 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from gmlp_scale.engine import Engine, Piece
 from gmlp_scale.files import sealed
-from gmlp_scale.train.checkpoint import (
-    FORMAT_VERSION,
-    Checkpoint,
-    CheckpointError,
-    folder_name,
-    step_of,
-)
+from gmlp_scale.train.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointError, folder_name, step_of
 from gmlp_scale.train.checkpoint_config import CheckpointConfig
 from gmlp_scale.train.checkpoint_files import write_pieces
 from gmlp_scale.train.checkpoint_index import merged
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints, remove
 from gmlp_scale.train.remote_checkpoints import RemoteCheckpoints
+from gmlp_scale.train.staging import StagingBuffers
 from gmlp_scale.world import World
 
 logger = logging.getLogger("gmlp_scale")
@@ -79,7 +72,7 @@ class Checkpointer:
         self._num_attempts = 0
         self._newest_step: int | None = None
         self._kept_step: int | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._staging = StagingBuffers()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._token = world.broadcast(uuid.uuid4().hex[:8])
 
@@ -146,7 +139,7 @@ class Checkpointer:
         assert self._newest_step is None or step > self._newest_step, f"step {step} after step {self._newest_step}"
         self._no_more_attempts.set()
         self._settle()
-        pieces = self._stage(engine)
+        pieces = self._staging.copy(engine)
         self._newest_step, self._recent_losses, self._began = step, list(recent_losses), started
         self._details = {**self.details, **more_details}
         logger.info("saving %s", folder_name(step))
@@ -190,23 +183,6 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join(wait_seconds)
         return self._thread is not None and self._thread.is_alive()
-
-    def _stage(self, engine: Engine) -> dict[str, Piece]:
-        """Copies this rank's pieces to host buffers, pinned if the pieces are on a GPU; later saves use them again."""
-        pieces, gpu = {}, None
-        for key, piece in engine.state():
-            source = piece.tensor.detach()
-            assert source.dtype == torch.float32 and source.shape[1:] == piece.shape[1:], key
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != source.shape:
-                buffer = torch.empty(source.shape, dtype=torch.float32, device="cpu", pin_memory=source.is_cuda)
-                self._buffers[key] = buffer
-            buffer.copy_(source, non_blocking=True)
-            gpu = source.device if source.is_cuda else gpu
-            pieces[key] = Piece(buffer, piece.shape, piece.first)
-        if gpu is not None:
-            torch.cuda.current_stream(gpu).synchronize()
-        return pieces
 
     def _save(self, step: int, pieces: dict[str, Piece]) -> None:
         """The background thread: steps 2 to 7 of a save."""
