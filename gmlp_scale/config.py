@@ -42,11 +42,11 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 
 _STORES = ("s3", "s3a", "gs", "gcs", "memory")
-"""Those that create a file for only one of several processes, as the claim on a run folder needs."""
+"""Stores that let only one of several processes create a file, as the claim on a run folder needs."""
 
 
 class ConfigError(InputError):
-    """All mistakes in a recipe and its overrides, one per line; then what to change, if they share that."""
+    """All mistakes in a recipe and its overrides, one per line. `needed`, if given, is a last line for all of them."""
 
     def __init__(self, source: str, mistakes: list[str], needed: str = ""):
         self.mistakes = mistakes
@@ -56,12 +56,12 @@ class ConfigError(InputError):
 
 
 def plain_path(place: Any) -> Any:
-    """Without what makes two ways to write one path. URLs, and what is none of both, are left as they are."""
+    """A path in its one plain form: a/b for ./a//b/. A URL, or what is no place at all, stays as it is."""
     return str(Path(place)) if isinstance(place, str | Path) and not is_url(place) else place
 
 
 def _place_mistakes(output_dir: str) -> Iterable[str]:
-    """Does not repeat the URL, which may hold a password."""
+    """The mistakes in an output_dir that is a URL. None repeats the URL, which may hold a password."""
     kind, _, rest = output_dir.partition("://")
     if not is_url(output_dir):
         return
@@ -98,9 +98,9 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def run_dir(self) -> Path:
-        """The local folder that the run works in: its run folder or, for a URL, one of the system's temporary folder.
+        """The local folder that the run works in: the run folder or, if that is a URL, one in the temporary folder.
 
-        All processes of a host that run this recipe have the same.
+        It is the same for all processes of a host that run this recipe.
         """
         if not is_url(self.output_dir):
             return Path(self.run_folder)
@@ -130,7 +130,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         return redacted(self.model_dump(mode="json"))
 
     def fields(self) -> dict[str, Any]:
-        """`to_json` by the fields' whole names, as train.num_steps."""
+        """The values of `to_json` by the fields' whole names, such as train.num_steps."""
         return dict(flatten(self.to_json()))
 
     def to_yaml(self) -> str:
@@ -205,12 +205,13 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
         return self.train.batch_sizes.times(self.flops_per_row())
 
     def accumulates(self, world_size: int) -> bool:
-        """Whether a step has several micro-batches. True also while micro_batch_size is `auto`, as it may have."""
+        """Whether a step has several micro-batches. Also True while micro_batch_size is `auto`: it may have several."""
         return any(rows != self.train.micro_batch_size for rows in self.rows_per_rank(world_size).values)
 
     @property
     def changes_end(self) -> float:
-        """Batch, masking and sources change below this step. A branch has its trunk's changes, also after its end."""
+        """Batch, masking and sources may change only below this step. A branch keeps its trunk's changes, also those
+        that come after its own end."""
         return math.inf if self.branch_from else self.train.num_steps
 
     def mistakes(self) -> Iterable[str]:
@@ -322,5 +323,5 @@ UNIONS: dict[str, dict[str, type[BaseModel]]] = {
 
 
 def _engines(ability: str) -> str:
-    """The kinds of engine that have it, as a message lists them."""
+    """The kinds of engine that have this ability, as a message lists them."""
     return " or ".join(kind for kind, engine in UNIONS["engine"].items() if getattr(engine, ability))

@@ -1,4 +1,4 @@
-"""Checks that a run goes on as the run that its checkpoint is of."""
+"""Checks that a run which goes on from a checkpoint is still the run that wrote it."""
 
 import logging
 from collections.abc import Mapping
@@ -48,18 +48,19 @@ def check_continues(config: Recipe, place: str, before: dict, now: dict, *, step
 
 
 def _with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
-    """A checkpoint's resolved config with the fields that such recipes have got since, and with `config`'s engine."""
+    """A checkpoint's resolved config with the defaults of fields that are newer than it, and with `config`'s engine."""
     try:
         return type(config).model_validate(stored | {"engine": config.engine}).to_json()
-    except ValidationError:  # it has fields that are gone, so it is another run's whatever is added
+    except ValidationError:  # it has fields that are gone, so it differs from the run's in any case
         return stored
 
 
 def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -> list[str]:
-    """One line for each field in which a checkpoint's resolved config, or its data's fingerprint, differs from the
-    run's and that is not in `free`.
+    """One line for each field that differs between a checkpoint and a run.
 
-    "engine." in `free` stands for the whole section.
+    Args:
+        before, now: the resolved configs of both, or the fingerprints of their data.
+        free: fields that may differ. "engine." stands for the whole section.
     """
     old, new = dict(flatten(before)), dict(flatten(now))
     return [
@@ -71,7 +72,7 @@ def check_unchanged(before: Mapping, now: Mapping, free: tuple[str, ...] = ()) -
 
 
 def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
-    """Nothing can allow another one: a checkpoint has the states of the optimizer that wrote it."""
+    """No setting can allow another optimizer: a checkpoint has the states of the one that wrote it."""
     now, found = (section.get("kind", "adamw") for section in (config.to_json()["optimizer"], before["optimizer"]))
     if now != found:
         needed = f"give optimizer.kind={found}, or start a new run with init_from, which takes the weights alone"
@@ -80,7 +81,7 @@ def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
 
 
 def _check_same_budget(config: Recipe, place: str, before: dict) -> None:
-    """Nothing can allow another one either, nor another length, once the decay that these decided has begun."""
+    """Once the decay has begun, no setting can allow another budget, length or decay: they decided where it begins."""
     decided = before.get("time_budget", {}).get("decided")
     if not decided:
         return

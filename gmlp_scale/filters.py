@@ -21,7 +21,10 @@ _SPATIAL_WEIGHT = re.compile(r"blocks\.(\d+)\.gating\.weight")
 
 
 def spatial_filters(weights: Iterable[tuple[str, Tensor]]) -> list[np.ndarray]:
-    """filter_N of every block, in their order, of all the model's float32 weights by name; [] without a gMLP's."""
+    """filter_N of every block, in order; [] for a model without spatial weights.
+
+    weights: all the model's, float32, by name.
+    """
     filters = {}
     for name, weight in weights:
         if found := _SPATIAL_WEIGHT.fullmatch(name):

@@ -1,6 +1,6 @@
-"""What launch/elastic.py starts once on each host, and forks the ranks of every start from: all that is slow to import.
+"""Imports all that is slow to import. launch/elastic.py starts it once on each host, and forks the ranks from it.
 
-Nothing of it asks for a GPU, which a forked process could not use then.
+Nothing here asks for a GPU, since a forked process could not use it then.
 """
 # ruff: noqa: F401
 

@@ -157,7 +157,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
 
 
 def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> RemoteFolder | None:
-    """Claims the run folder until `stack` ends. One at a URL gets its local folders, and is returned."""
+    """Claims the run folder until `stack` ends. For one at a URL, also makes its local folders, and returns it."""
     if not is_url(config.run_folder):
         world.on_main(lambda: stack.enter_context(claimed(config.run_folder)))
         return None
@@ -170,7 +170,7 @@ def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> RemoteFo
 
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
-    """The engine of a task's model. Initialises the weights of a new run; a checkpoint fills the others'."""
+    """The engine of a task's model. Only a new run's weights are initialised: a checkpoint will fill the others."""
     model = task.build_model()
     if is_new:
         task.initialise(model)
@@ -205,7 +205,7 @@ def _evaluate(task: Task, engine: Engine, world: World, metrics: Metrics, step: 
 
 
 def check_packages(name: str, train: TrainConfig) -> None:
-    """Raises ConfigError where a package is missing that only an option needs."""
+    """Raises ConfigError if an option needs a package that is not installed."""
     mistakes = []
     if train.tracker and not find_spec("wandb"):
         mistakes.append("train.tracker: found wandb, which is not installed; needed: null, or the extra `wandb`")

@@ -1,4 +1,4 @@
-"""Reads what a run has saved, of any task: its recipe, and a checkpoint's weights or its trained model.
+"""Reads what a run of any task has saved: its recipe, and a checkpoint's weights or its trained model.
 
 The run folder is a path or a URL.
 """
@@ -37,7 +37,7 @@ def read_recipe(run_folder: str | Path, config_class: type[AnyConfig] = RunConfi
 
 
 def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
-    """Reads a run's newest good checkpoint, or the one after `step`. The run folder is a path or a URL.
+    """Reads a pretraining run's newest good checkpoint, or the one after `step`.
 
     Raises:
         TrainedModelError: there is no such run, or it has no complete checkpoint, or none of the step.

@@ -34,7 +34,7 @@ Head = Literal["masked_language_model", "sequence_classification", "question_ans
 
 MODEL_TYPE = "gmlp_scale"
 PREFIX = "model."
-"""Of the parameter names in checkpoints and exports."""
+"""Parameter names in checkpoints and exports begin with it."""
 WEIGHTS_NAME = "model.safetensors"
 CHECKSUMS_NAME = "SHA256SUMS"
 """Lines `checksum  file name`, as sha256sum writes them. transformers ignores the file."""
@@ -79,7 +79,7 @@ class TrainedModel:
 
     @property
     def num_evaluation_rows(self) -> int:
-        """The held-out rows of an evaluation by the pretraining run at this step."""
+        """How many held-out rows the pretraining run evaluated on at this step."""
         details = self.details
         return min(details["config"]["train"]["num_evaluation_rows"], details["data"]["heldout_rows"])
 
@@ -148,7 +148,7 @@ def read_export(folder: str | Path) -> TrainedModel:
 
 
 def _read_remote_export(url: str) -> TrainedModel:
-    """From a copy that is deleted afterwards."""
+    """Reads a copy on this machine, which is deleted afterwards."""
     with tempfile.TemporaryDirectory() as copy:
         for name in list_files(url):
             if "/" not in name:
@@ -273,7 +273,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """model.safetensors; or, where save_pretrained wrote several files, those that its index names."""
+    """model.safetensors; or, if save_pretrained wrote several files, the ones that its index names."""
     index = folder / "model.safetensors.index.json"
     if (folder / WEIGHTS_NAME).exists() or not index.exists():
         return [folder / WEIGHTS_NAME]

@@ -21,7 +21,7 @@ _USAGE: dict[Head, tuple[str, str]] = {
     ),
     "question_answering": ("question-answering", 'question="Who wrote it?", context="It was written by her."'),
 }
-"""Of each head: the pipeline, and what its call is given in the example."""
+"""For each head: the pipeline, and what the example gives it."""
 _METRICS = {
     "perplexity": "perplexity",
     "accuracy": "accuracy",
@@ -48,7 +48,7 @@ class Publication:
     repository: str | None = None
     """OWNER/NAME on the Hub; None for a folder that stays local."""
     revision: str | None = None
-    """Of the repository."""
+    """The branch of the repository."""
 
 
 def model_card(
@@ -220,7 +220,7 @@ def _training(recipe: RunConfig | None, details: dict[str, Any]) -> str:
 
 
 def _num_steps(recipe: RunConfig, details: dict[str, Any]) -> int:
-    """Of the whole run, as its time budget has decided if it has one."""
+    """The steps of the whole run, as its time budget has decided if it has one."""
     return num_steps_of(_of_pretraining(details), recipe.train.num_steps)
 
 

@@ -174,8 +174,8 @@ def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) 
 def without_local_places(details: Any) -> Any:
     """A JSON-able value without the fields in _OF_ONE_MACHINE, and with the last name alone of every other path.
 
-    Where things lay on the machine of the training tells nobody else anything; of /data/c4_512, c4_512 names the data.
-    URLs stay.
+    The places on the machine of the training mean nothing elsewhere, but a last name may: c4_512 of /data/c4_512 names
+    the data. URLs stay.
     """
     match details:
         case str() if "/" in details and (not is_url(details) or details.startswith(("file:", "local:"))):
@@ -218,7 +218,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def _heldout_result(run_folder: str | Path, trained: TrainedModel) -> dict[str, float] | None:
     """The last evaluation up to the step: its step, loss, perplexity and accuracy; None if there is none.
 
-    That of the very step also has num_rows. An earlier one may be of a job that took another number of rows.
+    An evaluation at the step itself also has num_rows. An earlier one may have taken another number of rows.
     """
     try:
         lines = read_metrics(f"{run_folder}/metrics.jsonl")

@@ -1,7 +1,7 @@
 """Puts exports on the Hugging Face Hub: each checkpoint is a revision of one repository, and main is the newest one.
 
-A revision is a branch with the name of the checkpoint's folder, such as step_000012000. It is no tag, for a tag stays
-with what it was first given, and a checkpoint may be pushed again: with a license, or after an upload that was cut off.
+A revision is a branch with the name of the checkpoint's folder, such as step_000012000. A tag would not do: it stays at
+its first commit, and a checkpoint may be pushed again, with a license or after an upload that was cut off.
 A branch begins as a copy of main, and its export comes in one commit.
 
 huggingface_hub takes the token from HF_TOKEN or from `hf auth login`, and the Hub's address from HF_ENDPOINT.

@@ -74,7 +74,7 @@ def read_timm(path: Path) -> TrainedClassifier:
     """A safetensors file of timm's gMLP. Its classes are named by their numbers.
 
     Raises:
-        TrainedModelError, OSError: the file is not that.
+        TrainedModelError, OSError: the file is no such file.
     """
     try:
         state = load_file(path)
@@ -130,7 +130,7 @@ def _config(trained: TrainedClassifier) -> dict[str, Any]:
 
 
 def _processor(trained: TrainedClassifier) -> dict[str, Any]:
-    """The evaluation's: the shorter side to image_size / 0.875, and then the centre."""
+    """The image processor of the evaluation: resizes the shorter side to image_size / 0.875, then crops the centre."""
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,

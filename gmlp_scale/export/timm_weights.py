@@ -23,10 +23,10 @@ _OURS = {
     "norm": "norm",
     "head": "classifier",
 }
-"""Our modules by timm's; # is the block's number."""
+"""The names of our modules by the names of timm's; # is the block's number."""
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 _STEM = "stem.proj.weight"
-"""A convolution's, [D, 3, H, W]; ours is a matrix."""
+"""The weight of a convolution, [D, 3, H, W]; ours is a matrix."""
 
 
 def from_timm(state: Mapping[str, Tensor]) -> tuple[GmlpConfig, int, dict[str, Tensor]]:

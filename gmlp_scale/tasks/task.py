@@ -16,7 +16,7 @@ class Task(Protocol):
 
     config: Recipe
     train: TrainConfig
-    """The config's `train` section, with what was left to the data or to the memory filled in."""
+    """The config's `train` section, with values for what it leaves to the data or to the memory."""
     optimizer: OptimizerConfig
     num_rows: int
     """Training rows in an epoch; of all sources together, if there are several."""

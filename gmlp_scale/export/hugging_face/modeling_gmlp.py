@@ -142,7 +142,7 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
         return embedded_BRD, is_token_BR, num_positions
 
     def _cut(self, padded: Tensor, num_positions: int, axis: int = 1) -> Tensor:
-        """Its first N positions, without the padding that the model added."""
+        """The first N positions of `padded`, without the padding that the model added."""
         if self.model.masks_padding:
             return padded
         # A slice is contiguous only where N is R, and a program that torch.export writes would be for one of the cases.
