@@ -51,8 +51,8 @@ logger = logging.getLogger("gmlp_scale")
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
 FORMAT_VERSION = 3
-"""Of the files, and of the data that a resumed run goes on with. Version 2 had an index that named every piece, version
-1 other checksums and other masks."""
+"""Counts changes of the files, and of the rows and masks that a resumed run would go on with. In version 2 the index
+named every piece; version 1 had other checksums and other masks."""
 READABLE_VERSIONS = (2, FORMAT_VERSION)
 
 
@@ -72,7 +72,7 @@ class _Done(BaseModel, frozen=True, extra="forbid"):
     tensors: dict[str, TensorRecord]
     recent_losses: list[tuple[int, float]] = []
     xxh3_128: str
-    """Of DONE's text without this field."""
+    """The checksum of DONE's text without this field."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Checkpoint:
     step: int
     details: dict[str, Any]
     recent_losses: list[tuple[int, float]] = field(repr=False)
-    """(step, loss), for train/step_guard.py. Empty where that had none to compare with."""
+    """(step, loss) of the last steps, for train/step_guard.py. Empty if it had seen none."""
     tensors: dict[str, TensorRecord] = field(repr=False)
     _files: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -144,7 +144,7 @@ def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
 def newest_of(
     names: list[str], open_checkpoint: Callable[[str], Checkpoint], place: str | Path
 ) -> tuple[Checkpoint | None, list[str]]:
-    """As newest_checkpoint, of the folders `names` in `place`, from the oldest to the newest."""
+    """As newest_checkpoint. `names`: the checkpoints' folders in `place`, from the oldest to the newest."""
     problems: dict[str, str] = {}
     for name in reversed(names):
         try:
@@ -164,10 +164,10 @@ def newest_of(
 
 
 def read_done(path: Path) -> _Done:
-    """The DONE of a checkpoint's folder. CheckpointError if there is none, or if it is damaged or another's."""
+    """The DONE of a checkpoint's folder. CheckpointError if there is none, or if it is damaged or of another step."""
     try:
         text = (path / "DONE").read_text(encoding="ascii")
-        check_seal(text)  # first: a damaged version is no other version
+        check_seal(text)  # first, so that a damaged version number is not taken for another version
         _check_version(path, text)
         done = _Done.model_validate_json(text)
         if path.name != folder_name(done.step):
@@ -191,7 +191,7 @@ def _check_version(path: Path, text: str) -> None:
 
 
 def _verify_files(path: Path, done: _Done) -> None:
-    """Raises CheckpointError unless every file has its checksum and the tensors that the index has in it."""
+    """Raises CheckpointError unless every file has its checksum and holds the tensors that the index says."""
     shapes = {name: {} for name in done.files}
     for key, tensor in done.tensors.items():
         for name, _, count in tensor.pieces_between(0, tensor.length):

@@ -83,7 +83,7 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path) -> FileRecord:
 
 
 def file_problem(path: Path, record: FileRecord, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """How a file differs from its record, or its tensors from `shapes`; None if they do not."""
+    """How a file differs from its record, or its tensors from `shapes`; None if nothing differs."""
     try:
         if (num_bytes := path.stat().st_size) != record.bytes:
             return f"{path.name} has {num_bytes} of {record.bytes} bytes"

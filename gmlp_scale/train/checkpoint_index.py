@@ -1,6 +1,6 @@
 """Where each tensor of a checkpoint lies: the part of DONE that would grow with the ranks times the tensors.
 
-Equal shares of neighbouring ranks are one entry. So FSDP2 needs one or two for a tensor, however many ranks there are.
+Equal shares of neighbouring ranks are one entry. So FSDP2 needs one or two entries for a tensor on any number of ranks.
 """
 
 import functools

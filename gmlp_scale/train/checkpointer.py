@@ -83,8 +83,8 @@ class Checkpointer:
     def newest(self) -> Checkpoint | None:
         """Collective: rank 0 finds the newest_checkpoint and verifies it, and all ranks open it.
 
-        Deletes what killed saves left. Renames damaged ones, since the run will save its own when it reaches those
-        steps again.
+        Deletes what killed saves left. Renames damaged checkpoints, since the run will save those steps again when it
+        reaches them.
         """
         name, error = None, None
         if self.world.rank == 0:
@@ -128,9 +128,9 @@ class Checkpointer:
     ) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
 
-        more_details: what this checkpoint's details have beside those of all.
+        more_details: entries that only this checkpoint's details have.
 
-        First waits for the save before, which is not tried again. Does not save a step again that it has saved, is
+        First waits for the save before it, which is then not tried again. Does nothing for a step that it has saved, is
         saving or has resumed from.
         """
         started = time.monotonic()
@@ -163,17 +163,17 @@ class Checkpointer:
             raise CheckpointError(self.last_error)
 
     def close(self) -> None:
-        """Ends the background thread. Not collective: waits CLOSE_GRACE_SECONDS for other ranks, which may be gone, and
-        not at all once it is known that some are."""
+        """Ends the background thread. Not collective, since other ranks may be gone: waits CLOSE_GRACE_SECONDS for
+        them, and not at all once some are known to be lost."""
         self._no_more_attempts.set()
         self._close_deadline = time.monotonic() + (0 if self.world.has_lost_ranks else CLOSE_GRACE_SECONDS)
         while self._is_saving(POLL_SECONDS):
             if self._is_hearing and time.monotonic() > self._close_deadline + 1:
-                return  # the process that holds the store stands still: its clients wait without end
+                return  # the process that holds the store stands still, and its clients wait without end
 
     def _settle(self) -> None:
-        """Collective: returns once no rank is saving any more. A rank that died or stands still is noticed at once or
-        after the process group's timeout, since all ranks meet again and again."""
+        """Collective: returns once no rank is saving any more. All ranks meet again and again meanwhile: a rank that
+        died is noticed at once, and one that stands still after the process group's timeout."""
         while any(self.world.gather(int(self._is_saving(HEARTBEAT_SECONDS)))):
             if any(self.world.gather(int(self.world.is_stop_signalled))):
                 self._no_more_attempts.set()
@@ -224,7 +224,7 @@ class Checkpointer:
         return self._hear(f"{folder.name}/again", math.inf)
 
     def _conclude(self, folder: Path, step: int, receipt: dict[str, Any]) -> bool:
-        """Rank 0: makes the checkpoint if no rank failed. Otherwise says why, and whether to try again once it may."""
+        """Rank 0: makes the checkpoint if no rank failed; else logs why. Returns whether all ranks shall try again."""
         receipts = [receipt, *self._hear_receipts(folder.name)]
         failures = [receipt for receipt in receipts if "error" in receipt]
         if not failures:
@@ -250,7 +250,10 @@ class Checkpointer:
         return step_of(name) == self._kept_step or self.config.stays(name)
 
     def _may_try_again(self, numbers: set[int | None]) -> bool:
-        """Whether to try again after failures with these errnos (None: neither disk nor store). Waits before a yes."""
+        """Whether to try again. Unless it could make room, it waits RETRY_SECONDS before it says yes.
+
+        numbers: the errnos of the failures. None is a failure that neither the disk nor the store caused.
+        """
         if (
             self.config.on_full_disk == "drop_oldest"
             and numbers <= _NO_ROOM
@@ -271,7 +274,7 @@ class Checkpointer:
         return not self._no_more_attempts.wait(RETRY_SECONDS)
 
     def _publish(self, folder: Path, step: int, receipts: list[dict[str, Any]]) -> None:
-        """Turns all ranks' receipts into DONE and the folder into a checkpoint, then deletes those that it outdates."""
+        """Turns all ranks' receipts into DONE and the folder into a checkpoint, then deletes outdated checkpoints."""
         files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
         tensors = merged([receipt["layout"] for receipt in receipts])
         done = {"format_version": FORMAT_VERSION, "step": step, "details": self._details, "files": files}
@@ -285,7 +288,7 @@ class Checkpointer:
             logger.warning("old checkpoints could not be deleted: %s", error)
 
     def _hear_receipts(self, attempt: str) -> list[dict[str, Any]]:
-        """The other ranks' receipts. Those that did not come in time are a failure like those that ranks report."""
+        """The other ranks' receipts. The ranks whose receipts did not come in time are one more failure."""
         receipts, silent, deadline = [], [], time.monotonic() + self.timeout_seconds
         for rank in range(1, self.world.size):
             try:
@@ -301,7 +304,7 @@ class Checkpointer:
         self.world.store.set(key, zlib.compress(json.dumps(value).encode()))  # the store takes at most 8 MiB
 
     def _hear(self, key: str, deadline: float) -> Any:
-        """What another rank told. TimeoutError if that does not come before the deadline, or the grace of `close`."""
+        """What another rank told. TimeoutError if it does not come before the deadline, or in the grace of `close`."""
         self._is_hearing = True
         try:
             while not self.world.store.check([key]):

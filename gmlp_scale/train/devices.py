@@ -6,16 +6,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Gpu:
     part_of_name: str
-    """Of the name that CUDA gives the device."""
+    """A part of the name that CUDA gives the device."""
     bf16_tflops: float
-    """Dense matrix products."""
+    """For dense matrix products."""
     float32_tflops: float
     memory_gb: float
     """In 10**9 bytes."""
     link_gb_per_second: float
     """To the node's other GPUs, one way: half of the data sheet's NVLink figure, or PCIe."""
     network_gb_per_second: float
-    """Of the node's network, one way and per GPU: of NVIDIA's DGX where there is one, else 100 Gb/s."""
+    """To other nodes, one way and per GPU: as in NVIDIA's DGX if there is one with this GPU, else 100 Gb/s."""
 
 
 GPUS = {  # an entry whose part_of_name contains another's comes first

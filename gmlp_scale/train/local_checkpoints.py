@@ -13,7 +13,7 @@ logger = logging.getLogger("gmlp_scale")
 
 
 class LocalCheckpoints:
-    """The checkpoints of one run, as RemoteCheckpoints has them at a URL."""
+    """The checkpoints of one run. RemoteCheckpoints has the same methods for a run at a URL."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -33,7 +33,7 @@ class LocalCheckpoints:
         return Checkpoint.open(self.directory / name)
 
     def upload(self, folder: Path, files: list[str], name: str) -> None:
-        """Nothing: the ranks write where the checkpoint is made."""
+        """Does nothing: the ranks write where the checkpoint is made."""
 
     def publish(self, folder: Path, name: str, done: str) -> None:
         """Turns a folder with all ranks' files into the checkpoint `name`."""
@@ -64,7 +64,7 @@ class LocalCheckpoints:
             remove(leftover)
 
     def end_attempt(self, folder: Path) -> None:
-        """Nothing: `publish` renamed the folder, or the attempt failed and rank 0 removed it."""
+        """Does nothing: `publish` renamed the folder, or the attempt failed and rank 0 removed it."""
 
 
 def remove(folder: Path) -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class GrowingFile:
-    """What the disk refuses is kept, and comes first once there is room."""
+    """A file that is only added to. What the disk refuses is kept in memory, and written first once there is room."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -67,9 +67,10 @@ class MetricsFile(GrowingFile):
 
 
 class EventsFile(GrowingFile):
-    """TensorBoard's: it drops the events of steps after `start_step` that earlier files hold.
+    """TensorBoard's events. TensorBoard drops events of earlier files that are of steps after `start_step`.
 
-    SummaryWriter's thread would end at the first failure and leave half an event, after which nothing is read.
+    torch's SummaryWriter would not do: its thread ends at the first failure and leaves half an event, and TensorBoard
+    reads nothing after that.
     """
 
     def __init__(self, directory: Path, start_step: int):
@@ -89,7 +90,7 @@ class EventsFile(GrowingFile):
         self.add_summary(step, Summary(value=scalars))
 
     def add_summary(self, step: int, summary: "Summary") -> None:
-        """What is not a scalar; gmlp_scale/train/events.py makes it."""
+        """Adds what is not a scalar, as gmlp_scale/train/events.py makes it."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._add(Event(step=step, summary=summary))

@@ -37,7 +37,7 @@ class BatchLoader(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where train() stopped: the last finished step, and that at which the schedule ends."""
+    """Where train() stopped: the last finished step, and the step at which the schedule ends."""
 
     step: int
     num_steps: int
@@ -71,7 +71,7 @@ def train(
     In all three cases it leaves a complete checkpoint of the last finished step.
 
     Args:
-        config, optimizer: those of `budget`.
+        config, optimizer: the attributes of `budget` with these names.
         evaluate: called on every rank with the number of finished steps; returns what to log, by tag.
         seed: for dropout, together with the step and the rank, so that a resumed run draws the same.
 

@@ -65,12 +65,12 @@ class Metrics:
     """Writes what the loop measures. Every rank has one; only rank 0's writes files and to the console.
 
     Args:
-        config: the schedule, which the time left follows from, and the tracker.
+        config: has the schedule, from which the time left follows, and the tracker.
         fields: the recipe's, by their whole names, for TensorBoard and the tracker.
-        epochs: how often each source's rows were seen in the steps up to one, by tag.
+        epochs: called with a step; returns how often each source's rows were seen up to it, by tag.
         flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
         peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
-        start_up: the parts so far; the first step is the last one.
+        start_up: has the parts so far; the first step is the last part.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Metrics:
         self.peak_tflops_per_device = peak_tflops_per_device
         self.checkpoint_stall_seconds = 0.0
         self.evaluation_seconds = 0.0
-        """Of the last evaluation; 0 before the first."""
+        """How long the last evaluation took; 0 before the first."""
         self.start_up = start_up
         self.run_dir = run_dir
         self._files: list[MetricsFile | EventsFile | WandbRun] = []
@@ -177,8 +177,8 @@ class Metrics:
         self._events.add_summary(step, picture_summary(tag, figure))
 
     def _seconds_left(self, report: StepReport, step_seconds: float) -> float:
-        """Until this start ends: its steps, and the evaluations from this step on, each as long as the last one. Or
-        until the time budget is spent."""
+        """Until this start ends, or until the time budget is spent if that is sooner. Counts the steps to come and the
+        evaluations from this step on, each as long as the last one."""
         step, every, last_step = report.step, self.config.evaluate_every_steps, self.config.last_step
         num_evaluations = last_step // every - (step - 1) // every
         num_evaluations += last_step == self.config.num_steps and last_step % every != 0

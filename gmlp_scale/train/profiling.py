@@ -15,16 +15,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_ALLOCATIONS = 200_000
-"""That a snapshot holds: the newest ones."""
+"""How many allocations a snapshot holds: the newest ones."""
 
 
 def profiled(
     steps: Iterable[T], start_step: int, profile_steps: tuple[int, int] | None, folder: Path, world: World
 ) -> Iterator[T]:
-    """What the loop takes for each step, from `start_step` finished ones on. Records what it does in profile_steps.
+    """Yields the items of `steps`, one for each step after `start_step`. Records what the loop does in profile_steps.
 
-    profile_steps: the first and the last one, which count from 1. Where the run resumes between them or stops there, it
-        records those that it does. A save or an evaluation after one of them is recorded too.
+    profile_steps: the first and the last step to record, where steps count from 1. A run that resumes or stops between
+        the two records the steps that it does. A save or an evaluation after one of these steps is recorded too.
     """
     if profile_steps is None or not world.is_main:
         yield from steps
@@ -40,7 +40,7 @@ def profiled(
             if recorded and step == last:
                 _write(recorded, folder, max(first, start_step + 1), step, world)
                 recorded = None
-    finally:  # the loop left at a step before the last one of these
+    finally:  # the loop ended before the last step to record
         if recorded:
             _write(recorded, folder, max(first, start_step + 1), step, world)
 
@@ -56,7 +56,7 @@ def _begin(device: torch.device) -> profile:
 
 
 def _write(recorded: profile, folder: Path, first: int, last: int, world: World) -> None:
-    """A disk that refuses the files is told, and ends no training."""
+    """If the disk refuses the files, that is logged and training goes on."""
     world.wait_for_device()
     recorded.stop()
     place, is_gpu = folder / f"steps_{first}_to_{last}", world.device.type == "cuda"

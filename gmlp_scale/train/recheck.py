@@ -21,10 +21,10 @@ class RecheckError(UserError):
 
 
 def recheck(engine: Engine, world: World, micro_batch, seed: int, step: int) -> None:
-    """Computes loss and gradients of this rank's `micro_batch` twice. The training step does not notice.
+    """Computes loss and gradients of this rank's `micro_batch` twice. The training step is not changed by it.
 
     Args:
-        seed: for dropout, the same for both.
+        seed: for dropout, the same both times.
         step: the one that comes next, for the message.
 
     Raises:

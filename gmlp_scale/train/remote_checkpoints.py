@@ -26,7 +26,7 @@ from gmlp_scale.train.checkpoint import (
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 
 NUM_TRANSFERS = 4
-"""At a time. Each large file also goes in several parts at a time."""
+"""Files that are copied at a time. Of a large file, several parts are."""
 
 
 class RemoteCheckpoints:
@@ -49,7 +49,7 @@ class RemoteCheckpoints:
         return [name for name, files in self._folders().items() if "DONE" in files]
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """As newest_checkpoint, from copies here."""
+        """As newest_checkpoint, from copies on this machine."""
         return newest_of(self.names(), self.open, self.url)
 
     def open(self, name: str) -> Checkpoint:
@@ -73,12 +73,12 @@ class RemoteCheckpoints:
         self._transfer(lambda file: upload_file(folder / file, f"{self.url}/{name}/{file}"), files)
 
     def publish(self, folder: Path, name: str, done: str) -> None:
-        """Makes a checkpoint of the uploaded files by its DONE."""
+        """Uploads DONE, which makes the uploaded files a checkpoint."""
         self.before_publish()
         write_file(f"{self.url}/{name}/DONE", done.encode())
 
     def set_aside(self, name: str, suffix: str) -> None:
-        """Renames the DONE of a damaged checkpoint, which then is none, and stays until that step is deleted."""
+        """Renames a damaged checkpoint's DONE, so that it counts as none. Its files stay until the step is deleted."""
         write_file(f"{self.url}/{name}/DONE.{suffix}", read_file(f"{self.url}/{name}/DONE"))
         delete_file(f"{self.url}/{name}/DONE")
 
@@ -94,7 +94,7 @@ class RemoteCheckpoints:
                 self.delete(name)
 
     def drop_oldest(self, stays: Callable[[str], bool]) -> None:
-        """Nothing: the disk has only copies."""
+        """Does nothing: the full disk has only copies."""
 
     def end_attempt(self, folder: Path) -> None:
         """Deletes this host's files of a save, and its copy of the checkpoint that the run resumed from."""

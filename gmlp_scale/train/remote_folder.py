@@ -25,7 +25,7 @@ _NOT_WHOLE = (".new", ".old")
 
 
 class RemoteFolder:
-    """One run's. `local` belongs to the run while it holds the claim; what an earlier run left there is deleted."""
+    """One run's folder. `local` is the run's while it holds the claim; what an earlier run left there is deleted."""
 
     def __init__(self, url: str, local: Path):
         self.url, self.local = url, local
@@ -49,9 +49,10 @@ class RemoteFolder:
 
     @contextmanager
     def mirrored(self) -> Iterator[None]:
-        """Copies the run's files here, without those in its folders; then copies back what changes.
+        """Copies the run folder's own files, not those of its subfolders, to `local`; then copies back what changes.
 
-        OSError if the last files cannot be copied back; they stay here. If the body fails, that is a warning.
+        Raises OSError if the last files cannot be copied back, and leaves them in `local`. After a body that failed,
+        that is a warning.
         """
         for name in list_files(self.url):
             if "/" not in name:
@@ -99,7 +100,7 @@ class RemoteFolder:
             self._is_failing = True
 
     def _states(self) -> dict[str, tuple[int, int]]:
-        """Of all files to copy, by their path in the folder."""
+        """The `_state` of every file to copy, by its path in the folder."""
         states = {}
         for folder, subfolders, files in os.walk(self.local):
             subfolders[:] = [name for name in subfolders if name != "checkpoints" and not name.endswith(_NOT_WHOLE)]

@@ -46,7 +46,7 @@ class SpikeError(UserError):
 class StepGuard:
     """Sees every step before its update and every report after it.
 
-    recent_losses: what `recent_losses` was at the checkpoint that the run resumes from.
+    recent_losses: the attribute of this name, at the checkpoint that the run resumes from.
     """
 
     def __init__(self, config: TrainConfig, world: World, run_dir: Path, recent_losses: list[tuple[int, float]]):

@@ -31,7 +31,7 @@ class StepReport:
     own_loss: float
     """Mean over this rank's rows."""
     compute_seconds: tuple[float, ...] = ()
-    """By rank: what each computed for without any other (train/stragglers.py)."""
+    """By rank: how long each computed without waiting for another (train/stragglers.py)."""
     wait_seconds: tuple[float, ...] = ()
     """By rank: how long each waited for the step's batches."""
     spent_seconds: float = 0.0

@@ -45,7 +45,7 @@ class Stragglers:
         self._num_slow = [0] * world.size
 
     def own_seconds(self) -> tuple[float, float]:
-        """Call once a step: what this rank computed for by itself, and waited for the step's batches."""
+        """Call once a step. How long this rank computed by itself, and how long it waited for the step's batches."""
         now, waited = time.perf_counter(), self.loader.wait_seconds
         own = (self._head.seconds(), waited - self._wait_seconds)
         self._step_seconds = [self._step_seconds[1], now - self._ended_at]
@@ -94,7 +94,7 @@ class HeadClock:
         module.register_forward_hook(lambda *_: self._end())
 
     def seconds(self) -> float:
-        """Of the newest pass that is known to have ended; 0 before the first."""
+        """How long the newest pass took that is known to have ended; 0 before the first."""
         if self._ended is not None and self._has_ended():
             if self._is_on_gpu:
                 self._seconds = self._began.elapsed_time(self._ended) / 1000

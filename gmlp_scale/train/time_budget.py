@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def num_steps_of(details: dict[str, Any], planned: int) -> int:
-    """The length of a run, of which a checkpoint has these details: as was decided, or else as planned."""
+    """The steps of the run whose checkpoint has these details: the decided number or, if there is none, `planned`."""
     decided = details.get("time_budget", {}).get("decided")
     return decided["num_steps"] if decided else planned
 
@@ -26,7 +26,7 @@ class TimeBudget:
     """Every rank has one, and all decide alike, from the same reports. Without a budget it does nothing.
 
     Args:
-        config, optimizer: as the recipe has them; the attributes have the decided steps in their place.
+        config, optimizer: of the recipe. The attributes of these names have the decided steps, once there are any.
         began: when this start of the run began, in seconds of time.perf_counter().
         recorded: the `time_budget` of the checkpoint that the run resumes from.
     """
@@ -42,7 +42,7 @@ class TimeBudget:
         self._timed: tuple[int, float] = recorded["timed"] if recorded else (0, 0.0)
         """Rows, and the seconds that they took, of the starts before this one."""
         self._first: StepReport | None = None
-        """Of this start. Its step is not counted in the speed, since it also compiles."""
+        """The first report of this start. Its step is not counted in the speed, since it also compiles."""
         self._last: StepReport | None = None
         self._apply()
 
@@ -74,7 +74,7 @@ class TimeBudget:
         return self.config.time_budget_seconds is not None and step == self._planned_start
 
     def decide(self) -> tuple[TrainConfig, OptimizerConfig]:
-        """Fixes the rest of the run, by the reports so far: those of all steps must have been seen."""
+        """Decides the rest of the run from the reports, which must all have been seen."""
         last, batch_sizes = self._last, self.config.batch_sizes
         num_steps = min(max(self._num_fitting(), last.step + 1), self.config.num_steps)
         self._decided = {"at_step": last.step, "num_steps": num_steps, "decay_steps": num_steps - last.step}
