@@ -57,7 +57,7 @@ def read_recipe_file(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         mistake = f"cannot be read ({error.strerror or error}); give a recipe's file, or a name such as gmlp_base"
         raise ConfigError(str(path), [mistake]) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date, or no UTF-8
         raise ConfigError(str(path), [f"is not plain YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(content, dict):
         raise ConfigError(str(path), [f"found {type(content).__name__}; a recipe is a mapping of sections"])
@@ -115,7 +115,7 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
             continue
         try:
             parsed[tuple(name.strip().split("."))] = yaml.load(text, Loader=_StrictLoader)
-        except (yaml.YAMLError, RecursionError):
+        except (yaml.YAMLError, ValueError, RecursionError):
             mistakes.append(f"{override[:200]}: the value is not plain YAML; quote it")
     for section, classes in UNIONS.items():
         kind = parsed.get((section, "kind"))

@@ -106,6 +106,7 @@ def test_missing_field_is_named(tmp_path):
         (["checkpoint.keep_every_steps=25"], "found 25; must be a multiple of checkpoint.save_every_steps = 10"),
         (["model.num_blocks=1000000000"], "model.num_blocks: found 1000000000; needed: less than or equal to 10000"),
         (["seed=" + "[" * 10**5], "[[[: the value is not plain YAML"),
+        (["name=2026-31-12"], "name=2026-31-12: the value is not plain YAML; quote it"),  # YAML reads a date
     ],
 )
 def test_settings_that_cannot_work(overrides, needle):
@@ -149,6 +150,7 @@ def test_another_engine_kind_leaves_the_files_own_fields_behind(tmp_path):
         ("seed: !!python/object/apply:os.getcwd []\n", "is not plain YAML"),
         ("- 1\n", "a recipe is a mapping"),
         ("seed: [", "is not plain YAML"),
+        ("name: 2026-31-12\n", "is not plain YAML: month must be in 1..12"),
         ("seed: " + "[" * 10**5 + "]" * 10**5, "is not plain YAML: maximum recursion depth"),
     ],
 )
