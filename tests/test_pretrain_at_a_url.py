@@ -7,7 +7,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 from gmlp_scale.files import list_files
@@ -16,17 +15,8 @@ from gmlp_scale.train.run_folder import claimed
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables
 from tests.whole_runs import FSDP2, RECIPE, SINGLE, SMOKE, logged, run_in_turn
-from tests.written_shards import add_tokenizer, write_tiny_shards
 
 URL = "s3://bucket/runs"
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "shards"
-    write_tiny_shards(folder, [17, 23], [12], sequence_length=32)
-    add_tokenizer(folder)
-    return folder
 
 
 def start_hosts(recipe: list[str], folder: Path, num_hosts: int, dies: bool = False) -> list[Script]:
@@ -66,8 +56,8 @@ def prepare(temporary: Path, dies: bool) -> None:
         RemoteCheckpoints.upload = upload_and_die
 
 
-def test_a_run_of_two_hosts_killed_in_an_upload_resumes_elsewhere(s3, server, shards, tmp_path):
-    recipe = [*RECIPE, *FSDP2, f"data.shards={shards}"]
+def test_a_run_of_two_hosts_killed_in_an_upload_resumes_elsewhere(s3, server, forty_rows, tmp_path):
+    recipe = [*RECIPE, *FSDP2, f"data.shards={forty_rows}"]
     run_in_turn(2, [*recipe, f"output_dir={tmp_path / 'undisturbed'}"])
     recipe.append(f"output_dir={URL}")
     server.fault_fraction, before = 0.1, server.faults
@@ -87,7 +77,7 @@ def test_a_run_of_two_hosts_killed_in_an_upload_resumes_elsewhere(s3, server, sh
     assert left == {"step_000000006", "step_000000008", "step_000000009"}
     assert sum("tensorboard/events" in name for name in list_files(f"{URL}/smoke")) == 2, "of both jobs"
     server.fault_fraction = 0.05
-    _read_by_every_script(shards, tmp_path)
+    _read_by_every_script(forty_rows, tmp_path)
 
 
 def _read_by_every_script(shards: Path, tmp_path: Path) -> None:
@@ -115,7 +105,7 @@ def script(file: str, *arguments: object) -> str:
     return printed
 
 
-def test_a_second_job_is_refused(s3, quick, shards, tmp_path):
+def test_a_second_job_is_refused(s3, quick, forty_rows, tmp_path):
     with claimed(f"{URL}/smoke"):
-        printed = end(start_hosts([*RECIPE, *SINGLE, f"data.shards={shards}", f"output_dir={URL}"], tmp_path, 1), 1)
+        printed = end(start_hosts([*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={URL}"], tmp_path, 1), 1)
     assert f"another job writes to {URL}/smoke: process {os.getpid()} on" in printed
