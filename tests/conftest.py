@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,10 @@ from gmlp_scale import claim
 # transformers copies the code of an export to one folder for all processes of a user: two suites would mix theirs up.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="gmlp_scale-modules-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+# A suite that `nohup` or a shell's `&` started ignores these, and so would the runs that tests stop by them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 NEEDS_S3 = "needs s3fs and moto's server"
 STARTED = time.monotonic()

@@ -30,7 +30,7 @@ AUTO = ["train.micro_batch_size=auto", "train.device=auto"]
 
 
 def smoke(*overrides: str):
-    return load_run_config(SMOKE, [*SIZES, *overrides])
+    return load_run_config(SMOKE, [*SIZES, "data.shards=not/there", *overrides])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ SIZES = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"mod
 
 
 def smoke(*overrides: str):
-    return load_run_config(SMOKE, [*SIZES, "train.precision=auto", *overrides])
+    return load_run_config(SMOKE, [*SIZES, "train.precision=auto", "data.shards=not/there", *overrides])
 
 
 def world_on(device: str) -> SimpleNamespace:
