@@ -85,12 +85,7 @@ class ImageClassifier(Backbone):
         if images_B3HW.shape[1:] != (NUM_COLOURS, self.image_size, self.image_size):
             needed = f"{NUM_COLOURS} x {self.image_size} x {self.image_size}"
             raise ValueError(f"the images are {list(images_B3HW.shape[1:])}; needed: {needed}, as the model was made")
-        x_BND = self.embedding(images_B3HW)
-        if self.positions is not None:
-            x_BND = x_BND + self.positions.weight
-        for block in self.blocks:
-            x_BND = block(x_BND)
-        return x_BND
+        return super().encode(images_B3HW, padded=False)
 
     def forward(self, batch: ImageBatch) -> Tensor:
         """Mean over the images of the cross-entropy in nats, of mixed images by the labels' shares."""

@@ -10,7 +10,6 @@ key is read (the Dense Synthesizer of Tay et al. 2020). Shorter rows use the fir
 Shape suffixes: B batch, N positions, D width, H heads, K head width, S hidden width of the perceptron.
 """
 
-import math
 from typing import ClassVar, Literal
 
 import torch
@@ -18,9 +17,9 @@ import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from gmlp_scale.models.attention import AttentionBlock, SelfAttention, attention_mask
 from gmlp_scale.models.backbone import INIT_STD, NumBlocks
 from gmlp_scale.models.exporting import flatten_heads, is_exporting
-from gmlp_scale.models.norm import LayerNorm
 
 
 class MlpAttentionConfig(BaseModel, frozen=True, extra="forbid"):
@@ -66,26 +65,13 @@ class MlpAttentionConfig(BaseModel, frozen=True, extra="forbid"):
         return scores + n * (2 * d * d + 2 * d * self.d_ffn) + n * n * d
 
 
-class MlpAttentionBlock(nn.Module):
-    """One layer, x_BND -> x_BND. No position attends to one where is_token_BN is False or, if causal, to later ones."""
-
+class MlpAttentionBlock(AttentionBlock):
     def __init__(self, config: MlpAttentionConfig, dropout: float = 0.0, causal: bool = False):
-        super().__init__()
-        self.attention_norm = LayerNorm(config.d_model)
-        attention = MlpAttention if config.scores == "mlp" else DotProductAttention
-        self.attention = attention(config, dropout, causal)
-        self.norm = LayerNorm(config.d_model)
-        self.expand = nn.Linear(config.d_model, config.d_ffn)
-        self.project = nn.Linear(config.d_ffn, config.d_model)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND), is_token_BN))
-        return x_BND + self.dropout(self.project(F.relu(self.expand(self.norm(x_BND)))))
-
-    def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        """weights_BHNN of the attention, where the block's input is x_BND."""
-        return self.attention.weights(self.attention_norm(x_BND), is_token_BN)
+        if config.scores == "mlp":
+            attention = MlpAttention(config, dropout, causal)
+        else:
+            attention = SelfAttention(config.d_model, config.num_heads, dropout, qkv_bias=False, causal=causal)
+        super().__init__(attention, config.d_model, config.d_ffn, dropout, F.relu)
 
 
 class MlpAttention(nn.Module):
@@ -123,47 +109,3 @@ class MlpAttention(nn.Module):
     def init_special_weights(self, generator: torch.Generator) -> None:
         noise = torch.randn(self.scores_HSN.shape, generator=generator, device="cpu")
         self.scores_HSN.copy_(noise * INIT_STD)
-
-
-class DotProductAttention(nn.Module):
-    """softmax(q k^T / sqrt(K)) v for each head; q, k and v have no bias."""
-
-    def __init__(self, config: MlpAttentionConfig, dropout: float, causal: bool):
-        super().__init__()
-        self.num_heads, self.causal, self.dropout = config.num_heads, causal, dropout
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
-        self.out = nn.Linear(config.d_model, config.d_model)
-
-    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
-        is_plainly_causal = self.causal and is_token_BN is None
-        mask = None
-        if not is_plainly_causal:
-            mask = attention_mask(x_BND.shape[1], is_token_BN, self.causal, x_BND.device)
-        dropout = self.dropout if self.training else 0.0
-        attended_BHNK = F.scaled_dot_product_attention(
-            q_BHNK, k_BHNK, v_BHNK, attn_mask=mask, dropout_p=dropout, is_causal=is_plainly_causal
-        )
-        return self.out(flatten_heads(attended_BHNK))
-
-    def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        """The softmax as float32 weights_BHNN: what each position (third axis) takes from each (fourth axis)."""
-        q_BHNK, k_BHNK, _ = self._queries_keys_values(x_BND)
-        scores_BHNN = q_BHNK @ k_BHNK.mT / math.sqrt(q_BHNK.shape[-1])
-        mask = attention_mask(x_BND.shape[1], is_token_BN, self.causal, x_BND.device)
-        if mask is not None:
-            scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf)
-        return scores_BHNN.softmax(-1, dtype=torch.float32)
-
-    def _queries_keys_values(self, x_BND: Tensor) -> tuple[Tensor, ...]:
-        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
-        return tuple(part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
-
-
-def attention_mask(num_positions: int, is_token_BN: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:
-    """True where a position (second to last dimension) may attend to another (last); None where all may to all."""
-    mask = None if is_token_BN is None else is_token_BN[:, None, None]  # B11N
-    if causal:
-        lower_NN = torch.ones(num_positions, num_positions, dtype=torch.bool, device=device).tril()
-        mask = lower_NN if mask is None else mask & lower_NN
-    return mask

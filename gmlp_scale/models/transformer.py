@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from gmlp_scale.models.attention import AttentionBlock, SelfAttention
 from gmlp_scale.models.backbone import NumBlocks
-from gmlp_scale.models.exporting import flatten_heads
-from gmlp_scale.models.norm import LayerNorm
 from gmlp_scale.models.toeplitz import toeplitz
 
 NUM_BUCKETS = 32
@@ -72,78 +71,27 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
         return attention + 2 * n * d * self.d_ffn
 
 
-class TransformerBlock(nn.Module):
-    """One layer, x_BND -> x_BND. No position attends to a position where is_token_BN is False."""
-
+class TransformerBlock(AttentionBlock):
     def __init__(self, config: TransformerConfig, dropout: float = 0.0):
-        super().__init__()
-        self.attention_norm = LayerNorm(config.d_model)
-        attention = PositionalAveraging if config.positions == "relative_only" else SelfAttention
-        self.attention = attention(config, dropout)
-        self.norm = LayerNorm(config.d_model)
-        self.expand = nn.Linear(config.d_model, config.d_ffn)
-        self.project = nn.Linear(config.d_ffn, config.d_model)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        x_BND = x_BND + self.dropout(self.attention(self.attention_norm(x_BND), is_token_BN))
-        return x_BND + self.dropout(self.project(F.gelu(self.expand(self.norm(x_BND)))))
-
-    def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        """weights_BHNN of the attention, where the block's input is x_BND."""
-        return self.attention.weights(self.attention_norm(x_BND), is_token_BN)
-
-
-class SelfAttention(nn.Module):
-    """softmax(q k^T / sqrt(K) + relative biases) v over all positions that hold a token."""
-
-    def __init__(self, config: TransformerConfig, dropout: float = 0.0):
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)
-        self.relative_bias = RelativeBias(config.num_heads) if config.positions == "relative" else None
-        self.out = nn.Linear(config.d_model, config.d_model)
-
-    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
-        mask = self._mask(x_BND, is_token_BN)
-        dropout = self.dropout if self.training else 0.0
-        attended_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=mask, dropout_p=dropout)
-        return self.out(flatten_heads(attended_BHNK))
-
-    def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        """The softmax as float32 weights_BHNN: what each position (third axis) takes from each (fourth axis)."""
-        q_BHNK, k_BHNK, _ = self._queries_keys_values(x_BND)
-        scores_BHNN = q_BHNK @ k_BHNK.mT / math.sqrt(q_BHNK.shape[-1])
-        mask = self._mask(x_BND, is_token_BN)
-        if mask is not None:
-            scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHNN + mask
-        return scores_BHNN.softmax(-1, dtype=torch.float32)
-
-    def _queries_keys_values(self, x_BND: Tensor) -> tuple[Tensor, ...]:
-        qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
-        return tuple(part.transpose(1, 2) for part in qkv_BN3HK.unbind(2))
-
-    def _mask(self, x_BND: Tensor, is_token_BN: Tensor | None) -> Tensor | None:
-        """What scaled_dot_product_attention takes: a bool mask of the keys, or biases with -inf at padding."""
-        mask = is_token_BN[:, None, None] if is_token_BN is not None else None  # B11N, over keys
-        if self.relative_bias is None:
-            return mask
-        bias_1HNN = self.relative_bias(x_BND.shape[1], x_BND.device).unsqueeze(0)
-        return bias_1HNN.masked_fill(~mask, -torch.inf) if mask is not None else bias_1HNN
+        d_model, num_heads = config.d_model, config.num_heads
+        if config.positions == "relative_only":
+            attention = PositionalAveraging(d_model, num_heads, dropout)
+        else:
+            relative_bias = RelativeBias(num_heads) if config.positions == "relative" else None
+            attention = SelfAttention(d_model, num_heads, dropout, relative_bias=relative_bias)
+        super().__init__(attention, d_model, config.d_ffn, dropout, F.gelu)
 
 
 class PositionalAveraging(nn.Module):
     """softmax(relative biases) v: self-attention without queries and keys (a Random Synthesizer)."""
 
-    def __init__(self, config: TransformerConfig, dropout: float = 0.0):
+    def __init__(self, d_model: int, num_heads: int, dropout: float):
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads = num_heads
         self.dropout = nn.Dropout(dropout)
-        self.value = nn.Linear(config.d_model, config.d_model)
-        self.relative_bias = RelativeBias(config.num_heads)
-        self.out = nn.Linear(config.d_model, config.d_model)
+        self.value = nn.Linear(d_model, d_model)
+        self.relative_bias = RelativeBias(num_heads)
+        self.out = nn.Linear(d_model, d_model)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         v_BNHK = self.value(x_BND).unflatten(-1, (self.num_heads, -1))
