@@ -78,7 +78,7 @@ EXCEPTIONS = {
 CONFINED = {
     "gmlp_scale.prepare": ("gmlp_scale.prepare", "data_prep"),
     "datatrove": ("gmlp_scale.prepare",),
-    "deepspeed": ("gmlp_scale.engine.zero",),
+    "deepspeed": ("gmlp_scale.engine.zero", "gmlp_scale.engine.zero_masters"),
     "torch.distributed": ("gmlp_scale.world", "gmlp_scale.engine", "gmlp_scale.rank_server", "launch.elastic"),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
     "tensorboard": (

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 1 to 3. Only this file imports DeepSpeed (0.19.8), and only to build an engine.
+"""DeepSpeed's ZeRO, stages 1 to 3. Only this file and zero_masters.py import DeepSpeed (0.19.8), and only to run it.
 
 Stage 1 shards masters and moments, stage 2 gradients as well, stage 3 the parameters too.
 """
@@ -6,7 +6,6 @@ Stage 1 shards masters and moments, stage 2 gradients as well, stage 3 the param
 import contextlib
 import io
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,18 +15,18 @@ import torch
 from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
-from gmlp_scale.engine.masters import MOMENTS, Masters, Piece, ReadSlice, model_key, moment_key, read_elements
+from gmlp_scale.engine.masters import Masters, Piece, ReadSlice, model_key
 from gmlp_scale.engine.muon import count_in_matrices, exchanged_bytes, muon_matrices
 from gmlp_scale.engine.optimizer import (
     OptimizerConfig,
     build_adamw,
     count_left_out,
-    create_moments,
     decayed_names,
     differentiated,
 )
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
+from gmlp_scale.engine.zero_masters import ZeroMasters
 from gmlp_scale.engine.zero_muon import ZeroMuon
 from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS, merged_settings, refuse_offload, required_settings
 from gmlp_scale.world import World
@@ -131,7 +130,7 @@ class ZeroEngine:
         self.vectors = Vectors(_taken_out(model, float32_vectors(model, train.precision), world), world)
         self.vectors_norm = torch.zeros((), device=world.device)
         self.vector_masters = Masters(self.vectors.masters(), optimizer, decayed=set())
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         initial = {model_key(name): parameter.data for name, parameter in model.named_parameters()}
         matrices = muon_matrices(model, optimizer)
         settings = merged_settings(
@@ -153,16 +152,13 @@ class ZeroEngine:
         self.adamw: torch.optim.AdamW = self.zero.optimizer
         self.adamw.register_step_pre_hook(self._clip_and_update_matrices)
         self.adamw.register_step_post_hook(lambda adamw, *_: count_left_out(adamw))
-        self.parameters = dict(self.module.module.named_parameters())
-        of_module = {name: self.parameters[name] for name in matrices}
-        options = {"zero": self.zero, "stage": self.stage, "world": world, "precision": train.precision}
-        self.muon = ZeroMuon(optimizer, of_module, matrices, **options)  # without matrices it does nothing
-        self.moments = {name: () if name in matrices else MOMENTS for name in self.parameters}
-        self._create_moments()
+        # Without matrices it does nothing.
+        self.muon = ZeroMuon(self.module, matrices, optimizer, stage=self.stage, world=world, precision=train.precision)
+        self.zero_masters = ZeroMasters(self.module, shapes, self.muon, stage=self.stage, world=world)
         if train.precision == "bf16":
             # DeepSpeed made its masters from weights that it had already rounded to bfloat16.
-            for name in self.parameters:
-                self._write(name, None, lambda key, first, stop: initial[key][first:stop])
+            for name in shapes:
+                self.zero_masters.write(name, None, lambda key, first, stop: initial[key][first:stop])
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.module.set_gradient_accumulation_boundary(is_last)
@@ -181,7 +177,7 @@ class ZeroEngine:
         return norm
 
     def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        whole = [*self.parameters.values(), *self.vectors.parameters.values()]
+        whole = [*self.zero_masters.parameters.values(), *self.vectors.parameters.values()]
         return differentiated(self.module.module(batch), whole)
 
     @torch.no_grad()
@@ -194,37 +190,17 @@ class ZeroEngine:
         return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        owners = self._owners()
-        for name, parameter in self.parameters.items():
-            # Each of these calls gathers on all ranks.
-            tensors = {model_key(name): safe_get_full_fp32_param(parameter)}
-            for moment in self.moments[name]:
-                tensors[moment_key(name, moment)] = safe_get_full_optimizer_state(parameter, moment)
-            if owners[name] == self.world.rank:
-                for key, tensor in tensors.items():
-                    yield key, Piece(tensor, self.shapes[name], 0)
+        yield from self.zero_masters.pieces()
         yield from self.vector_masters.pieces()
         yield from self.muon.pieces()
 
     def load_state(self, read: ReadSlice, step: int) -> None:
-        for name in self.parameters:
-            for moment in (None, *self.moments[name]):
-                self._write(name, moment, read)
-        for state in self.adamw.state.values():
-            state["step"].fill_(step)
-        self._refresh_weights()
+        self.zero_masters.load(read, step)
         self.vector_masters.load(read, step)
         self.muon.load(read)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        for name, parameter in self.parameters.items():
-            full = safe_get_full_fp32_param(parameter)
-            if self.world.is_main:
-                yield name, full.cpu()
+        yield from self.zero_masters.full_weights()
         if self.world.is_main:
             for name, vector in self.vectors.parameters.items():
                 yield name, vector.detach().cpu()
@@ -255,61 +231,6 @@ class ZeroEngine:
         if self.stage == 3:
             for module in self.module.module.modules():
                 module._parameters._in_forward = is_forward
-
-    def _create_moments(self) -> None:
-        """DeepSpeed would create them at the first step, but state and load_state come earlier."""
-        if self.stage == 3:
-            flats = self.zero.fp32_partitioned_groups_flat
-        else:
-            flats = [flat for group in self.adamw.param_groups for flat in group["params"]]
-        create_moments(self.adamw, [flat for flat in flats if flat not in self.muon.muons])
-        if self.stage < 3:
-            self.zero._lazy_init_hp_params_optimizer_state()  # which makes an empty state for each other one
-            for flat in self.muon.muons:
-                del self.adamw.state[flat]
-
-    def _owners(self) -> dict[str, int]:
-        """The rank that gives each parameter in state(): always the one with the fewest elements so far."""
-        sizes = [0] * self.world.size
-        owners = {}
-        for name, shape in self.shapes.items():
-            owners[name] = sizes.index(min(sizes))
-            sizes[owners[name]] += math.prod(shape)
-        return owners
-
-    @torch.no_grad()
-    def _write(self, name: str, moment: str | None, read: ReadSlice) -> None:
-        """Reads this rank's part of a master (or of its `moment`) and writes it into DeepSpeed's."""
-        key = moment_key(name, moment) if moment else model_key(name)
-        parameter, shape = self.parameters[name], self.shapes[name]
-        if self.stage == 3:
-            # safe_set_full_* fails where the ranks do not divide the parameter (stage3.py, set_full_hp_param).
-            # safe_set_local_* takes the rank's part with its padding.
-            from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-            padded = torch.zeros(parameter.ds_tensor.numel())
-            start = len(padded) * self.world.rank
-            values = read_elements(read, key, shape, start, min(start + len(padded), math.prod(shape)))
-            padded[: len(values)] = values
-            if moment:
-                safe_set_local_optimizer_state(parameter, padded, moment)
-            else:
-                safe_set_local_fp32_param(parameter, padded)
-        elif mapping := parameter._hp_mapping:  # None where this rank holds no part of it
-            address = mapping.lp_fragment_address
-            values = read_elements(read, key, shape, address.start, address.start + address.numel)
-            mapping.get_hp_fragment(moment).copy_(values)
-
-    def _refresh_weights(self) -> None:
-        """Copies the masters to the weights that the model computes with, as DeepSpeed does after a step."""
-        if self.stage < 3:
-            self.zero.update_lp_params()
-            return
-        self.zero._partition_all_parameters()
-        for group in range(len(self.zero.fp16_groups)):
-            self.zero._reassign_or_swap_out_partitioned_parameters(group)
-        if persistent := self.zero.persistent_parameters:  # small ones, gathered all the time
-            persistent[0].all_gather(persistent)
 
 
 def _taken_out(model: nn.Module, vectors: dict[str, nn.Parameter], world: World) -> dict[str, nn.Parameter]:

@@ -32,21 +32,22 @@ class ZeroMuon:
     """The matrices' momenta and updates. DeepSpeed's optimizer has the matrices, if any, as its last group.
 
     Args:
-        matrices: the parameters of DeepSpeed's module.
-        zero: DeepSpeed's sharding optimizer.
+        module: DeepSpeed's engine.
+        shapes: of the whole matrices, by name.
     """
 
     def __init__(
         self,
-        config: MuonConfig,
-        matrices: dict[str, nn.Parameter],
+        module: nn.Module,
         shapes: dict[str, tuple[int, int]],
+        config: MuonConfig,
         *,
-        zero,
         stage: int,
         world: World,
         precision: str,
     ):
+        zero = module.optimizer  # DeepSpeed's sharding optimizer
+        matrices = {name: matrix for name, matrix in module.module.named_parameters() if name in shapes}
         if stage == 3:
             flats = zero.fp32_partitioned_groups_flat
             self.places = {name: _place_in_stage_3(matrix, zero, world) for name, matrix in matrices.items()}
