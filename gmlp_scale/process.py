@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Iterable
 from types import FrameType
+from typing import Literal
 
 import torch
 
@@ -23,7 +24,6 @@ _OTHER_OPEN_FILES = 256
 """Shards, checkpoints, logs and libraries."""
 
 ONE_GPU_EACH = "start as many processes on a node as it has GPUs, or set train.device to cpu"
-
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -52,7 +52,24 @@ def allow_open_files(rank: int, size: int) -> None:
         )  # fmt: skip
 
 
-def own_gpu(local_rank: int) -> torch.device:
+def take_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """The device that this process computes on: the GPU of its local rank or the only one that it sees, or the CPU.
+
+    Raises:
+        DeviceError: `kind` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
+    """
+    has_gpu = torch.cuda.is_available()
+    if kind == "cuda" and not has_gpu:
+        raise DeviceError("train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu")
+    device = _own_gpu(local_rank) if has_gpu and kind != "cpu" else torch.device("cpu")
+    # DeepSpeed reads these two. Without the first it would take a GPU for a run on the CPU. The second is the number of
+    # its GPU; it needs it even without a launcher.
+    os.environ["DS_ACCELERATOR"] = device.type
+    os.environ["LOCAL_RANK"] = str(local_rank if device.index is None else device.index)
+    return device
+
+
+def _own_gpu(local_rank: int) -> torch.device:
     num_gpus = torch.cuda.device_count()
     # A launcher may let each process see its own GPU only, as Slurm does with --gpus-per-task=1.
     index = local_rank if num_gpus > 1 else 0

@@ -1,6 +1,6 @@
 """The processes of a run: the ranks, the store and the process groups that join them.
 
-No other module of the package than this one, process and telling reads the environment.
+Only this module, rendezvous, process and telling read the environment.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from gmlp_scale.errors import InputError, LostRankError, OtherRankError
-from gmlp_scale.files import redacted
 from gmlp_scale.process import (
     ONE_GPU_EACH,
     STOP_SIGNALS,
@@ -27,16 +26,15 @@ from gmlp_scale.process import (
     StopSignal,
     allow_open_files,
     keep_freed_memory,
-    own_gpu,
+    take_device,
 )
+from gmlp_scale.rendezvous import describe_absent, first_line, join_store
 from gmlp_scale.roll_call import RollCall
 
 log = logging.getLogger(__name__)
 
 _HOST_BYTES = 64
-"""Of a host's name, which Linux lets have as many."""
-
-_NUM_NAMED = 8
+"""The longest name of a host that Linux allows."""
 
 _NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
@@ -61,8 +59,8 @@ def start_world(
         timeout_seconds: how long a collective waits for the other ranks before it raises.
         device: "auto" takes the GPU of this process's local rank where there is one, or the only GPU that it sees.
         init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
-        hear_stop_signals: catch them for `is_stop_signalled`; False where nobody asks it.
-        run: what the processes do together, as their run folder. A process of another run that joins is refused.
+        hear_stop_signals: catch stop signals for `is_stop_signalled`. False for a command that never asks it.
+        run: a name for what the processes do together, such as their run folder. A process of another run is refused.
         traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
 
     Raises:
@@ -79,26 +77,18 @@ def start_world(
             "start the processes with torchrun or deepspeed, or set all five"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch_device = own_gpu(local_rank) if device == "cuda" else torch.device("cpu")
-    # DeepSpeed reads these two. Without the first it would take a GPU for a run on the CPU. The second is the number of
-    # its GPU; it needs it even without a launcher.
-    os.environ["DS_ACCELERATOR"] = device
-    os.environ["LOCAL_RANK"] = str(torch_device.index if device == "cuda" else local_rank)
+    own_device = take_device(device, local_rank)
     if traces_in:
         os.environ.setdefault(_NCCL_TRACE, f"{traces_in}/nccl_trace_rank_")
-    if device == "cpu":
+    if own_device.type == "cpu":
         keep_freed_memory()
 
     host_group = roll_call = None
     timeout = timedelta(seconds=timeout_seconds)
-    store = _join_store(rank, size, timeout, run) if size > 1 else dist.HashStore()
+    store = join_store(rank, size, timeout, run) if size > 1 else dist.HashStore()
     try:
         if size > 1 or init_group:
-            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
             dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
         if size > 1:
             # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
@@ -107,50 +97,12 @@ def start_world(
     except RuntimeError as error:
         if not _is_of_collective(error):
             raise
-        raise LostRankError(_describe_absent(store, size, timeout, error)) from None
+        raise LostRankError(describe_absent(store, size, timeout, error)) from None
     stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else ())
-    world = World(rank, size, local_rank, torch_device, store, host_group, roll_call, stop_signal)
-    if device == "cuda":
+    world = World(rank, size, local_rank, own_device, store, host_group, roll_call, stop_signal)
+    if own_device.type == "cuda":
         _refuse_shared_gpus(world)
     return world
-
-
-def _join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Store:
-    """The ranks' key-value store, at MASTER_ADDR and MASTER_PORT: torchrun's agent has it, or else rank 0."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    found, needed = f"the ranks' key-value store at {address}:{port}", "give each job on a host its own MASTER_PORT"
-    try:
-        # It does not wait for its clients: a stranger would be counted among them.
-        store = dist.TCPStore(address, port, size, is_host, timeout, wait_for_workers=False)
-        if rank == 0:
-            store.set("run", redacted(run))
-        host_run = store.get("run").decode()
-    except dist.DistNetworkError as error:
-        if is_host:
-            raise InputError(f"{found} cannot be opened ({_first_line(error)}); {needed}") from None
-        raise LostRankError(f"rank {rank} did not reach {found}: {_first_line(error)}") from None
-    except dist.DistStoreError:
-        seconds = timeout.total_seconds()
-        raise LostRankError(f"rank 0 did not come to {found} in {seconds:.0f} s: its own message says why") from None
-    if host_run != redacted(run):
-        raise InputError(f"{found} belongs to the run {host_run}, and this rank {rank} to {redacted(run)}; {needed}")
-    store.set(f"came/{rank}", "")
-    return store
-
-
-def _describe_absent(store: dist.Store, size: int, timeout: timedelta, error: Exception) -> str:
-    """Which ranks were never there when the process groups could not be made."""
-    try:
-        absent = [rank for rank in range(size) if not store.check([f"came/{rank}"])]
-    except RuntimeError:
-        absent = [0]  # it has the store, or its launcher
-    if not absent:
-        return f"all ranks came, but could not be connected ({_first_line(error)})"
-    names = ", ".join(f"rank {rank}" for rank in absent[:_NUM_NAMED])
-    others = f" and {len(absent) - _NUM_NAMED} more" if len(absent) > _NUM_NAMED else ""
-    seconds = timeout.total_seconds()
-    return f"{names}{others} did not come within {seconds:.0f} s; their own messages, or their hosts', say why"
 
 
 def _hosts(group: dist.ProcessGroup, size: int) -> list[str]:
@@ -189,8 +141,8 @@ class World:
     local_rank: int
     device: torch.device
     store: dist.Store
-    """The launcher's key-value store: what a background thread tells other ranks without a collective. Ask for a key
-    with `check`; a `get` that waits would hold up all other threads' use of the store."""
+    """The launcher's key-value store, by which background threads tell other ranks something without a collective. Ask
+    for a key with `check`: a `get` that waits would keep all other threads from the store."""
     _host_group: dist.ProcessGroup | None
     _roll_call: RollCall | None
     _stop_signal: "StopSignal"
@@ -200,7 +152,7 @@ class World:
         return self.rank == 0
 
     def name_of(self, rank: int) -> str:
-        """As messages name it: its number and its host."""
+        """How messages name a rank: by its number and its host."""
         host = self._roll_call.hosts[rank] if self._roll_call else socket.gethostname()
         return f"rank {rank} (host {host})"
 
@@ -259,16 +211,16 @@ class World:
             raise OtherRankError("rank 0 could not go on; its own message says why")
 
     def alone(self) -> "World":
-        """This process as the only one, for what it does without the others. Is not to be stopped."""
+        """A world of this process alone, for work without the other ranks. Do not stop it."""
         return replace(self, rank=0, size=1, _host_group=None, _roll_call=None)
 
     def wait_for_device(self) -> None:
-        """Waits until the device is idle. For clocks; an ordinary step must not wait."""
+        """Waits until the device is idle. Only for measuring times: an ordinary step must not wait."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def note(self, doing: str) -> None:
-        """What this rank does from now on, as "the norm of step 7": told where a rank is lost."""
+        """Records what this rank does from now on, such as "the norm of step 7". A LostRankError says it."""
         if self._roll_call:
             self._roll_call.doing = doing
 
@@ -283,7 +235,7 @@ class World:
             missing = self._roll_call.describe_missing()
             log.debug("the collective that failed:", exc_info=error)
             why = "Their own messages, or their hosts', say why; the same command resumes"
-            raise LostRankError(f"{missing}. {why} from the newest checkpoint ({_first_line(error)})") from None
+            raise LostRankError(f"{missing}. {why} from the newest checkpoint ({first_line(error)})") from None
 
     @property
     def is_stop_signalled(self) -> bool:
@@ -292,7 +244,7 @@ class World:
 
     @property
     def has_lost_ranks(self) -> bool:
-        """Whether a collective has failed, and the ranks that are gone were looked for: wait for nobody any more."""
+        """Whether a collective has failed and the lost ranks were looked for. From then on, wait for no other rank."""
         return self._roll_call is not None and self._roll_call.has_missed
 
     def stop(self) -> None:
@@ -324,7 +276,3 @@ class World:
 
 def _is_of_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rpartition("] ")[2]

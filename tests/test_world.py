@@ -1,30 +1,17 @@
+"""What the ranks of a World tell each other, and how a World starts and ends."""
+
 import contextlib
-import logging
 import os
-import platform
-import re
-import resource
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gmlp_scale import telling
-from gmlp_scale.config import ConfigError
-from gmlp_scale.errors import InputError, LostRankError, UserError
-from gmlp_scale.files import PlaceError
-from gmlp_scale.process import DeviceError
-from gmlp_scale.telling import command, set_up_logging, tell
 from gmlp_scale.world import launched_world_size, start_world
 from tests.gloo_ranks import run_ranks
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _agree() -> dict:
@@ -136,211 +123,9 @@ def test_one_process_needs_no_launcher(monkeypatch, number):
     assert signal.getsignal(number) == before
 
 
-def test_an_ignored_signal_stays_ignored(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with start_world(30, "cpu") as world:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not world.is_stop_signalled
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with start_world(30, "cpu") as world:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert world.is_stop_signalled
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def _open_files(hard_limit: int) -> tuple[int, list[str]]:
-    """The soft limit that a run has, and its warnings."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard_limit))
-    warnings = []
-    logging.getLogger("gmlp_scale.process").warning = lambda message, *values: warnings.append(message % values)
-    with start_world(30, "cpu"):
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0], warnings
-
-
-def test_a_run_may_open_as_many_files_as_the_hard_limit_lets_it():
-    assert run_ranks(_open_files, 1, 1000) == [(1000, [])]
-    ((limit, warnings),) = run_ranks(_open_files, 1, 200)
-    assert limit == 200
-    assert warnings[0].startswith("a process may open 200 files here, and 1 ranks may need 260: raise ulimit -Hn")
-
-
-def _one_visible_gpu(uuids: list[str]) -> tuple[int, str] | str:
-    """The device of a process that sees one GPU, with this UUID by rank, and the LOCAL_RANK that DeepSpeed reads."""
-    rank, init_process_group = int(os.environ["RANK"]), torch.distributed.init_process_group
-    torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = lambda: True, lambda: 1, lambda gpu: None
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[rank])
-    torch.distributed.init_process_group = lambda backend, **options: init_process_group("gloo", **options)
-    try:
-        with start_world(30) as world:
-            return world.device.index, os.environ["LOCAL_RANK"]
-    except DeviceError as error:
-        return str(error)
-
-
-def test_a_process_takes_the_only_gpu_that_it_sees_unless_another_has_it():
-    one, other = "6f1f4a52-0d5e-3b1c-9a57-1c2d3e4f5a6b", "6f1f4a53-0d5e-3b1c-9a57-1c2d3e4f5a6b"
-    assert run_ranks(_one_visible_gpu, 2, [one, other]) == [(0, "0"), (0, "0")]
-    for error in run_ranks(_one_visible_gpu, 2, [one, one]):
-        assert error.startswith("ranks [0, 1] do not have a GPU each; start as many processes on a node as it has GPUs")
-
-
-def _page_faults_of_freed_tensors(starts: bool) -> list[int]:
-    if starts:
-        start_world(30, "cpu")
-    num_faults = []
-    for mebibytes in (48, 46, 44, 42):  # each fits where the one before was; glibc itself keeps up to 32
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(mebibytes * 2**18)
-        num_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return num_faults[1:]
-
-
-def _huge_pages_kib() -> int:
-    start_world(30, "cpu")
-    _ = torch.ones(2**23)
-    return sum(int(line.split()[1]) for line in open("/proc/self/smaps") if line.startswith("AnonHugePages"))
-
-
-@pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="needs glibc 2.35, which may keep more than 32 MiB")
-def test_a_cpu_process_keeps_the_memory_that_its_tensors_free(monkeypatch):
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # huge pages need few faults, kept or not
-    (faults,), (kept_faults,) = (run_ranks(_page_faults_of_freed_tensors, 1, starts) for starts in (False, True))
-    assert min(faults) > 5000 and max(kept_faults) < 500
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="there are no huge pages here"
-)
-def test_a_cpu_process_has_huge_pages(monkeypatch):
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    assert run_ranks(_huge_pages_kib, 1) > [2**14]
-
-
-def test_rank_0_tells_an_error_at_once_and_the_others_only_if_they_live_on(monkeypatch, capsys):
-    slept = []
-    monkeypatch.setattr(telling.time, "sleep", slept.append)
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        tell(ValueError("no shards at s3://me:secret@bucket/c4"))
-    assert slept == [telling.OTHERS_TELL_AFTER_SECONDS]
-    assert capsys.readouterr().err == "no shards at s3://***@bucket/c4\n" * 2
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (InputError("--step is 7"), 2),
-        (UserError("another job holds outputs/a"), 1),
-        (FileNotFoundError("no shards"), 2),
-        (OSError("the disk is full"), 1),
-        (PlaceError("foo://x cannot be opened"), 2),
-        (PermissionError("recipe.yaml"), 2),
-    ],
-)
-def test_a_command_tells_a_users_mistake_in_its_words_and_returns_its_code(error, code, capsys):
-    @command
-    def main() -> int:
-        raise error
-
-    assert main() == code and capsys.readouterr().err == f"{error}\n"
-
-
-def test_a_command_lets_an_error_of_ours_keep_its_traceback(capsys):
-    @command
-    def main() -> int:
-        (_,) = 1, 2
-
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        main()
-    assert capsys.readouterr().err == ""
-
-
-def test_a_lost_rank_is_told_at_once_and_without_the_launcher(monkeypatch, capsys, tmp_path):
-    """The launcher of a host that was cut off stands still, so its report never comes."""
-    monkeypatch.setattr(telling.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    tell(LostRankError("rank 0 (host n1) does not answer"))
-    assert capsys.readouterr().err == "rank 0 (host n1) does not answer\n" and not list(tmp_path.iterdir())
-
-
-def test_torchrun_ends_its_report_with_our_error(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    tell(ConfigError("smoke.yaml", ["seed: found 'x'; needed: a valid integer"]))
-    assert capsys.readouterr().err == "", "it would be told twice"
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
-    report = str(ChildFailedError("launch/pretrain.py", {0: failure})).splitlines()
-    assert report[-3] == "  traceback : smoke.yaml: 1 mistake"
-    assert report[-2] == "    seed: found 'x'; needed: a valid integer"
-
-
 def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert launched_world_size() == 2
     with pytest.raises(ValueError, match="torchrun or deepspeed"):
         start_world(30, "cpu")
-
-
-def _join(runs: list[str], timeout_seconds: float = 3) -> str:
-    try:
-        start_world(timeout_seconds, "cpu", run=runs[int(os.environ["RANK"])])
-    except (InputError, LostRankError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "joined"
-
-
-def test_a_rank_of_another_run_is_refused_and_the_rank_that_did_not_come_is_named():
-    first, stranger = run_ranks(_join, 2, ["outputs/mine", "s3://key:secret@bucket/yours"])
-    assert re.fullmatch(
-        r"InputError: the ranks' key-value store at 127\.0\.0\.1:\d+ belongs to the run outputs/mine, and this rank "
-        r"1 to s3://\*\*\*@bucket/yours; give each job on a host its own MASTER_PORT",
-        stranger,
-    ), stranger
-    assert first.startswith("LostRankError: rank 1 did not come within 3 s"), first
-
-
-def _open_a_port_that_is_taken() -> str:
-    os.environ["WORLD_SIZE"] = "2"
-    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
-        return _join(["outputs/mine"])
-
-
-def test_a_port_of_another_job_is_an_error_that_says_so():
-    (error,) = run_ranks(_open_a_port_that_is_taken, 1)
-    assert re.match(r"InputError: the ranks' key-value store at 127\.0\.0\.1:\d+ cannot be opened \(.*in use", error)
-    assert error.endswith("; give each job on a host its own MASTER_PORT")
-
-
-def _reach_nobody() -> str:
-    os.environ |= {"WORLD_SIZE": "2", "RANK": "1"}
-    return _join(["", "outputs/mine"], timeout_seconds=0.5)
-
-
-def test_a_rank_that_does_not_reach_the_first_says_so():
-    (error,) = run_ranks(_reach_nobody, 1)
-    assert error.startswith("LostRankError: rank 1 did not reach the ranks' key-value store at 127.0.0.1:"), error
-
-
-def test_log_lines_name_the_rank_when_there_are_several(monkeypatch, capsys):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    log = logging.getLogger("gmlp_scale")
-    kept = log.handlers, log.propagate, log.level
-    try:
-        with start_world(30, "cpu") as world:
-            set_up_logging(world)
-            set_up_logging(world)  # twice must not double the lines
-            logging.getLogger("gmlp_scale.train").info("step 1")
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO step 1", lines[0])
-    finally:
-        log.handlers, log.propagate = kept[:2]
-        log.setLevel(kept[2])
