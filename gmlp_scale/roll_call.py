@@ -14,13 +14,14 @@ class RollCall:
 
     store: this rank's client of the key-value store that all ranks share, a torch.distributed.Store.
     hosts: the name of each rank's host.
-    doing: what the rank does now, as "the norm of step 7". Its main thread keeps it up to date.
+    doing: what the rank does now, such as "the norm of step 7". Its main thread keeps it up to date.
     """
 
     def __init__(self, store, rank: int, hosts: list[str]):
         self.rank, self.hosts, self.doing = rank, hosts, "the start of the run"
         self._store = store
-        self._answered_at: float | None = None
+        self._answered_at: float | None = None  # when this rank answered a call
+        self._heard_at = 0.0  # when the store last answered
         self.has_missed, self._is_store_gone = False, False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, args=(store.clone(),), daemon=True)
@@ -30,10 +31,12 @@ class RollCall:
         """Which ranks do not answer, and what the others were doing."""
         self.has_missed = True
         heard: list[dict[int, str]] = []
-        # In a thread of its own: where the link to the store is cut, a client waits for its answer without end.
+        # In a thread of its own: if the link to the store is cut, a client waits for its answer for ever.
         asking = threading.Thread(target=self._ask, args=(heard,), daemon=True)
+        self._heard_at = time.monotonic()
         asking.start()
-        asking.join(ANSWER_SECONDS + 0.25)
+        while asking.is_alive() and time.monotonic() < self._heard_at + ANSWER_SECONDS + 0.25:
+            asking.join(0.05)
         self._is_store_gone = not heard
         if self._is_store_gone:
             return f"{self._store_is_gone()}; rank {self.rank} waited in {self.doing}"
@@ -55,9 +58,9 @@ class RollCall:
         return f"rank 0 (host {host}) or its launcher, which hold the ranks' key-value store, is gone or cut off{too}"
 
     def _ask(self, heard: list[dict[int, str]]) -> None:
-        """Adds what each rank that answers was doing, by rank; nothing if the store is gone."""
+        """Adds to `heard` what each rank that answers was doing. Adds nothing if the store is gone."""
         present = {self.rank: self.doing}
-        # Where another rank has called before, which then left, all have had their time since.
+        # Another rank may have called first and then left. All ranks have had their time since its call.
         deadline = (self._answered_at or time.monotonic()) + ANSWER_SECONDS
         is_over = False
         try:
@@ -68,6 +71,7 @@ class RollCall:
                 if self._store.check(["present"]):
                     lines = self._store.get("present").decode().splitlines()
                     present |= {int(rank): doing for rank, doing in (line.split(" ", 1) for line in lines)}
+                self._heard_at = time.monotonic()
         except RuntimeError:
             return
         heard.append(present)

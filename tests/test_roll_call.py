@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from gmlp_scale import roll_call
 from gmlp_scale.errors import LostRankError
 from gmlp_scale.world import World, start_world
 from tests.gloo_ranks import run_ranks
@@ -68,6 +69,30 @@ def test_a_rank_that_answers_from_elsewhere_is_shown():
     first, *_ = run_ranks(_wait_in_step_7, 3, "is late")
     assert "all ranks answer" in first
     assert "rank 0 in the norm of step 7" in first and "rank 1 in the save of step 6" in first
+
+
+class _SlowStore:
+    """Takes its time for every answer."""
+
+    def clone(self) -> "_SlowStore":
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.3)
+        return keys == ["present"]
+
+    def get(self, key: str) -> bytes:
+        return b"1 the save of step 6\n"
+
+
+def test_a_slow_store_is_not_taken_for_one_that_is_gone(monkeypatch):
+    monkeypatch.setattr(roll_call, "ANSWER_SECONDS", 0.5)
+    call = roll_call.RollCall(_SlowStore(), 0, ["a", "b", "c"])
+    assert call.describe_missing() == "rank 2 (host c) does not answer; rank 0 waited in the start of the run"
+    call.end()
 
 
 def test_other_errors_pass(monkeypatch):
