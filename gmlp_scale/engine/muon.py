@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gmlp_scale.engine.optimizer import MuonConfig, OptimizerConfig
+from gmlp_scale.engine.optimizer import MuonConfig, OptimizerConfig, clip_divisor
 from gmlp_scale.world import World
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -142,7 +142,7 @@ class Muon:
         """
         is_finite = torch.isfinite(norm)
         share = is_finite * (1 - self.config.momentum)
-        scale = ((norm + 1e-6) / max_norm).clamp(min=1.0).reciprocal() if max_norm else None
+        scale = clip_divisor(norm, max_norm).reciprocal() if max_norm else None
         updates = []
         for name, momentum in self.momenta.items():
             gradient = gradients[name].reshape(-1) if len(momentum) else momentum

@@ -132,6 +132,11 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(norms))
 
 
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to divide gradients of global norm `norm` by, so that their norm is at most `max_norm`."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+
 def update(optimizer: torch.optim.AdamW, learning_rate: float, norm: Tensor, max_norm: float | None) -> None:
     """One AdamW step on gradients of global norm `norm`, clipped to `max_norm`; no step if the norm is not finite.
 
@@ -142,7 +147,7 @@ def update(optimizer: torch.optim.AdamW, learning_rate: float, norm: Tensor, max
         group["lr"] = learning_rate
     optimizer.found_inf = (~torch.isfinite(norm)).float()
     if max_norm is not None:
-        optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+        optimizer.grad_scale = clip_divisor(norm, max_norm)
     optimizer.step()
     count_left_out(optimizer)
 

@@ -6,7 +6,6 @@ together with its matrix.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gmlp_scale.engine.masters import Master
@@ -68,7 +67,7 @@ class Vectors:
         squared_norm: 0-d, of the other gradients that this rank holds. Returns the global norm of all.
         """
         self.flat[-1] = squared_norm
-        dist.all_reduce(self.flat)
+        self.world.sum_on_device(self.flat)
         self.flat_gradients /= self.world.size
         return (self.flat[-1] + self.flat_gradients.square().sum()).sqrt()
 

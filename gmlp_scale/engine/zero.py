@@ -20,6 +20,7 @@ from gmlp_scale.engine.muon import count_in_matrices, exchanged_bytes, muon_matr
 from gmlp_scale.engine.optimizer import (
     OptimizerConfig,
     build_adamw,
+    clip_divisor,
     count_left_out,
     decayed_names,
     differentiated,
@@ -221,7 +222,7 @@ class ZeroEngine:
         norm = self._norm()
         adamw.found_inf = (~torch.isfinite(norm)).float()
         if self.gradient_clipping is not None:
-            scale = 1.0 / ((norm + 1e-6) / self.gradient_clipping).clamp(min=1.0)
+            scale = clip_divisor(norm, self.gradient_clipping).reciprocal()
             for parameter in (p for group in adamw.param_groups for p in group["params"]):
                 parameter.grad.mul_(scale.to(parameter.grad.device))
         self.muon.step(adamw, norm)

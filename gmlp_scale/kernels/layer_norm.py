@@ -45,7 +45,7 @@ def layer_norm_of_gelu_backward(
 ) -> Tensor:
     """Fills the second half of grad_z. Returns the gradients of gain and bias in float32, [2, G]."""
     num_tokens, d_gate = mean_BN.numel(), len(gain_G)
-    launch = backward_launch(d_gate)
+    launch = full_width(d_gate)
     num_blocks = ceil(num_tokens / launch["BLOCK_T"])
     # All programs run at once, each over its part of the tokens: a second wave would leave most of the GPU idle.
     num_programs = BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(z_BNF.device)
@@ -54,7 +54,7 @@ def layer_norm_of_gelu_backward(
     grads_P2G = z_BNF.new_empty(num_parts, 2, d_gate, dtype=torch.float32)
     _layer_norm_of_gelu_backward_kernel[(num_parts,)](
         grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF, grads_P2G,
-        num_tokens, blocks_per_part, d_gate, **launch,
+        num_tokens, blocks_per_part, d_gate, NUM_STAGES=3, **launch,
     )  # fmt: skip
     return grads_P2G.sum(0)
 
@@ -64,12 +64,6 @@ def full_width(width: int) -> dict[str, int]:
     """Launch options of a program that holds all `width` channels of some tokens, about 2048 numbers."""
     block = triton.next_power_of_2(width)
     return {"BLOCK_T": max(2048 // block, 1), "BLOCK_G": block, "num_warps": 8}
-
-
-@cache
-def backward_launch(width: int) -> dict[str, int]:
-    """full_width's, and how many blocks of tokens the loop of layer_norm_of_gelu_backward holds or loads at a time."""
-    return full_width(width) | {"NUM_STAGES": 3}
 
 
 @cache

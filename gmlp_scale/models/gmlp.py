@@ -246,9 +246,8 @@ class TinyAttention(nn.Module):
         """context_BNK, before the projection to the gate's channels; the fused kernels project it themselves."""
         q_B1NK, k_B1NK, v_B1NK = self._queries_keys_values(y_BND)
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout, is_causal=self.causal).squeeze(
-            1
-        )
+        context_B1NK = F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout, is_causal=self.causal)
+        return context_B1NK.squeeze(1)
 
     def weights(self, y_BND: Tensor) -> Tensor:
         """The softmax as float32 weights_B1NN: what each position (third axis) takes from each (fourth axis)."""

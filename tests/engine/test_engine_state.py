@@ -99,9 +99,7 @@ def test_any_engine_goes_on_from_any_other(one_rank, two_ranks, world_size, engi
 
 
 def test_before_the_first_step_the_state_is_the_initial_float32_weights_and_zero_moments(one_rank, two_ranks):
-    model = build_model(AMLP)
-    model.init_weights(torch.Generator().manual_seed(0))
-    parameters = dict(model.named_parameters())
+    parameters = dict(build_model(AMLP).named_parameters())
     matrices = [f"blocks.{block}.{layer}.weight" for block in range(3) for layer in AMLP_LINEARS]
     for (_, option), run in [*one_rank.items(), *two_ranks.items()]:
         in_muon = matrices if option == "muon" else []

@@ -122,7 +122,6 @@ def test_engines_agree_in_float32_on_one_rank(single, one_rank, engine):
 def _losses_and_norms_in_float64(model_config) -> tuple[list[float], list[float]]:
     """Of the same steps, without an engine."""
     model = build_model(model_config)
-    model.init_weights(torch.Generator().manual_seed(0))
     model.double()
     adamw = build_adamw(model.named_parameters(), OPTIMIZER, decayed_names(model))
     losses, norms = [], []

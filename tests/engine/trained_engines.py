@@ -55,7 +55,6 @@ def start_engine(
     optimizer: OptimizerConfig = OPTIMIZER,
 ):
     model = build_model(model_config)
-    model.init_weights(torch.Generator().manual_seed(0))
     train_config = TrainConfig(
         num_steps=100,
         global_batch_size=BATCH_SIZES,

@@ -34,9 +34,7 @@ MASKS_PADDING = [kind for kind in KINDS if tiny_config(kind).masks_padding]
 
 
 def tiny_model(kind: str, *, seed: int = 0, **changes):
-    model = build_model(tiny_config(kind, **changes))
-    model.init_weights(torch.Generator().manual_seed(seed))
-    return model
+    return build_model(tiny_config(kind, **changes), seed=seed)
 
 
 def perturb(module: torch.nn.Module, scale: float = 0.3) -> None:
@@ -45,6 +43,17 @@ def perturb(module: torch.nn.Module, scale: float = 0.3) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def check_gradients(block: torch.nn.Module, d_model: int) -> None:
+    """Compares the gradients of a float64 block's input and parameters with finite differences."""
+    names = [name for name, _ in block.named_parameters()]
+    x_BND = torch.randn(2, 3, d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def run(x_BND, *parameters):
+        return torch.func.functional_call(block, dict(zip(names, parameters, strict=True)), (x_BND,))
+
+    assert torch.autograd.gradcheck(run, (x_BND.requires_grad_(), *block.parameters()))
 
 
 def random_batch(num_rows: int = 4, num_positions: int = 12, vocab_size: int = 40) -> MaskedBatch:

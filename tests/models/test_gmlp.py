@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from gmlp_scale.models import AmlpConfig, GmlpConfig
+from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import Gating, GmlpBlock
-from tests.models.every_kind import perturb
+from tests.models.every_kind import check_gradients, perturb
 from tests.models.float64_layers import attention, gelu, layer_norm, linear, numbers
 
 GATINGS = get_args(Gating)
@@ -27,10 +27,7 @@ def make_block(gating, *, spatial="toeplitz", d_attn=None, n=N, d_model=4, d_ffn
         config = GmlpConfig(**sizes, spatial=spatial, gating=gating)
     else:
         config = AmlpConfig(**sizes, spatial=spatial, gating=gating, d_attn=d_attn)
-    block = GmlpBlock(config)
-    model = Backbone(vocab_size=8, d_model=d_model, sequence_length=n, blocks=[block], multiply_adds_per_block=0)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return block.to(dtype)
+    return build_model(config, head=Backbone).blocks[0].to(dtype)
 
 
 def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial: str) -> np.ndarray:
@@ -80,13 +77,7 @@ def test_block_is_that_of_the_equations(gating, spatial, d_attn, num_positions):
 def test_gradients_are_right(gating, spatial, d_attn):
     block = make_block(gating, spatial=spatial, d_attn=d_attn, n=3)
     perturb(block)
-    names = [name for name, _ in block.named_parameters()]
-    x_BND = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
-
-    def run(x_BND, *parameters):
-        return torch.func.functional_call(block, dict(zip(names, parameters, strict=True)), (x_BND,))
-
-    assert torch.autograd.gradcheck(run, (x_BND, *block.parameters()))
+    check_gradients(block, d_model=4)
 
 
 @pytest.mark.parametrize("d_attn", [None, 64])

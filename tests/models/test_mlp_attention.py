@@ -14,7 +14,6 @@ CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-linear", "
 
 def causal_model(kind: str, dropout: float = 0.0, **changes) -> NextTokenModel:
     model = build_model(tiny_config(kind, **changes), head=NextTokenModel, causal=True, dropout=dropout)
-    model.init_weights(torch.Generator().manual_seed(0))
     perturb(model)
     return model.double()
 

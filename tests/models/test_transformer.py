@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from gmlp_scale.models.transformer import RelativeBias, relative_bucket
-from tests.models.every_kind import TRANSFORMERS, perturb, tiny_model
+from tests.models.every_kind import TRANSFORMERS, check_gradients, perturb, tiny_model
 from tests.models.float64_layers import attention, gelu, layer_norm, linear, numbers, softmax
 
 
@@ -75,13 +75,7 @@ def test_attention_weights_are_those_of_the_attention(kind, is_padded):
 def test_gradients_are_right(kind):
     block = tiny_model(kind, d_model=4, d_ffn=4).blocks[0].double()
     perturb(block)
-    names = [name for name, _ in block.named_parameters()]
-    x_BND = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
-
-    def run(x_BND, *parameters):
-        return torch.func.functional_call(block, dict(zip(names, parameters, strict=True)), (x_BND,))
-
-    assert torch.autograd.gradcheck(run, (x_BND, *block.parameters()))
+    check_gradients(block, d_model=4)
 
 
 def test_buckets_are_those_of_t5():
