@@ -6,11 +6,11 @@ class UserError(Exception):
 
     exit_code = 1
     """What a process leaves with. 1: the same command may pass later, as after a lost rank or another job in the run
-    folder. 2: it would fail again. Clusters and launch/elastic.py start again what left with 1."""
+    folder. 2: it would fail again. Clusters and launch/elastic.py restart a process that left with 1."""
 
 
 class InputError(UserError, ValueError):
-    """What was asked for or given cannot be used: options, a recipe, data, a model, a folder."""
+    """Something given cannot be used: an option, a recipe, data, a model, a folder."""
 
     exit_code = 2
 
@@ -28,6 +28,6 @@ USER_ERRORS = (UserError, OSError)
 
 
 def exit_code(error: Exception) -> int:
-    """What a process leaves with after one of USER_ERRORS. A full disk may pass, a missing file does not."""
+    """What a process leaves with after one of USER_ERRORS: 1 for a full disk, which may pass, 2 for a missing file."""
     fails_again = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
     return 2 if isinstance(error, fails_again) else getattr(error, "exit_code", 1)

@@ -60,7 +60,7 @@ class Piecewise:
 def number_or_pieces(is_number: Callable[[Any], bool], needed: str) -> BeforeValidator:
     """Checks a recipe's field that Piecewise reads.
 
-    is_number: whether a value is such a number; `needed` tells in words what it must be.
+    is_number: whether a value is a valid number. needed: what a number must be, in words.
     """
 
     def checked(value: Any) -> Any:

@@ -98,7 +98,7 @@ def keep_freed_memory() -> None:
 
 
 class StopSignal:
-    """Remembers that one of the signals `numbers` came. One that was ignored before, as nohup's SIGHUP, stays so."""
+    """Remembers that one of the signals `numbers` came. An ignored signal stays ignored, such as SIGHUP under nohup."""
 
     def __init__(self, numbers: Iterable[signal.Signals]):
         self.is_signalled = False

@@ -21,7 +21,7 @@ OTHERS_TELL_AFTER_SECONDS = 10.0
 
 
 class _RedactedLines(logging.Formatter):
-    """Also of the tracebacks."""
+    """Hides the secrets in URLs, in tracebacks too."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
@@ -39,7 +39,7 @@ def set_up_logging(world: "World") -> None:
 
 
 def command(main: Callable[[], int]) -> Callable[[], int]:
-    """Makes a script's main tell a user's mistake in its words alone, and return what to leave with.
+    """Makes a script's main print a user's mistake without a traceback, and return the exit code.
 
     Any other error keeps its traceback.
     """
@@ -61,10 +61,10 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
 def tell(error: BaseException) -> None:
     """Prints the error that ends this process: once for all ranks, and as late as the launcher allows.
 
-    Most errors are of every rank. So rank 0 tells at once and leaves, upon which the launcher ends the others; a rank
-    that lives on has something of its own to tell. torchrun prints its own report last, so the message goes into that.
-    Where ranks were lost, rank 0 may be one of them, and a launcher that was cut off prints no report: so all tell at
-    once and by themselves.
+    Most errors happen on every rank. So rank 0 tells its own at once and leaves, and the launcher then ends the others.
+    A rank that is alive after OTHERS_TELL_AFTER_SECONDS has an error of its own, and tells it. torchrun prints its own
+    report last, so the message goes into that report. After a LostRankError every rank prints it at once: rank 0 may be
+    lost, and a launcher that was cut off prints no report.
     """
     is_lost = isinstance(error, LostRankError)
     if int(os.environ.get("RANK", 0)) and not is_lost:
@@ -77,8 +77,8 @@ def tell(error: BaseException) -> None:
 
 
 def leave_without_others(exit_code: int) -> NoReturn:
-    """Ends this process after a LostRankError, without its ordinary end: there the process groups' destructors wait for
-    the ranks that are gone. With a timeout of 10 s they took 15 s after a link was cut."""
+    """Ends this process after a LostRankError without Python's clean-up, in which the process groups' destructors wait
+    for the ranks that are gone. With a timeout of 10 s they took 15 s after a link was cut."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

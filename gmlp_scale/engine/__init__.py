@@ -1,7 +1,7 @@
 """Engines: how a model is spread over the ranks, differentiated and updated.
 
 `single` is the reference; `zero` (DeepSpeed, stages 1 to 3) and `fsdp2` give its losses and gradient norms.
-An engine uses of a model only `.blocks`, `.encode`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)`.
+An engine knows a model by `.blocks`, `.encode`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)` alone.
 
 Beside its fields, an engine's config has
     needs_process_group    whether it needs one even for a single process
@@ -48,7 +48,7 @@ class Engine(Protocol):
     """Call it with a batch for the loss of this rank's micro-batch."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradient of `loss`, which is a micro-batch's divided by the number of them in the step.
+        """Adds the gradient of `loss`: a micro-batch's loss, divided by the number of micro-batches in the step.
 
         is_last: this is the step's last micro-batch.
         """
@@ -60,16 +60,16 @@ class Engine(Protocol):
         """
 
     def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The loss of one micro-batch, the whole parameters that it was computed with and its gradients.
+        """The loss of one micro-batch, the whole parameters that it was computed with, and the gradients of this loss.
 
-        All of this rank alone, before any reduction. The next step does not notice. Not for ZeRO 3.
+        They are this rank's alone: nothing is reduced. The next step does not notice the call. Not for ZeRO 3.
         """
 
     def predict(self, batch) -> Tensor:
         """The model's logits without gradients and without dropout."""
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        """This rank's pieces of model.<name> and optimizer.<name>.exp_avg and .exp_avg_sq or, of Muon's, .momentum.
+        """This rank's pieces of model.<name> and optimizer.<name>.exp_avg and .exp_avg_sq (AdamW) or .momentum (Muon).
 
         Together, the ranks' pieces hold every element once. Every rank must run it to its end: getting a piece may need
         all of them.
@@ -118,7 +118,7 @@ def build_engine(
             )
     if compile == "reduce-overhead":
         # Each block is a graph of its own; their results live on until the next pass through the model begins.
-        model.encode = _marking_the_begin(model.encode)
+        model.encode = _marking_step_begin(model.encode)
     # 3. Shard, which replaces the parameters; 4. build the optimizer over the parameters that each rank updates.
     match engine:
         case SingleConfig():
@@ -130,7 +130,7 @@ def build_engine(
     assert_never(engine)
 
 
-def _marking_the_begin(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _marking_step_begin(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def marking_encode(token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         return encode(token_ids_BN, padded=padded)

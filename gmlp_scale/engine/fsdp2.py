@@ -41,14 +41,14 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     def state_bytes(
         self, model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int, *, accumulates: bool
     ) -> dict[str, float]:
-        """All is sharded except bf16's float32 vectors, the parameters that are gathered to compute with, and gradients
-        while micro-batches accumulate. Gathered are all parameters or, with `reshard_after_forward`, those of two
-        groups of blocks and those outside the blocks. Without accumulation a group's gathered parameters
-        are freed before its gradients are kept, so of the gradients only what is beyond counts.
+        """Three things are not sharded: bf16's float32 vectors, the parameters that are gathered to compute with, and
+        the gradients while micro-batches accumulate. All parameters are gathered or, with `reshard_after_forward`, two
+        groups of blocks and what is outside the blocks. Without accumulation a group's gathered parameters are freed
+        before its gradients are kept, so gradients count only as far as they take more than that.
 
-        The buffers are those of one group: gradients before their reduction, what is reduced of it (and, without
-        accumulation, of the group before), and what comes back. One rank reduces nothing.
-        tests/benchmark/test_collectives.py holds the sum.
+        The buffers are one group's: its gradients before their reduction, what is being reduced (without accumulation,
+        of the group before too), and what comes back. One rank reduces nothing. tests/benchmark/test_collectives.py
+        checks the sum.
         """
         weight_bytes = 2 if precision == "bf16" else 4
         num_in_vectors, num_sharded = count_vectors_and_others(model, precision)
@@ -125,7 +125,7 @@ class Fsdp2Engine:
                 master.grad = parameter.grad.to_local()
             parameter.grad = None
         local_gradients = [master.grad for _, master in self.shards if master.grad is not None]
-        local_norm = global_norm(local_gradients).to(self.world.device)  # on the CPU if it is of none
+        local_norm = global_norm(local_gradients).to(self.world.device)  # without gradients it is on the CPU
         norm = self.vectors.average_gradients(local_norm.square())
         self.masters.step(learning_rate, norm)
         self.vectors.clear_gradients()

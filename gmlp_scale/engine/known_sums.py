@@ -18,7 +18,7 @@ WIRE_SHARES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
 
 class Tried(NamedTuple):
     num_wrong: int
-    """Elements of this rank's result that are not as they must be."""
+    """Elements of this rank's result that are wrong."""
     seconds: float
     """The median of NUM_TIMES."""
     bytes_per_second: float

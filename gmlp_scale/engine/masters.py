@@ -51,7 +51,7 @@ class Master:
     shape: tuple[int, ...]
     first: int
     is_given: bool = True
-    """Whether this rank gives it to a checkpoint. Of a master that all ranks hold, one does."""
+    """Whether this rank gives it to a checkpoint. If all ranks hold the whole master, one of them does."""
 
 
 def read_elements(read: ReadSlice, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:

@@ -65,13 +65,13 @@ def owners(shapes: Mapping[str, tuple[int, int]], num_ranks: int) -> dict[str, i
 
 
 def _multiply_adds(shape: tuple[int, int]) -> int:
-    """Of one iteration."""
+    """How many one Newton-Schulz iteration takes."""
     fewer, more = sorted(shape)
     return 2 * fewer * fewer * more + fewer**3
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of a matrix U S V', about U V': five Newton-Schulz iterations in `dtype` bring all singular values near 1."""
+    """About U V' of a matrix U S V': five Newton-Schulz iterations in `dtype` bring all singular values near 1."""
     a, b, c = COEFFICIENTS
     wide = matrix.to(dtype)
     is_tall = wide.shape[0] > wide.shape[1]
@@ -88,8 +88,8 @@ class Muon:
     """The momentum of this rank's parts of the matrices, and the update that all ranks compute together.
 
     Args:
-        shapes: of the matrices, by name; in the same order on every rank.
-        spans: by rank, what it holds of each matrix. The ranks' parts are in the order of the ranks.
+        shapes: the matrices' shapes by name, in the same order on every rank.
+        spans: for each rank, the part that it holds of each matrix. The parts are in the order of the ranks.
         precision: Newton-Schulz runs in bfloat16 under "bf16", as torch.optim.Muon's, else in float32.
     """
 

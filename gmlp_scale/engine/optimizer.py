@@ -54,7 +54,7 @@ class MuonConfig(AdamwConfig, frozen=True, extra="forbid"):
 
 
 def _with_kind(section: Any) -> Any:
-    """Recipes, and the configs of checkpoints, from before there was a choice are AdamW's."""
+    """Recipes and checkpoints from before there was a choice name no kind: they used AdamW."""
     return {"kind": "adamw"} | section if isinstance(section, dict) else section
 
 
@@ -164,6 +164,6 @@ def count_left_out(optimizer: torch.optim.AdamW) -> None:
 
 
 def differentiated(loss: Tensor, parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The loss, the parameters and its gradients, which are not added to theirs. No hook of an engine runs."""
+    """The loss, the parameters, and the loss's gradients, which are not added to `.grad`. No hook of an engine runs."""
     parameters = list(parameters)
     return loss.detach(), parameters, list(torch.autograd.grad(loss, parameters))

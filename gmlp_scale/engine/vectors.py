@@ -64,7 +64,7 @@ class Vectors:
     def average_gradients(self, squared_norm: Tensor | float = 0.0) -> Tensor:
         """Averages the gradients over the ranks, with one collective.
 
-        squared_norm: 0-d, of the other gradients that this rank holds. Returns the global norm of all.
+        squared_norm: that of the other gradients on this rank, 0-d. Returns the global norm of all gradients.
         """
         self.flat[-1] = squared_norm
         self.world.sum_on_device(self.flat)

@@ -210,7 +210,7 @@ class ZeroEngine:
         self.module.destroy()
 
     def _norm(self) -> Tensor:
-        """The global gradient norm, infinite where DeepSpeed's is a stand-in for one that is not finite."""
+        """The global gradient norm. It is infinite where DeepSpeed gives -1, its mark of a norm that is not finite."""
         others_norm = self.zero._global_grad_norm.to(self.world.device)
         return torch.hypot(torch.where(others_norm < 0, torch.inf, others_norm), self.vectors_norm)
 
@@ -228,7 +228,7 @@ class ZeroEngine:
         self.muon.step(adamw, norm)
 
     def _let_modules_read_others(self, is_forward: bool) -> None:
-        """As DeepSpeed's own forward does: stage 3 then gathers a parameter that is read by a module not its own."""
+        """Lets a module read another's parameter, which stage 3 gathers only inside DeepSpeed's own forward."""
         if self.stage == 3:
             for module in self.module.module.modules():
                 module._parameters._in_forward = is_forward

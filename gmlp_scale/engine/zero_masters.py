@@ -20,7 +20,7 @@ class ZeroMasters:
 
     Args:
         module: DeepSpeed's engine.
-        shapes: of the whole parameters, by name.
+        shapes: the whole parameters' shapes, by name.
         muon: the matrices that Muon updates. It keeps their momenta.
     """
 

@@ -21,11 +21,11 @@ class _Place(NamedTuple):
     """Where this rank's part of a matrix lies."""
 
     flat_index: int
-    """Of the flat tensor."""
+    """Which flat tensor holds it."""
     offset: int
-    """Of the part in the flat tensor."""
+    """Where it begins in the flat tensor."""
     span: Span
-    """Of the part in the flattened matrix."""
+    """Which elements of the flattened matrix it has."""
 
 
 class ZeroMuon:
@@ -33,7 +33,7 @@ class ZeroMuon:
 
     Args:
         module: DeepSpeed's engine.
-        shapes: of the whole matrices, by name.
+        shapes: the whole matrices' shapes, by name.
     """
 
     def __init__(

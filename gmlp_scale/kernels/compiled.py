@@ -1,6 +1,7 @@
-"""What each kernel takes of an H100 or H200, which need not be there: launches are noted, compiled for sm_90 and read.
+"""What each kernel takes of an H100 or H200, found without a GPU: launches are noted and compiled for sm_90, and their
+binaries are read.
 
-Not in Triton's interpreter, where nothing is compiled.
+It does not work in Triton's interpreter, where nothing is compiled.
 """
 
 import re
@@ -36,11 +37,11 @@ class Launch(NamedTuple):
 
 class Usage(NamedTuple):
     registers: int
-    """Of a thread."""
+    """Per thread."""
     spilled_bytes: int
-    """Of a thread, in its local memory."""
+    """Per thread, in its local memory."""
     shared_bytes: int
-    """Of a program."""
+    """Per program."""
     programs_per_multiprocessor: int
     """How many run at once."""
 
@@ -92,7 +93,7 @@ def launches_of(call: Callable[[], object]) -> list[Launch]:
 
 
 def compile_for_hopper(launch: Launch) -> CompiledKernel:
-    """As Triton would for these arguments: a None or a 1 is a constant, and multiples of 16 are known as such."""
+    """Compiles as Triton would: a None or a 1 in the arguments is a constant, and multiples of 16 are known as such."""
     kernel, arguments = launch.kernel, launch.arguments
     is_constant = {
         parameter.name: parameter.is_constexpr
@@ -114,7 +115,7 @@ def compile_for_hopper(launch: Launch) -> CompiledKernel:
 
 
 def usage_of(compiled: CompiledKernel) -> Usage:
-    """As the disassembler that Triton brings reads it from the binary."""
+    """Reads the binary with the disassembler that Triton brings."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -16,7 +16,7 @@ def fused_gating(
         expanded_BNF: the expanded activations before GELU.
         y_BND: the block's normalised input, which the attention reads.
         gating: a SpatialGatingUnit that multiplies two halves.
-        kernels: "torch": None. "triton": always fused. "auto": fused in bfloat16 on a CUDA device.
+        kernels: "torch" gives None, "triton" is always fused, "auto" is fused in bfloat16 on a CUDA device.
 
     Raises:
         InputError: kernels is "triton" and they cannot run on this device or in this dtype.

@@ -22,9 +22,9 @@ BFLOAT16_TILES = [
     for uses_tma in (False, True)
     for num_channels, num_warps in ((64, 4), (128, 8))
 ]
-"""Tiles of the product, positions x channels of the output by how much of the sum is loaded at once, the default first.
-With 64 channels a multiprocessor holds three programs, so that one's GELU overlaps another's product; 128 channels read
-less. BLOCK_K is the same in all, and so is the order of every sum."""
+"""Tiles of the product: positions x channels of the output, and how much of the sum is loaded at once. The first is the
+default. With 64 channels a multiprocessor holds three programs, so that one's GELU overlaps another's product; 128
+channels read less. BLOCK_K is the same in all, and so is the order of every sum."""
 FLOAT32_TILE = {"BLOCK_N": 64, "BLOCK_G": 64, "BLOCK_K": 32, "USES_TMA": False, "num_warps": 4, "num_stages": 2}
 
 

@@ -68,7 +68,7 @@ def full_width(width: int) -> dict[str, int]:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; in the interpreter a few, so that small tests too give a program more than one block."""
+    """How many the GPU has. In the interpreter 4, so that small tests too give a program more than one block."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

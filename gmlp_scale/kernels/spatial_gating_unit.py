@@ -182,8 +182,8 @@ def is_interpreted() -> bool:
 
 
 def _is_rounded_late(z_BNF: Tensor) -> bool:
-    """Whether to compute in float32 and round at the end: the interpreter has no products in bfloat16, and where a GPU
-    rounds to bfloat16, it cuts off."""
+    """Whether to compute in float32 and round at the end: the interpreter has no products in bfloat16, and it cuts off
+    where a GPU rounds to bfloat16."""
     return z_BNF.dtype == torch.bfloat16 and is_interpreted()
 
 

@@ -5,8 +5,8 @@ A model is an nn.Module with
     blocks               nn.ModuleList, each x_BND -> x_BND, or (x_BND, is_token_BN) -> x_BND in padded rows of a model
                          that masks padding; engines shard, compile and recompute by block. A block with an `attention`
                          gives its attention_weights(x_BND), or (x_BND, is_token_BN), for exports and pictures
-    encode(token_ids_BN, padded=True) -> x_BND, the trunk; where every pass through the model begins. An export passes
-                         through first_states and the blocks itself, because it returns the states between them
+    encode(token_ids_BN, padded=True) -> x_BND, the trunk. Every pass through the model begins here. Only an export
+                         calls first_states and the blocks itself, because it returns the states between them
     set_recompute("none", "selective" or "full")
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.
@@ -15,7 +15,7 @@ The config of a block family says what the rest of the project needs to know abo
     display_name             its name in a model card
     masks_padding            whether its blocks take is_token_BN
     has_absolute_positions   whether position embeddings are added to the tokens'
-    multiply_adds_per_block  of one forward pass of one sequence
+    multiply_adds_per_block  for one forward pass of one sequence
 A new family is a file with its config and its block, its config in ModelConfig and a case in build_model.
 
 Nothing here knows of processes, engines or devices. Parameters and products are in the dtype that the model was given.
@@ -86,8 +86,8 @@ def build_model(
     Args:
         head: a class of heads.py or next_token.py, with its own arguments bound by functools.partial.
         causal: no position sees a later one. For a CausalModelConfig only.
-        seed: of the initial weights, which are the same on every device. None leaves the parameters without values, for
-            `init_weights` or a checkpoint to fill. Under `torch.device("meta")` they have none and take no memory.
+        seed: for the initial weights, which are the same on every device. None leaves the parameters without values,
+            for `init_weights` or a checkpoint to fill. Under `torch.device("meta")` they have none and take no memory.
     """
     assert not causal or isinstance(config, CausalModelConfig)
     match config:

@@ -1,4 +1,4 @@
-"""What a model does otherwise while it is written down as a program for any batch and any length.
+"""What a model does differently while it is exported as a program for any batch size and any length.
 
 Shape suffixes: B batch, H heads, N positions, K head width.
 """

@@ -77,7 +77,7 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def multiply_adds_per_block(self) -> int:
-        """Of one forward pass of one sequence: n (d f + g d) + n^2 g."""
+        """For one forward pass of one sequence: n (d f + g d) + n^2 g."""
         n = self.sequence_length
         return n * self.d_model * (self.d_ffn + self.d_gate) + n * n * self.d_gate
 

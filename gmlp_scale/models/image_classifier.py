@@ -46,7 +46,7 @@ class StochasticDepth(nn.Dropout):
 class ImageClassifier(Backbone):
     """ImageBatch -> scalar float32 loss. A Linear reads the mean over the patches after the final LayerNorm.
 
-    The vocabulary is that of the labels: it is never embedded.
+    vocab_size is the number of classes: there is no token to embed.
 
     Args:
         survival_probability: of the last block's residual branches. It falls from 1 at the first block in even steps,

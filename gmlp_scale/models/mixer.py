@@ -37,7 +37,7 @@ class MixerConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def multiply_adds_per_block(self) -> int:
-        """Of one forward pass of one sequence: 2 n d s + 2 n d f."""
+        """For one forward pass of one sequence: 2 n d s + 2 n d f."""
         return 2 * self.sequence_length * self.d_model * (self.d_spatial + self.d_ffn)
 
 

@@ -57,7 +57,7 @@ class MlpAttentionConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def multiply_adds_per_block(self) -> int:
-        """Of one forward pass of one sequence: n (2 d^2 + 2 d f) + n^2 d, and the scores: n d h s + n^2 h s for `mlp`,
+        """For one forward pass of one sequence: n (2 d^2 + 2 d f) + n^2 d, and the scores: n d h s + n^2 h s for `mlp`,
         2 n d^2 + n^2 d for `dot_product`."""
         n, d = self.sequence_length, self.d_model
         width = self.num_heads * self.d_scores if self.scores == "mlp" else d

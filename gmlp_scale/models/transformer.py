@@ -62,7 +62,7 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def multiply_adds_per_block(self) -> int:
-        """Of one forward pass of one sequence: n (4 d^2 + 2 d f) + 2 n^2 d. Without queries and keys the attention's
+        """For one forward pass of one sequence: n (4 d^2 + 2 d f) + 2 n^2 d. Without queries and keys the attention's
         part, 4 n d^2 + 2 n^2 d, is half of that."""
         n, d = self.sequence_length, self.d_model
         attention = 2 * (n * d * d) + n * n * d
