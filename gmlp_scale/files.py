@@ -27,10 +27,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PERMANENT = (
-    FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError,
-    ImportError,
-)  # fmt: skip
+_REFUSALS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT = (*_REFUSALS, ValueError, TypeError, ImportError)
 _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
 
@@ -108,9 +106,11 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
             _store_has_answered = True
             return result
         except _PERMANENT as error:
-            if isinstance(error, OSError):
-                raise type(error)(redacted(f"{what}: {error.strerror or error or type(error).__name__}")) from error
-            raise
+            if not isinstance(error, OSError):
+                raise
+            # A class of our own: a library's may take other arguments, as aiohttp's for a certificate that it refuses.
+            error_class = next((refusal for refusal in _REFUSALS if isinstance(error, refusal)), PlaceError)
+            raise error_class(redacted(f"{what}: {error.strerror or str(error) or type(error).__name__}")) from error
         except Exception as error:
             if needed := _missing(error):
                 error_class, words = needed

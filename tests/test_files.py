@@ -1,8 +1,9 @@
 import logging
+import ssl
 
 import pytest
 
-from gmlp_scale.files import is_local, open_filesystem, print_error, redacted, with_retries
+from gmlp_scale.files import PlaceError, is_local, open_filesystem, print_error, redacted, with_retries
 
 
 def test_a_url_that_nothing_opens_is_one_clear_error():
@@ -52,3 +53,28 @@ def test_a_store_s_failures_are_told_without_secrets(monkeypatch, caplog, capsys
     print_error(ValueError(url))
     assert capsys.readouterr().err == "https://***@host/a?***\n"
     assert "trying again" in caplog.text and "canary" not in caplog.text
+
+
+class RefusedCertificateError(ssl.SSLCertVerificationError):
+    """Needs two arguments, as aiohttp's does."""
+
+    def __init__(self, host: str, reason: str):
+        self.words = f"{host}: {reason}"
+
+    def __str__(self):
+        return self.words
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "words"),
+    [
+        (RefusedCertificateError("host", "self-signed certificate"), PlaceError, "host: self-signed certificate"),
+        (FileNotFoundError(), FileNotFoundError, "FileNotFoundError"),
+    ],
+)
+def test_what_a_store_refuses_is_told_in_words(error, told, words):
+    def fail():
+        raise error
+
+    with pytest.raises(told, match=f"^reading https://host/a: {words}$"):
+        with_retries(fail, "reading https://host/a")
