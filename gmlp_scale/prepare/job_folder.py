@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from gmlp_scale.claim import hold_folder, json_names
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import open_filesystem, read_file, redacted, write_file
+from gmlp_scale.files import open_filesystem, read_file, redacted, with_retries, write_file
 
 
 class JobFolder:
@@ -45,9 +45,13 @@ class JobFolder:
     def _is_foreign(self) -> bool:
         """Whether the output folder is there but is not a job's."""
         filesystem, path = open_filesystem(self.output)
-        if not filesystem.exists(path) or filesystem.exists(f"{path.rstrip('/')}/job"):
-            return False
-        return not filesystem.isdir(path) or bool(filesystem.ls(path))
+
+        def look() -> bool:
+            if not filesystem.exists(path) or filesystem.exists(f"{path.rstrip('/')}/job"):
+                return False
+            return not filesystem.isdir(path) or bool(filesystem.ls(path))
+
+        return with_retries(look, f"looking into {self.output}")
 
     def _record(self, settings: dict) -> None:
         known = self.read("job.json")

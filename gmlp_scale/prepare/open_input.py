@@ -64,7 +64,8 @@ def open_input(file: InputFile) -> BinaryIO:
     filesystem, path = open_filesystem(file.url)
     if isinstance(filesystem, LocalFileSystem):
         return open(path, "rb")
-    return io.BufferedReader(_RetriedFile(filesystem.open(path, "rb", block_size=_BLOCK_BYTES), file.url), _BLOCK_BYTES)
+    remote = with_retries(lambda: filesystem.open(path, "rb", block_size=_BLOCK_BYTES), f"opening {file.url}")
+    return io.BufferedReader(_RetriedFile(remote, file.url), _BLOCK_BYTES)
 
 
 class _RetriedFile(io.RawIOBase):
