@@ -103,13 +103,17 @@ def _record_mistakes(record: Record, has_unanswerable: bool) -> list[str]:
             mistakes.append(mistake)
         elif not fields[column].strip():
             mistakes.append(f"{record.place}: the {column} is empty")
-    answers = fields["answers"]
-    if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
-        return [*mistakes, f"{record.place}: answers is {answers!r}; needed: text and answer_start"]
-    if len(answers["text"]) != len(answers["answer_start"]):
-        mistakes.append(f"{record.place}: {len(answers['text'])} answers but {len(answers['answer_start'])} offsets")
-    mistakes += filter(None, (text_mistake(record.place, "an answer", text) for text in answers["text"]))
-    if not len(answers["text"]) and not has_unanswerable:
+    answers = fields["answers"] if isinstance(fields["answers"], dict) else {}
+    texts, starts = answers.get("text"), answers.get("answer_start")
+    if not isinstance(texts, list) or not isinstance(starts, list):
+        needed = "text and answer_start, a list each"
+        return [*mistakes, f"{record.place}: answers is {fields['answers']!r}; needed: {needed}"]
+    if len(texts) != len(starts):
+        mistakes.append(f"{record.place}: {len(texts)} answers but {len(starts)} offsets")
+    if wrong := [start for start in starts if not isinstance(start, int)]:
+        mistakes.append(f"{record.place}: the offset {wrong[0]!r} is no whole number")
+    mistakes += filter(None, (text_mistake(record.place, "an answer", text) for text in texts))
+    if not texts and not has_unanswerable:
         mistakes.append(f"{record.place}: no answer; only task squad_v2 has such questions")
     return mistakes
 

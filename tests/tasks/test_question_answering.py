@@ -109,6 +109,10 @@ def test_v1_has_no_question_without_answer(write_squad):
          "line 1: id is 7, which is no text"),
         ("a.jsonl", '{"id": "x", "context": "c", "question": "q", "answers": {"text": ["c"], "answer_start": []}}',
          "line 1: 1 answers but 0 offsets"),
+        ("a.jsonl", '{"id": "x", "context": "c", "question": "q", "answers": {"text": "c", "answer_start": 0}}',
+         "line 1: answers is {'text': 'c', 'answer_start': 0}; needed: text and answer_start, a list each"),
+        ("a.jsonl", '{"id": "x", "context": "c", "question": "q", "answers": {"text": ["c"], "answer_start": ["0"]}}',
+         "line 1: the offset '0' is no whole number"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path, name, text, told):
