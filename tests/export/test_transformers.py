@@ -17,7 +17,8 @@ from gmlp_scale.analysis.fill_mask import fill
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
-from gmlp_scale.tasks.question_answering import Question, QuestionRows
+from gmlp_scale.tasks.question_answering import QuestionRows
+from gmlp_scale.tasks.questions import Question
 from gmlp_scale.trained import read_export
 from tests.models.every_kind import KINDS, TINY
 
