@@ -19,7 +19,8 @@ from pathlib import Path
 
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Shard, Splits
+from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.prepare.input_files import Record
 from gmlp_scale.prepare.job_folder import JobFolder

@@ -27,7 +27,7 @@ import xxhash
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.hashing import permutation
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
-from gmlp_scale.data.shards import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import read_file, write_file, write_text
 from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
@@ -154,13 +154,13 @@ def _manifest(receipts: list[dict], classes: tuple[str, ...], max_bad_images: in
             f"{len(bad)} images cannot be decoded:\n{shown}\nmend them and write to a new folder, or run the same "
             f"command with --max-bad-images {len(bad)}, which leaves them out"
         )
-    splits = {"train": [], "heldout": []}
+    shards = {"train": [], "heldout": []}
     for receipt in receipts:
         if receipt["rows"]:
             fields = {name: receipt[name] for name in ("name", "rows", "bytes", "sha256")}
-            splits[receipt["name"].partition("/")[0]].append(Shard(**fields))
-    total_rows = {split: int(np.sum([shard.rows for shard in shards])) for split, shards in splits.items()}
-    return ImageManifest(classes=classes, total_rows=total_rows, splits=Splits(**splits))
+            shards[receipt["name"].partition("/")[0]].append(Shard(**fields))
+    splits = Splits(**shards)
+    return ImageManifest(classes=classes, total_rows=splits.total_rows, splits=splits)
 
 
 if __name__ == "__main__":

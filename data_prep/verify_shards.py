@@ -19,7 +19,8 @@ from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import CLS_ID
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, unpack_images
-from gmlp_scale.data.shards import MANIFEST_NAME, CorruptShardError, Manifest, Shard, ShardRows, read_verified
+from gmlp_scale.data.manifest import MANIFEST_NAME, CorruptShardError, Shard, read_verified
+from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import MODEL_NAME
 from gmlp_scale.files import is_local, open_filesystem, read_file, with_retries
 from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gmlp_scale.data.shards import Manifest, ShardWriter, Splits
+from gmlp_scale.data.manifest import Splits
+from gmlp_scale.data.shards import Manifest, ShardWriter
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.files import write_text
 

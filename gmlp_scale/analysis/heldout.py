@@ -10,7 +10,7 @@ import torch
 from gmlp_scale.analysis.tensorboard import replace_scalars
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import MaskedBatch
-from gmlp_scale.data.shards import ShardError
+from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.files import redacted
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.evaluate import Evaluation, evaluate, unigram_predictor

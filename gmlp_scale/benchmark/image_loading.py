@@ -23,7 +23,7 @@ from gmlp_scale.data.augmentation import Augmentation
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageLoader
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
-from gmlp_scale.data.shards import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.files import write_file, write_text
 from gmlp_scale.tasks.images import ImagesConfig
 from gmlp_scale.trained import sha256_of

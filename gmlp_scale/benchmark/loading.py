@@ -19,8 +19,9 @@ from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.hashing import hash64
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.data.open_shards import OpenShards
-from gmlp_scale.data.shards import MANIFEST_NAME, ROW_DTYPE, Manifest, Shard, ShardWriter, Splits
+from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardWriter
 from gmlp_scale.files import write_file
 from gmlp_scale.tasks.pretraining import build_loader
 

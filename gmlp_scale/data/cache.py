@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 from fsspec import AbstractFileSystem
 
-from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.files import is_local, open_filesystem, redacted, with_retries
 
 _SHARE_FREED_AT_ONCE = 0.1

@@ -13,8 +13,8 @@ from gmlp_scale.data.augmentation import Augmentation, AugmentationConfig, centr
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, ImageShards
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.data.order import RowOrder
-from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
 from gmlp_scale.data.workers import made_ahead
 from gmlp_scale.piecewise import Piecewise
 

@@ -24,7 +24,7 @@ import xxhash
 from pydantic import Field, model_validator
 
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.shards import CorruptShardError, Shard, ShardList, Split, Splits, read_verified
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardList, Split, Splits, read_verified
 
 _NOTE = np.dtype([("offset", "i8"), ("size", "i8"), ("label", "i8"), ("checksum", "u8")])
 """A _Member's fields, and the image's _checksum."""

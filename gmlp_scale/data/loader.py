@@ -16,11 +16,12 @@ from gmlp_scale.data.batch import IGNORED, MaskedBatch, num_masked_positions
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.fingerprint import fingerprint
+from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.masking import mask_rows
 from gmlp_scale.data.mixture import Mixture, Pattern, SourceConfig
 from gmlp_scale.data.open_shards import SkipCorruptShards
 from gmlp_scale.data.order import RowAddresses
-from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardError
+from gmlp_scale.data.shards import ROW_DTYPE, Manifest
 from gmlp_scale.data.source import Source
 from gmlp_scale.errors import InputError
 from gmlp_scale.piecewise import Piecewise

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.shards import ROW_DTYPE, CorruptShardError, Shard, ShardError, ShardRows
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
+from gmlp_scale.data.shards import ROW_DTYPE, ShardRows
 
 log = logging.getLogger(__name__)
 

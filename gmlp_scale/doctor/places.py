@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.shards import Shard, ShardError
+from gmlp_scale.data.manifest import Shard, ShardError
 from gmlp_scale.files import delete_file, is_local, is_url, list_files, open_filesystem, read_file, write_file
 from gmlp_scale.plan.describe import short
 from gmlp_scale.plan.layouts import checkpoint_bytes

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from gmlp_scale.data.shards import MANIFEST_NAME, Manifest, Splits
+from gmlp_scale.data.manifest import MANIFEST_NAME, Splits
+from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import is_local, write_file
@@ -27,7 +28,7 @@ def write_manifest(job: JobFolder, options: JobOptions, tokenizer: Tokenizer) ->
         vocab_size=tokenizer.vocab_size,
         packing=options.packing,
         tokenizer_sha256=tokenizer.sha256,
-        total_rows={split: sum(shard.rows for shard in getattr(splits, split)) for split in ("train", "heldout")},
+        total_rows=splits.total_rows,
         splits=splits,
     )
     write_file(f"{job.output}/{MANIFEST_NAME}", manifest.to_json().encode())

@@ -8,7 +8,7 @@ import torch
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.shards import ShardError
+from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import MaskedLanguageModel

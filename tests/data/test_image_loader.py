@@ -17,7 +17,7 @@ from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
 from gmlp_scale.data.image_shards import ImageShards, StoredImage, pack_images, unpack_images
-from gmlp_scale.data.shards import CorruptShardError, Shard, ShardError
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.errors import UserError
 from tests.written_images import prepare, stored_images, write_image_folder
 

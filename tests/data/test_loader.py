@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from gmlp_scale.data import open_shards
 from gmlp_scale.data.batch import IGNORED, MaskedBatch
 from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.manifest import CorruptShardError, ShardError
 from gmlp_scale.data.open_shards import OpenShards
-from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
+from gmlp_scale.data.shards import Manifest, ShardRows
 from tests.written_shards import change_manifest
 
 

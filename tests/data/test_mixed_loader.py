@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gmlp_scale.data.batch import IGNORED
-from gmlp_scale.data.shards import Manifest, ShardError
+from gmlp_scale.data.manifest import ShardError
+from gmlp_scale.data.shards import Manifest
 from tests.data.test_loader import SKIP, corrupt, join, same, unmasked
 from tests.written_shards import change_manifest, write_tiny_shards
 

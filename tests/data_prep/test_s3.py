@@ -14,7 +14,8 @@ from botocore.exceptions import NoCredentialsError
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardError, ShardRows
+from gmlp_scale.data.manifest import CorruptShardError, ShardError
+from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.files import PlaceError, StoreError, read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.forked import Script, fork

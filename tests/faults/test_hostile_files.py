@@ -10,7 +10,8 @@ import pytest
 import zstandard
 
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.shards import Manifest, ShardError
+from gmlp_scale.data.manifest import ShardError
+from gmlp_scale.data.shards import Manifest
 from gmlp_scale.files import open_filesystem, read_file
 from gmlp_scale.prepare.input_files import BadRecord, FileReader, find_inputs
 from gmlp_scale.prepare.open_input import InputFile

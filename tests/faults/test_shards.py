@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import webdataset
 
-from gmlp_scale.data.shards import CorruptShardError, Manifest, ShardRows
+from gmlp_scale.data.manifest import CorruptShardError
+from gmlp_scale.data.shards import Manifest, ShardRows
 from tests.damage import damaged
 from tests.written_shards import write_tiny_shards
 
