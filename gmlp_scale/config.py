@@ -18,8 +18,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, Field
 
 from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.data.data_config import DataConfig
-from gmlp_scale.data.loader import load_manifests
+from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.errors import InputError

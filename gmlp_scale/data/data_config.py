@@ -1,10 +1,13 @@
-"""The `data` section of a pretraining recipe."""
+"""The `data` section of a pretraining recipe, and the manifests of its sources."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
+from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.mixture import SourceConfig
+from gmlp_scale.data.shards import Manifest
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 _CACHE_MAX_BYTES = 500_000_000_000
@@ -85,3 +88,36 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
                 f"leave cache_max_bytes at {_CACHE_MAX_BYTES}"
             )
         return self
+
+
+def load_manifests(config: DataConfig, sequence_length: int, vocab_size: int) -> list[Manifest]:
+    """The manifest of each source. Raises ShardError if one does not fit the recipe or the others."""
+    manifests = [Manifest.load(source.shards) for source in config.sources]
+    for source, manifest in zip(config.sources, manifests, strict=True):
+        _check_fit(source.shards, manifest, config, sequence_length, vocab_size)
+        if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
+            raise ShardError(
+                f"the shards at {source.shards} were written with another tokenizer than those at "
+                f"{config.sources[0].shards}: write all sources of a mixture with one"
+            )
+    return manifests
+
+
+def _check_fit(folder: str, manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+    """Raises ShardError, which names everything in which the shards and the recipe disagree."""
+    compared = [
+        ("model.sequence_length", sequence_length, manifest.sequence_length),
+        ("model.vocab_size", vocab_size, manifest.vocab_size),
+        ("data.packing", config.packing, manifest.packing),
+    ]
+    mistakes = [f"{field} is {wanted}, the shards have {found}" for field, wanted, found in compared if wanted != found]
+    for fraction in config.masked_fractions.values:
+        if num_masked_positions(sequence_length, fraction) < 1:
+            mistakes.append(f"data.masked_fraction={fraction} masks none of {sequence_length} positions")
+    if not manifest.splits.train:
+        mistakes.append("the shards have no training rows")
+    if mistakes:
+        raise ShardError(
+            f"the shards at {folder} do not fit the recipe: {'; '.join(mistakes)}. "
+            "Change the recipe, or write other shards with data_prep/tokenize_corpus.py"
+        )

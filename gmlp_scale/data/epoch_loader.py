@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gmlp_scale.data.hashing import permutation
+from gmlp_scale.data.order import positions_of_rank
 from gmlp_scale.piecewise import Piecewise
 
 
@@ -23,8 +24,8 @@ class Rows(Protocol):
 class EpochLoader:
     """The training batches of one rank, each a pure function of the step, as in pretraining.
 
-    The epochs follow one another without a gap. Each step takes its next rows, and each rank its consecutive slice
-    of them. So every batch is full, though its last rows may belong to the next epoch, and every row
+    The epochs follow one another without a gap. Each step takes the next rows, and each rank its consecutive slice of
+    them (`positions_of_rank`). So every batch is full, though its last rows may belong to the next epoch, and every row
     counts the same in the loss.
     """
 
@@ -49,9 +50,8 @@ class EpochLoader:
 
     def row_indices(self, step: int) -> np.ndarray:
         """The rows that this rank takes at `step`, in order."""
-        num_own = self._batch_sizes.at(step) // self._world_size
-        first = self._batch_sizes.before(step) + self._rank * num_own
-        epochs, places = np.divmod(np.arange(first, first + num_own), self.rows.num_rows)
+        positions = positions_of_rank(self._batch_sizes, step, self._rank, self._world_size)
+        epochs, places = np.divmod(positions, self.rows.num_rows)
         return np.array([self._order(int(epoch))[place] for epoch, place in zip(epochs, places, strict=True)])
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[Any]]:

@@ -14,7 +14,7 @@ from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, ImageShards
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
-from gmlp_scale.data.order import RowOrder
+from gmlp_scale.data.order import RowOrder, places_in_shards, positions_of_rank
 from gmlp_scale.data.workers import made_ahead
 from gmlp_scale.piecewise import Piecewise
 
@@ -35,8 +35,8 @@ class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
 class ImageLoader:
     """The batches of a run for one rank.
 
-    Step t, counted from 0, takes the rows at [t*B, (t+1)*B) of the order, whatever the number of ranks. This rank takes
-    its consecutive slice of them. Every batch is a pure function of the step, as in pretraining.
+    Step t, counted from 0, takes the rows of the order that follow those of all steps before it. This rank takes its
+    consecutive slice of them (`positions_of_rank`). Every batch is a pure function of the step, as in pretraining.
 
     Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
     """
@@ -65,18 +65,20 @@ class ImageLoader:
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
         files, splits = ShardFiles(config.shards, config.cache_dir), self.manifest.splits
-        train_bytes = sum(shard.bytes for shard in splits.train)
-        self._shards_per_group = max(1, config.shuffle_group_bytes * len(splits.train) // train_bytes)
+        self._order = RowOrder.of_shards(splits.train, group_bytes=config.shuffle_group_bytes, seed=seed)
         # The rows of one step may be of two groups.
-        self._train = ImageShards(files, splits.train, num_classes, num_open=self._shards_per_group + 8)
+        self._train = ImageShards(files, splits.train, num_classes, num_open=self._order.shards_per_group + 8)
         self._heldout = ImageShards(files, splits.heldout, num_classes, num_open=1)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[ImageBatch]]:
         """The micro-batches of each step of [start_step, stop_step)."""
-        batches = iter(self._loaded(self._training_rows(), self._micro_batches(start_step, stop_step)))
+        augmentation = Augmentation(self._augmentation, self._image_size, self._seed)
+        rows = _TrainingRows(self._train, self._order, augmentation)
+        keys = (positions for step in range(start_step, stop_step) for positions in self._micro_batches(step))
+        batches = self._loaded(rows, keys)
         for step in range(start_step, stop_step):
             started = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(self._num_own(step) // self._micro_batch_size)]
+            micro_batches = [next(batches) for _ in self._micro_batches(step)]
             self.wait_seconds += time.perf_counter() - started
             yield micro_batches
 
@@ -102,28 +104,15 @@ class ImageLoader:
         self._train.close()
         self._heldout.close()
 
-    def _num_own(self, step: int) -> int:
-        """This rank's images of a step."""
-        return self._batch_sizes.at(step) // self._world_size
+    def _micro_batches(self, step: int) -> np.ndarray:
+        """The positions in the order of each of this rank's micro-batches, int64 [number, micro_batch_size]."""
+        positions = positions_of_rank(self._batch_sizes, step, self._rank, self._world_size)
+        return np.array(positions).reshape(-1, self._micro_batch_size)
 
-    def _micro_batches(self, start_step: int, stop_step: int) -> Iterator[np.ndarray]:
-        """The places in the order of each of this rank's micro-batches."""
-        for step in range(start_step, stop_step):
-            num_own = self._num_own(step)
-            first = self._batch_sizes.before(step) + self._rank * num_own
-            for start in range(first, first + num_own, self._micro_batch_size):
-                yield np.arange(start, start + self._micro_batch_size)
-
-    def _training_rows(self) -> "_TrainingRows":
-        augmentation = Augmentation(self._augmentation, self._image_size, self._seed)
-        rows_per_shard = _rows_per_shard(self.manifest.splits.train)
-        order = RowOrder(rows_per_shard, shards_per_group=self._shards_per_group, seed=self._seed)
-        return _TrainingRows(self._train, order, augmentation)
-
-    def _loaded(self, rows: Dataset, places: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
+    def _loaded(self, rows: Dataset, keys: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
         """The batches in order, made ahead by the workers. Raises what a worker met with a shard, or with its store."""
         config = self._config
-        batches = made_ahead(rows, places, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
+        batches = made_ahead(rows, keys, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
         for batch in batches:
             if isinstance(batch, CorruptShardError):
                 raise CorruptShardError(batch.name, batch.found, can_be_skipped=False)
@@ -137,13 +126,13 @@ _FAILURES = (CorruptShardError, OSError)
 
 
 class _TrainingRows(Dataset):
-    """Augmented micro-batches, by their rows' places in the order."""
+    """Augmented micro-batches, by their rows' positions in the order."""
 
     def __init__(self, shards: ImageShards, order: RowOrder, augmentation: Augmentation):
         self._shards, self._order, self._augmentation = shards, order, augmentation
 
-    def __getitem__(self, places_B: np.ndarray) -> ImageBatch | Exception:
-        rows = self._order.locate(places_B)
+    def __getitem__(self, positions_B: np.ndarray) -> ImageBatch | Exception:
+        rows = self._order.locate(positions_B)
         try:
             stored = [self._shards.read(*row) for row in zip(rows.shard.tolist(), rows.row_index.tolist(), strict=True)]
         except _FAILURES as error:
@@ -159,12 +148,11 @@ class _HeldoutRows(Dataset):
 
     def __init__(self, shards: ImageShards, listed: Sequence[Shard], image_size: int):
         self._shards, self._image_size = shards, image_size
-        self._first_rows = np.concatenate([[0], np.cumsum(_rows_per_shard(listed))])
+        self._first_rows = np.cumsum([0, *(shard.rows for shard in listed)])
 
     def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | Exception:
         rows_B = np.where(rows_B < self._first_rows[-1], rows_B, 0)
-        shards_B = np.searchsorted(self._first_rows, rows_B, side="right") - 1
-        within_B = rows_B - self._first_rows[shards_B]
+        shards_B, within_B = places_in_shards(self._first_rows, rows_B)
         try:
             stored = [self._shards.read(*row) for row in zip(shards_B.tolist(), within_B.tolist(), strict=True)]
         except _FAILURES as error:
@@ -176,10 +164,6 @@ class _HeldoutRows(Dataset):
 def _batch(images: list[Tensor], labels: list[int]) -> ImageBatch:
     labels_B = torch.tensor(labels)
     return ImageBatch(torch.stack(images), labels_B, labels_B, torch.ones(len(labels)))
-
-
-def _rows_per_shard(shards: Sequence[Shard]) -> np.ndarray:
-    return np.array([shard.rows for shard in shards])
 
 
 def check_images_fit(manifest: ImageManifest, folder: str, num_classes: int) -> None:

@@ -14,14 +14,14 @@ import numpy as np
 
 from gmlp_scale.data.batch import IGNORED, MaskedBatch, num_masked_positions
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.fingerprint import fingerprint
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.masking import mask_rows
 from gmlp_scale.data.mixture import Mixture, Pattern, SourceConfig
 from gmlp_scale.data.open_shards import SkipCorruptShards
-from gmlp_scale.data.order import RowAddresses
-from gmlp_scale.data.shards import ROW_DTYPE, Manifest
+from gmlp_scale.data.order import RowAddresses, positions_of_rank
+from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.source import Source
 from gmlp_scale.errors import InputError
 from gmlp_scale.piecewise import Piecewise
@@ -30,10 +30,10 @@ from gmlp_scale.piecewise import Piecewise
 class Loader:
     """The batches of a run for one rank.
 
-    Step t, counted from 0, takes the next rows of the order after those of all steps before it, whatever the number of
-    ranks. This rank takes its consecutive slice of them. Every batch is a pure function of the step. A mixture's rows
-    stand in the batch as its pattern has them, so that every micro-batch has nearly the shares of the batch; which rows
-    of a source they are is shuffled.
+    Step t, counted from 0, takes the rows of the order that follow those of all steps before it. This rank takes its
+    consecutive slice of them (`positions_of_rank`). Every batch is a pure function of the step. The rows of a mixture
+    stand in the batch in the order of its pattern, so every micro-batch has nearly the shares of the whole batch. Which
+    rows of a source come next is shuffled.
 
     run_dir: where the corrupt shards that were skipped are recorded.
     Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
@@ -66,9 +66,7 @@ class Loader:
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
-        self._prefetch_steps = config.prefetch_steps
         self._vocab_size = vocab_size
-        self._padded = config.padded
         self._num_masked = config.masked_fractions.map(partial(num_masked_positions, sequence_length))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._mixture = Mixture(config.sources, batch_sizes)
@@ -103,18 +101,15 @@ class Loader:
 
     def positions(self, step: int) -> range:
         """Positions in the training order whose rows this rank takes at `step`."""
-        num_own = self._batch_sizes.at(step) // self._world_size
-        first = self._batch_sizes.before(step) + self._rank * num_own
-        return range(first, first + num_own)
+        return positions_of_rank(self._batch_sizes, step, self._rank, self._world_size)
 
     def sources_of_rows(self, step: int) -> np.ndarray:
         """Which of `sources` each row of `positions(step)` is from, int64 [P]."""
-        return self._mixture.locate(np.array(self.positions(step)))[0]
+        return self._located(step)[0]
 
     def addresses(self, step: int) -> RowAddresses:
         """Where the rows of `positions(step)` are stored in their sources."""
-        chosen, positions = self._mixture.locate(np.array(self.positions(step)))
-        return _by_source(chosen, lambda place, own: self.sources[place].locate(positions[own]))
+        return _by_source(*self._located(step), [source.locate for source in self.sources])
 
     def micro_batches(self, step: int) -> list[MaskedBatch]:
         """This rank's micro-batches of `step`, in order. CorruptShardError if a corrupt shard is not skipped."""
@@ -132,7 +127,7 @@ class Loader:
 
         def make(step: int) -> list[MaskedBatch]:
             micro_batches = self.micro_batches(step)
-            chosen, positions = self._mixture.locate(np.array(self.positions(step)))
+            chosen, positions = self._located(step)
             for place in np.unique(chosen).tolist():
                 self.sources[place].open_ahead(int(positions[chosen == place][-1]), int(stops[place]))
             return micro_batches
@@ -142,7 +137,7 @@ class Loader:
         next_step = start_step
         try:
             for step in range(start_step, stop_step):
-                while next_step < min(stop_step, step + self._prefetch_steps + 1):
+                while next_step < min(stop_step, step + self.config.prefetch_steps + 1):
                     coming.append(self._thread.submit(make, next_step))
                     next_step += 1
                 started = time.perf_counter()
@@ -172,12 +167,13 @@ class Loader:
         num_own, seeds = self._micro_batch_size, [source.heldout_seed for source in self.sources]
         with ExitStack() as stack:
             readers = [stack.enter_context(closing(source.open_heldout())).read for source in self.sources]
+            locators = [source.locate_heldout for source in self.sources]
             for start in range(self._rank * num_own, num_rows + self._rank * num_own, num_own * self._world_size):
                 positions = np.arange(start, start + num_own)
                 is_filler = positions >= num_rows
                 positions[is_filler] = 0
-                chosen, rows = self._heldout.locate(positions)
-                addresses = _by_source(chosen, lambda place, own, rows=rows: self._locate_heldout(place, rows[own]))
+                chosen, row_indices = self._heldout.locate(positions)
+                addresses = _by_source(chosen, row_indices, locators)
                 batch = self._masked(chosen, addresses, readers, seeds, self._num_masked.last)
                 batch.labels_BM.numpy()[is_filler] = IGNORED
                 yield batch
@@ -186,8 +182,9 @@ class Loader:
         """Facts of the data that a resumed run must find again."""
         return fingerprint(self.sources, self.num_heldout_rows, self.config.is_mixture)
 
-    def _locate_heldout(self, place: int, row_indices: np.ndarray) -> RowAddresses:
-        return self.sources[place].locate_heldout(row_indices)
+    def _located(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each row of `positions(step)`: which of `sources` it is from, and its position in that source's order."""
+        return self._mixture.locate(np.array(self.positions(step)))
 
     def _masked(
         self,
@@ -210,15 +207,17 @@ class Loader:
             num_masked=num_masked,
             vocab_size=self._vocab_size,
         )
-        return replace(batch, padded=self._padded)
+        return replace(batch, padded=self.config.padded)
 
 
-def _by_source(chosen: np.ndarray, locate: Callable[[int, np.ndarray], RowAddresses]) -> RowAddresses:
-    """The addresses of rows of several sources; `locate` finds those of one of them."""
+def _by_source(
+    chosen: np.ndarray, positions: np.ndarray, locators: list[Callable[[np.ndarray], RowAddresses]]
+) -> RowAddresses:
+    """The addresses of the rows at these positions of the sources `chosen`, found by each source's locator."""
     columns = np.empty((4, len(chosen)), np.int64)
     for place in np.unique(chosen).tolist():
         own = chosen == place
-        found = locate(place, own)
+        found = locators[place](positions[own])
         columns[:, own] = found.epoch, found.shard, found.row_index, found.global_row_index
     return RowAddresses(*columns)
 
@@ -228,36 +227,3 @@ def _skip_corrupt(config: DataConfig, source: SourceConfig, run_dir: Path) -> Sk
         return None
     prefix = f"{source.name}/" if config.is_mixture else ""
     return SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards, prefix)
-
-
-def load_manifests(config: DataConfig, sequence_length: int, vocab_size: int) -> list[Manifest]:
-    """The manifest of each source. Raises ShardError if one does not fit the recipe or the others."""
-    manifests = [Manifest.load(source.shards) for source in config.sources]
-    for source, manifest in zip(config.sources, manifests, strict=True):
-        _check_fit(source.shards, manifest, config, sequence_length, vocab_size)
-        if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
-            raise ShardError(
-                f"the shards at {source.shards} were written with another tokenizer than those at "
-                f"{config.sources[0].shards}: write all sources of a mixture with one"
-            )
-    return manifests
-
-
-def _check_fit(folder: str, manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-    """Raises ShardError, which names everything in which the shards and the recipe disagree."""
-    compared = [
-        ("model.sequence_length", sequence_length, manifest.sequence_length),
-        ("model.vocab_size", vocab_size, manifest.vocab_size),
-        ("data.packing", config.packing, manifest.packing),
-    ]
-    mistakes = [f"{field} is {wanted}, the shards have {found}" for field, wanted, found in compared if wanted != found]
-    for fraction in config.masked_fractions.values:
-        if num_masked_positions(sequence_length, fraction) < 1:
-            mistakes.append(f"data.masked_fraction={fraction} masks none of {sequence_length} positions")
-    if not manifest.splits.train:
-        mistakes.append("the shards have no training rows")
-    if mistakes:
-        raise ShardError(
-            f"the shards at {folder} do not fit the recipe: {'; '.join(mistakes)}. "
-            "Change the recipe, or write other shards with data_prep/tokenize_corpus.py"
-        )

@@ -1,17 +1,21 @@
-"""The order of the training rows: a pure function from a position in the order to a row.
+"""The order of the training rows: which positions of it a rank takes at a step, and which row is at each position.
 
 A position in the order counts rows from the start of training, through all epochs. In each epoch the shards are
 permuted and cut into groups of `shards_per_group`, and the rows of each group are permuted among themselves. This
 shuffles as well as a buffer of one group, but the state of the data is one integer, and the rows of any step are found
-at once.
+at once. All functions here are pure.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 
 from gmlp_scale.data.hashing import permutation
+from gmlp_scale.data.manifest import Shard
+from gmlp_scale.piecewise import Piecewise
 
 _SHARDS, _ROWS = 1, 2  # the first word of a permutation's key
 
@@ -29,23 +33,48 @@ class RowAddresses:
     """The row's number in the whole split, in the manifest's order; the same in every epoch."""
 
 
+def positions_of_rank(batch_sizes: Piecewise, step: int, rank: int, world_size: int) -> range:
+    """The positions that a rank takes at `step`: its consecutive slice of the global batch.
+
+    The global batch of a step takes the positions after those of all steps before it, whatever the number of ranks.
+    """
+    num_own = batch_sizes.at(step) // world_size
+    first = batch_sizes.before(step) + rank * num_own
+    return range(first, first + num_own)
+
+
+def places_in_shards(first_rows: np.ndarray, row_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For rows by their number in the split: the index of the shard that holds each, and the row's number within it.
+
+    first_rows: the number of each shard's first row, ending with the rows of the split.
+    """
+    shards = np.searchsorted(first_rows, row_indices, side="right") - 1
+    return shards, row_indices - first_rows[shards]
+
+
 class RowOrder:
     """The order of a split whose shards hold `rows_per_shard` rows each.
 
     Memory: about 24 bytes per shard, and 24 bytes per row of the few groups that were used last.
     """
 
-    def __init__(self, rows_per_shard: np.ndarray, *, shards_per_group: int, seed: int):
+    def __init__(self, rows_per_shard: Sequence[int], *, shards_per_group: int, seed: int):
         assert shards_per_group >= 1
         rows_per_shard = np.asarray(rows_per_shard, np.int64)
         assert len(rows_per_shard) and rows_per_shard.min() >= 1
         self._rows_per_shard = rows_per_shard
         self._first_rows = np.concatenate([[0], np.cumsum(rows_per_shard)])
         self.num_rows = int(self._first_rows[-1])
-        self._shards_per_group = shards_per_group
+        self.shards_per_group = shards_per_group
         self._seed = seed
         self._shuffled_shards = lru_cache(maxsize=2)(self._shuffle_shards)
         self._shuffled_group = lru_cache(maxsize=4)(self._shuffle_group)
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[Shard], *, group_bytes: int, seed: int) -> Self:
+        """The order of these shards' rows, in groups of about `group_bytes`."""
+        shards_per_group = max(1, group_bytes * len(shards) // sum(shard.bytes for shard in shards))
+        return cls([shard.rows for shard in shards], shards_per_group=shards_per_group, seed=seed)
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
         """Addresses of the rows at `positions` in the order (non-negative integers [P], in any sequence)."""
@@ -60,12 +89,7 @@ class RowOrder:
                 chosen = in_epoch[group == one_group]
                 rows = self._shuffled_group(int(one_epoch), int(one_group))
                 global_row_index[chosen] = rows[place[chosen] - first_places[one_group]]
-        shard = self.shard_of(global_row_index)
-        return RowAddresses(epoch, shard, global_row_index - self._first_rows[shard], global_row_index)
-
-    def shard_of(self, global_row_indices: np.ndarray) -> np.ndarray:
-        """Index of the shard that holds each row."""
-        return np.searchsorted(self._first_rows, global_row_indices, side="right") - 1
+        return RowAddresses(epoch, *places_in_shards(self._first_rows, global_row_index), global_row_index)
 
     def shards_ahead(self, position: int, stop: int) -> list[int]:
         """The shards of the group at `position` and of the next one, unless that begins at or after `stop`."""
@@ -83,7 +107,7 @@ class RowOrder:
     def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of the shards, and the first place in the epoch of each group (ending with num_rows)."""
         shards = permutation(len(self._rows_per_shard), _SHARDS, self._seed, epoch)
-        last_shards = np.arange(self._shards_per_group, len(shards) + self._shards_per_group, self._shards_per_group)
+        last_shards = np.arange(self.shards_per_group, len(shards) + self.shards_per_group, self.shards_per_group)
         ends = np.cumsum(self._rows_per_shard[shards])
         return shards, np.concatenate([[0], ends[np.minimum(last_shards, len(shards)) - 1]])
 
@@ -96,4 +120,4 @@ class RowOrder:
     def _members(self, epoch: int, group: int) -> np.ndarray:
         """The shards of one group."""
         shards, _ = self._shuffled_shards(epoch)
-        return shards[group * self._shards_per_group : (group + 1) * self._shards_per_group]
+        return shards[group * self.shards_per_group : (group + 1) * self.shards_per_group]

@@ -5,7 +5,7 @@ import numpy as np
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.mixture import SourceConfig, source_seed
 from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
-from gmlp_scale.data.order import RowAddresses, RowOrder
+from gmlp_scale.data.order import RowAddresses, RowOrder, places_in_shards
 from gmlp_scale.data.shards import Manifest
 
 _HELDOUT_SEED = 0
@@ -38,12 +38,9 @@ class Source:
         self.heldout_seed = source_seed(_HELDOUT_SEED, place)
         self._files = files
         shards = manifest.splits.train
-        shards_per_group = max(1, shuffle_group_bytes * len(shards) // sum(shard.bytes for shard in shards))
-        rows_per_shard = np.array([shard.rows for shard in shards])
-        self._order = RowOrder(rows_per_shard, shards_per_group=shards_per_group, seed=self.seed)
-        self._shards = OpenShards(
-            files, shards, manifest.sequence_length, num_open=2 * shards_per_group + 8, skip_corrupt=skip_corrupt
-        )
+        self._order = RowOrder.of_shards(shards, group_bytes=shuffle_group_bytes, seed=self.seed)
+        num_open = 2 * self._order.shards_per_group + 8
+        self._shards = OpenShards(files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt)
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
         """Addresses of its training rows at these positions, which count its own rows through all its epochs."""
@@ -60,8 +57,7 @@ class Source:
     def locate_heldout(self, row_indices: np.ndarray) -> RowAddresses:
         """Addresses of its held-out rows with these numbers in the split."""
         first_rows = np.cumsum([0, *(shard.rows for shard in self.manifest.splits.heldout)])
-        shards = np.searchsorted(first_rows, row_indices, side="right") - 1
-        return RowAddresses(np.zeros_like(row_indices), shards, row_indices - first_rows[shards], row_indices)
+        return RowAddresses(np.zeros_like(row_indices), *places_in_shards(first_rows, row_indices), row_indices)
 
     def open_heldout(self) -> OpenShards:
         """The shards of its held-out rows, to be closed by the caller."""
