@@ -30,8 +30,9 @@ from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import read_file, write_file, write_text
-from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
+from gmlp_scale.prepare.image_sources import ImageRef, ImageSource, open_source
 from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.jpeg import BadImageError, as_jpeg
 from gmlp_scale.prepare.worker_pool import pool_of_workers
 from gmlp_scale.telling import command
 

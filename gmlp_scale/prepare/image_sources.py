@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from gmlp_scale.errors import InputError
+from gmlp_scale.prepare.jpeg import BadImageError
 from gmlp_scale.prepare.tar_members import StrictTarInfo
 
 if TYPE_CHECKING:
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX_IMAGES, _IDX_LABELS = 2051, 2049  # the magic numbers of images and labels
-JPEG_QUALITY = 95
-"""Of images that are no JPEG files. JPEG files are kept as they are."""
-
-
-class BadImageError(InputError):
-    """An image that cannot be decoded."""
 
 
 class ImageRef(NamedTuple):
@@ -38,9 +33,9 @@ class ImageRef(NamedTuple):
 
     path: str
     place: int
-    """Its first byte in the file; of Parquet the row group, of IDX the number."""
+    """The image's first byte in the file. In a Parquet file the row group, in an IDX file the image's number."""
     size: int
-    """In bytes; of Parquet the row within the group."""
+    """The image's bytes. In a Parquet file the row within the group."""
     label: int
 
 
@@ -50,9 +45,9 @@ class ImageSource:
     """Names; an image's label is the place of its class here."""
     images: list[ImageRef]
     read: Callable[[ImageRef], bytes]
-    """A file that Pillow opens."""
+    """Returns the bytes of an image file that Pillow opens. Raises BadImageError if there is no image."""
     keeps_order: bool = False
-    """Reading it in another order would be slow."""
+    """Whether the images must be read in their order, since reading them in another one would be slow."""
 
     def with_classes(self, classes: tuple[str, ...]) -> "ImageSource":
         """The same images with the labels of another source's classes. InputError if it lacks one of these."""
@@ -63,11 +58,14 @@ class ImageSource:
 
 
 def open_source(path: str) -> ImageSource:
-    """The images at a path: a folder or tar file of class folders or, as ImageNet's, of a tar file for each class, a
-    Parquet file or a folder of them, or an IDX file of images beside its file of labels.
+    """The images at a path, which may be
+
+    - a folder or a tar file of class folders or, as ImageNet has, of a tar file for each class;
+    - a Parquet file or a folder of them;
+    - an IDX file of images beside its file of labels.
 
     Raises:
-        InputError, OSError: it is none of these, or it holds no image.
+        InputError, OSError: the path is none of these, or holds no image.
     """
     place = Path(path)
     if not place.exists():
@@ -88,34 +86,9 @@ def open_source(path: str) -> ImageSource:
     return source
 
 
-def as_jpeg(content: bytes) -> bytes:
-    """A JPEG file as it is, another image as JPEG: what is transparent on white, 16 bits of grey as 8. BadImageError if
-    it cannot be decoded, or if what is white in it cannot be told."""
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            image.load()
-            if image.format == "JPEG":
-                return content
-            file = io.BytesIO()
-            _grey_or_rgb(image).save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadImageError(str(error)) from error
-    return file.getvalue()
-
-
-def _grey_or_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in ("I", "F"):
-        raise BadImageError(f"its pixels are numbers of 32 bits (mode {image.mode}); needed: 8 or 16 bits")
-    if image.mode.startswith("I;16"):  # convert would make white of all above 255
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.has_transparency_data:  # convert would show the colours below it, which are often black
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == "L" else image.convert("RGB")
-
-
 def _by_class(found: Iterator[tuple[str, str, int, int]]) -> ImageSource:
-    """From (class, path, first byte, bytes). The classes are in the order of their names, as torchvision's."""
+    """found: (class, path, first byte, bytes) of each image. The classes are in the order of their names, as
+    torchvision has them."""
     found = list(found)
     classes = tuple(sorted({name for name, *_ in found}))
     labels = {name: label for label, name in enumerate(classes)}
@@ -148,7 +121,7 @@ def _tar_members(path: str) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _images_of_class(content: BinaryIO, class_name: str, path: str, first: int) -> Iterator[tuple[str, str, int, int]]:
-    """The images in CLASS.tar, which begins at the byte `first` of `path`. InputError if it has other classes."""
+    """The images in CLASS.tar, which begins at the byte `first` of `path`. InputError if it has several classes."""
     folders = set()
     with _opened_tar(path, content) as tar:
         for member in tar:
@@ -185,7 +158,7 @@ def _idx(path: str) -> ImageSource:
 
 @lru_cache(maxsize=2)
 def _idx_values(path: str, magic: int) -> np.ndarray:
-    """uint8 [number of images], of images [number, height, width]. InputError if the file is not whole."""
+    """uint8: labels [number of images], or images [number, height, width]. InputError if the file is not whole."""
     try:
         content = Path(path).read_bytes()
         content = gzip.decompress(content) if path.endswith(".gz") else content
@@ -207,8 +180,8 @@ def _read_idx(ref: ImageRef) -> bytes:
 
 
 def _parquet(paths: list[Path]) -> ImageSource:
-    """Files as the Hugging Face hub has them: a column `image` of {bytes, path} or of bytes, and a column `label` of
-    numbers."""
+    """The images of Parquet files such as the Hugging Face hub has: a column `image` of {bytes, path} or of bytes, and
+    a column `label` of numbers."""
     import pyarrow.parquet as pq
 
     images, names = [], ()
@@ -228,7 +201,7 @@ def _parquet(paths: list[Path]) -> ImageSource:
 
 @contextmanager
 def _told_by_name(path: str | Path) -> Iterator[None]:
-    """InputError with the path in place of pyarrow's errors, of which some are a plain OSError."""
+    """Raises InputError with the path in place of pyarrow's errors. Some of these are an OSError without a number."""
     import pyarrow
 
     try:
