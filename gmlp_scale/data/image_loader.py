@@ -114,9 +114,7 @@ class ImageLoader:
         config = self._config
         batches = made_ahead(rows, keys, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
         for batch in batches:
-            if isinstance(batch, CorruptShardError):
-                raise CorruptShardError(batch.name, batch.found, can_be_skipped=False)
-            if isinstance(batch, OSError):
+            if isinstance(batch, _FAILURES):
                 raise batch
             yield batch
 

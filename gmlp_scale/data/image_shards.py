@@ -88,11 +88,9 @@ def _members(content: bytes, shard: Shard, num_classes: int) -> list[_Member]:
             by_key = itertools.groupby(tar, lambda member: member.name.partition(".")[0])
             members = [_member(key, list(files), content, num_classes) for key, files in by_key]
     except (tarfile.TarError, ValueError) as error:
-        found = f"it is no shard of images ({error})"
-        raise CorruptShardError(shard.name, found, can_be_skipped=False) from error
+        raise CorruptShardError(shard.name, f"it is no shard of images ({error})") from error
     if len(members) != shard.rows:
-        found = f"it holds {len(members)} images, the manifest says {shard.rows}"
-        raise CorruptShardError(shard.name, found, can_be_skipped=False)
+        raise CorruptShardError(shard.name, f"it holds {len(members)} images, the manifest says {shard.rows}")
     return members
 
 
@@ -134,7 +132,7 @@ class ImageShards:
             finally:
                 fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, shard)
         if image is None:
-            raise CorruptShardError(self._shards[shard].name, "it changes while it is read", can_be_skipped=False)
+            raise CorruptShardError(self._shards[shard].name, "it changes while it is read")
         return image
 
     def close(self) -> None:

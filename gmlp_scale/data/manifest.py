@@ -7,7 +7,6 @@ The manifests of all kinds of rows are ShardLists: Manifest for tokens (shards.p
 import hashlib
 import itertools
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -31,15 +30,14 @@ class ShardError(InputError):
 class CorruptShardError(ShardError):
     """A shard whose bytes are not what its manifest says."""
 
-    def __init__(self, name: str, found: str, *, can_be_skipped: bool = True):
-        needed = ", or set data.on_corrupt_shard=skip and data.max_corrupt_shards" if can_be_skipped else ""
-        super().__init__(f"shard {name} is corrupt: {found}. Write or copy it again{needed}")
+    def __init__(self, name: str, found: str, otherwise: str = ""):
+        super().__init__(f"shard {name} is corrupt: {found}. Write or copy it again{otherwise}")
         self.name = name
         self.found = found
-        self.can_be_skipped = can_be_skipped
+        self._otherwise = otherwise
 
-    def __reduce__(self):  # pickle gives a class its message alone
-        return partial(type(self), can_be_skipped=self.can_be_skipped), (self.name, self.found)
+    def __reduce__(self):  # pickle would call the class with its message alone
+        return type(self), (self.name, self.found, self._otherwise)
 
 
 class Shard(BaseModel, frozen=True, extra="forbid"):

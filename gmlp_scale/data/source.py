@@ -3,6 +3,7 @@
 import numpy as np
 
 from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.manifest import CorruptShardError
 from gmlp_scale.data.mixture import SourceConfig, source_seed
 from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
 from gmlp_scale.data.order import RowAddresses, RowOrder, places_in_shards
@@ -48,7 +49,11 @@ class Source:
 
     def read(self, shards: np.ndarray, row_indices: np.ndarray) -> np.ndarray:
         """Training rows, uint16 [P, N], by their numbers within their shards. CorruptShardError as OpenShards.read."""
-        return self._shards.read(shards, row_indices)
+        try:
+            return self._shards.read(shards, row_indices)
+        except CorruptShardError as error:
+            skip = ", or set data.on_corrupt_shard=skip and data.max_corrupt_shards"
+            raise CorruptShardError(error.name, error.found, skip) from error
 
     def open_ahead(self, position: int, stop: int) -> None:
         """Starts to open the shards of the group at `position` and of the next one, unless that begins at `stop`."""
