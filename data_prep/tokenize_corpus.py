@@ -14,7 +14,7 @@ import sys
 import time
 
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.files import read_file, redacted, write_file
+from gmlp_scale.files import read_file, redacted, write_file, write_text
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS
 from gmlp_scale.prepare.estimate import estimate
 from gmlp_scale.prepare.job_folder import JobFolder
@@ -94,7 +94,7 @@ def finish(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> None:
     check_input(job, options)
     write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
     report = make_report(job, options)
-    write_file(f"{options.output}/report.json", (json.dumps(report, indent=1) + "\n").encode())
+    write_text(f"{options.output}/report.json", json.dumps(report, indent=1) + "\n")
     write_manifest(job, options, tokenizer)
     print_table(report)
 

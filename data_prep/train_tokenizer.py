@@ -18,7 +18,7 @@ from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import redacted, write_file
+from gmlp_scale.files import redacted, write_text
 from gmlp_scale.prepare.input_files import FileReader, InputFile, Record, find_inputs, records_before_fault
 from gmlp_scale.repeating import repeating
 from gmlp_scale.telling import command
@@ -69,7 +69,7 @@ def main() -> int:
         "tokens_per_byte": round(tokens_per_byte, 4),
         "sha256": tokenizer.sha256,
     }
-    write_file(f"{options.output}/training.json", (json.dumps(redacted(details), indent=1) + "\n").encode())
+    write_text(f"{options.output}/training.json", json.dumps(redacted(details), indent=1) + "\n")
     seconds = time.monotonic() - started
     print(f"{options.output}: {tokenizer.vocab_size} pieces, {tokens_per_byte:.4f} tokens per byte, {seconds:.0f} s")
     return 0

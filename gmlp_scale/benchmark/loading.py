@@ -22,7 +22,7 @@ from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.data.open_shards import OpenShards
 from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardWriter
-from gmlp_scale.files import write_file
+from gmlp_scale.files import write_text
 from gmlp_scale.tasks.pretraining import build_loader
 
 ROWS_PER_BATCH = 256
@@ -101,7 +101,7 @@ def write_manifest(run: RunConfig, train: tuple[Shard, ...], folder: Path, heldo
         total_rows={"train": sum(shard.rows for shard in train), "heldout": sum(shard.rows for shard in heldout)},
         splits=Splits(train=train, heldout=heldout),
     )
-    write_file(f"{folder}/{MANIFEST_NAME}", manifest.to_json().encode())
+    write_text(f"{folder}/{MANIFEST_NAME}", manifest.to_json())
 
 
 def loader_of(run: RunConfig, shards: Path) -> Loader:

@@ -68,9 +68,7 @@ class ShardFiles:
             raise CorruptShardError(shard.name, f"{url} does not exist") from error
         with self._lock("eviction"):
             self._make_room(shard.bytes)
-            temporary = (
-                self._cache_dir / f".{shard.sha256}.tmp"
-            )  # only this process writes it: it holds the shard's lock
+            temporary = self._cache_dir / f".{shard.sha256}.tmp"  # written by us alone: we hold the shard's lock
             temporary.write_bytes(content)
             os.replace(temporary, path)
 

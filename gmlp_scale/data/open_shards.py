@@ -18,9 +18,8 @@ from gmlp_scale.data.shards import ROW_DTYPE, ShardRows
 
 log = logging.getLogger(__name__)
 
-_SHARDS_AT_A_TIME = (
-    8  # opened by threads; copying and hashing hold no lock of Python's, and a first batch may open dozens
-)
+_SHARDS_AT_A_TIME = 8
+"""Opened by threads: copying and hashing release Python's lock, and a first batch may open dozens of shards."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from gmlp_scale.prepare.input_files import Record, find_inputs
 from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 
-NGRAM_WORDS = 13
+_NGRAM_WORDS = 13
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ class DropContaminated(PipelineStep):
                 yield document
 
 
-def ngram_hashes(text: str, num_words: int = NGRAM_WORDS) -> np.ndarray:
-    """Hashes of every `num_words` words in a row, case and punctuation aside; uint64."""
+def ngram_hashes(text: str) -> np.ndarray:
+    """Hashes of every 13 words in a row, case and punctuation aside; uint64."""
     words = np.array([_word_hash(word) for word in re.findall(r"\w+", text.lower())], np.uint64)
-    if len(words) < num_words:
+    if len(words) < _NGRAM_WORDS:
         return np.empty(0, np.uint64)
-    windows = np.lib.stride_tricks.sliding_window_view(words, num_words)
+    windows = np.lib.stride_tricks.sliding_window_view(words, _NGRAM_WORDS)
     return hash64(*windows.T)
 
 

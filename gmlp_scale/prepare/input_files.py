@@ -6,6 +6,7 @@ A file that ends too early or is damaged raises BadFileError after the records t
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -50,9 +51,8 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
             raise
         except ValueError as error:  # of braceexpand, of fsspec or of a store
             raise InputError(f"{option} {source} is not understood: {error}") from error
-    names = [file.url for file in found]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(file.url for file in found).items():
+        if count > 1:
             raise InputError(f"{option} names {name} twice")
     return found
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from gmlp_scale.claim import hold_folder, json_names
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import open_filesystem, read_file, redacted, with_retries, write_file
+from gmlp_scale.files import open_filesystem, read_file, redacted, with_retries, write_text
 
 
 class JobFolder:
@@ -68,7 +68,7 @@ class JobFolder:
             )
 
     def write(self, name: str, content: object) -> None:
-        write_file(f"{self.url}/{name}", (json.dumps(redacted(content), indent=1) + "\n").encode())
+        write_text(f"{self.url}/{name}", json.dumps(redacted(content), indent=1) + "\n")
 
     def read(self, name: str) -> dict | None:
         try:

@@ -85,9 +85,7 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
     @cached_property
     def num_tasks(self) -> int:
         """Unless given, one for each file; for a data set of the hub as many as it has files."""
-        if self.tasks or not self.hub_data_set:
-            return self.tasks or len(self.files)
-        return self.hub_stream().num_shards
+        return self.tasks or (self.hub_stream().num_shards if self.hub_data_set else len(self.files))
 
     def hub_stream(self):
         """The data set of the hub as a datasets.IterableDataset."""

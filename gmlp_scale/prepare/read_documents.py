@@ -12,7 +12,7 @@ from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import redacted, write_file
+from gmlp_scale.files import redacted, write_text
 from gmlp_scale.prepare.input_files import BadRecord, InputFile, Record, records_before_fault
 from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
@@ -67,8 +67,8 @@ class ReadDocuments(BaseReader):
                     last_report = time.monotonic()
             bytes_before += file.num_bytes
         if quarantine:
-            lines = [json.dumps(entry) + "\n" for entry in quarantine]
-            write_file(f"{self._job.url}/quarantine/{rank:05d}.jsonl", "".join(lines).encode())
+            lines = "".join(json.dumps(entry) + "\n" for entry in quarantine)
+            write_text(f"{self._job.url}/quarantine/{rank:05d}.jsonl", lines)
         self._job.write(f"bad_files/{rank:05d}.json", bad_files)
         self._job.write(f"counts/read-{rank:05d}.json", counts)
         self._report(rank, counts, bytes_before)

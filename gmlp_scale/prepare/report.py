@@ -6,7 +6,7 @@ from gmlp_scale.data.manifest import MANIFEST_NAME, Splits
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import is_local, write_file
+from gmlp_scale.files import is_local, write_text
 from gmlp_scale.prepare.input_files import check_bad_files
 from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
@@ -31,7 +31,7 @@ def write_manifest(job: JobFolder, options: JobOptions, tokenizer: Tokenizer) ->
         total_rows=splits.total_rows,
         splits=splits,
     )
-    write_file(f"{job.output}/{MANIFEST_NAME}", manifest.to_json().encode())
+    write_text(f"{job.output}/{MANIFEST_NAME}", manifest.to_json())
 
 
 def make_report(job: JobFolder, options: JobOptions) -> dict:
