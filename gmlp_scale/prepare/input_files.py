@@ -20,7 +20,7 @@ from gmlp_scale.files import open_filesystem, with_retries
 from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
 from gmlp_scale.prepare.tar_members import text_members
 
-_TEXT_DOCUMENT_CHARACTERS = 1_000_000
+_TEXT_PART_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -169,15 +169,20 @@ class FileReader:
         return Record(text, line)
 
     def _text_parts(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
-        """The whole text, or parts of it that end at the end of a line. Line ends such as \\r\\n stay as they are."""
+        """The whole text, or parts of it that end at the end of a line. Line ends such as \\r\\n stay as they are.
+
+        A line of more than max_record_bytes is cut too, between two characters.
+        """
         file = decompressed(raw, self._file)
         lines = iter(lambda: file.readline(self._max_record_bytes), b"")
         for number in itertools.count(1):
             part = bytearray()
             for content in lines:
                 part += content
-                if len(part) >= _TEXT_DOCUMENT_CHARACTERS:
+                if len(part) >= _TEXT_PART_BYTES:
                     break
+            while not part.endswith(b"\n") and b"\x80" <= file.peek(1)[:1] < b"\xc0":  # the rest of a character
+                part += file.read(1)
             if not part:
                 return
             if self._is_own(number):

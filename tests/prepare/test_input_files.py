@@ -177,6 +177,14 @@ def test_text_files_keep_every_character_and_are_cut_at_line_ends(tmp_path):
     assert [record.reason for record in read(tmp_path / "bad.txt")] == ["invalid UTF-8"]
 
 
+def test_a_text_without_line_ends_is_cut_between_characters(tmp_path):
+    text = "a" + "é" * 700_000
+    for name, content in (("a.txt", text.encode()), ("a.txt.gz", gzip.compress(text.encode(), 1))):
+        (tmp_path / name).write_bytes(content)
+        parts = [record.text for record in read(tmp_path / name)]
+        assert "".join(parts) == text and len(parts) == 2
+
+
 BAD_LINES = {
     b'{"text": "unfinished': "broken JSON",
     b'{"text": "caf\xe9"}': "invalid UTF-8",
