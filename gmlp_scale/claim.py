@@ -44,7 +44,7 @@ def hold_folder(output: str, claims: str) -> Iterator[Callable[[], bool]]:
         with repeating(partial(_beat, _name(claims, number), mine), _BEAT_SECONDS):
             yield lambda: _newest(claims) == number
     finally:
-        with suppress(OSError):  # it then stands still, which the next job waits for
+        with suppress(OSError):  # else the claim stands still, and the next job waits to see that
             write_file(_name(claims, number), _encoded(mine | {"ended": True}))
 
 

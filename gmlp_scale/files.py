@@ -1,4 +1,5 @@
-"""Whole files by path or URL. A file appears only when it is whole; a store's temporary errors are tried again.
+"""Whole files, read and written by path or URL. A file appears only when it is whole. A failed call to a store is
+repeated.
 
 A URL may hold a password or a signature. `redacted` takes them out of all that is written or printed.
 """
@@ -70,8 +71,8 @@ def print_error(error: BaseException | str) -> None:
 
 
 def is_url(place: str | Path) -> bool:
-    """Whether it is written as a URL, of a known kind or not. So are s3:/bucket and pipe:ls, which nobody means as a
-    folder."""
+    """Whether a place is written as a URL, of a known kind or not. s3:/bucket and pipe:ls count as URLs too, since
+    nobody means a folder by them."""
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|.*://|pipe:", str(place)))
 
 
@@ -96,8 +97,9 @@ def is_local(url: str | Path) -> bool:
 def with_retries(operation: Callable[[], T], what: str) -> T:
     """The operation's result; a failure is tried again with growing waits, since a store may fail for a moment.
 
-    An error that waiting does not mend, such as a missing object or a refused key, is raised at once. StoreError, which
-    names `what`, tells of the last failure, and at once of a missing key or of a store that was never in reach.
+    An error that waiting does not mend, such as a missing object or a refused key, is raised at once. So are PlaceError
+    for a missing key, and StoreError for a store that was never in reach. After the last try StoreError tells the
+    failure. Each message begins with `what`.
     """
     global _store_has_answered
     for wait_seconds in (*_WAIT_SECONDS, None):
@@ -124,7 +126,7 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
 
 
 def _missing(error: BaseException | None) -> tuple[type[OSError], str] | None:
-    """What the user has to give so that a store can be used at all, and the error for it; None if it may pass."""
+    """The error to raise and what the user must do, if a store cannot be used at all; None if the failure may pass."""
     while error:
         if "Credentials" in type(error).__name__:
             return (

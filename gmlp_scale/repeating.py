@@ -1,4 +1,4 @@
-"""Work that is repeated in a thread beside the main work, as showing how far that is."""
+"""Repeats a call in a thread beside the main work, such as the one that shows how far the work is."""
 
 import threading
 from collections.abc import Callable, Iterator

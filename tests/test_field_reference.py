@@ -27,7 +27,7 @@ def test_the_page_shows_type_default_unit_and_meaning():
         "| `optimizer.betas` | list of 2: number, number | `[0.9, 0.999]` | fraction | ",
         "| `engine.deepspeed_config` | path or null | `null` |  | ",
         "| `data.shards` | text or list of section | *needed* |  | Folder that ",
-        "| `data.shards.weight` | number, `> 0` | *needed* | no unit | Of each step's rows ",
+        "| `data.shards.weight` | number, `> 0` | *needed* | no unit | The source's share ",
         "| `grid.peak_learning_rate` | list of number, `items >= 1` | *needed* | no unit | ",
     ):
         assert f"\n{row}" in text

@@ -1,8 +1,8 @@
 """What is done to an image before the model sees it: random changes in training, a crop of its centre in evaluation.
 
 All that is random follows from the seed, the epoch and the row, so a resumed run repeats it. Pillow decodes, crops and
-resizes. kornia draws the crops and has AutoAugment and RandAugment: torchvision's and timm's are not to be had here,
-since no build of torchvision goes with the pinned torch.
+resizes. kornia draws the crops and has AutoAugment and RandAugment. The ones of torchvision and timm cannot be used,
+since no build of torchvision fits the pinned torch.
 
 Shape suffixes: B batch, 3 colours, H and W pixels of height and width.
 """
@@ -22,25 +22,25 @@ from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.hashing import hash64
 
 CENTRE_CROP = 0.875
-"""Of the shorter side, in evaluation."""
+"""The share of the shorter side that an evaluation crops."""
 _ONE_IMAGE, _PAIR = 1, 2  # the first word of a seed
 _RAND_AUGMENT = {"n": 2, "m": 9}
-"""Two operations of magnitude 9 out of 30, as DeiT's."""
+"""Two operations of magnitude 9 out of 30, as in DeiT."""
 
 
 class AugmentationConfig(BaseModel, frozen=True, extra="forbid"):
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """The least and the largest share of an image's area that a random crop takes. Its sides are as 3:4 to 4:3.
-    [fraction]"""
+    """The least and the largest share of an image's area that a random crop takes. Its sides are in a ratio of 3:4 to
+    4:3. [fraction]"""
     flip: bool = True
-    """Mirrors every other image."""
+    """Mirrors half of the images, chosen at random."""
     policy: Literal["none", "autoaugment", "randaugment"] = "autoaugment"
     """autoaugment: the policy that was found for ImageNet. randaugment: two operations of magnitude 9."""
     mixup_alpha: float = Field(0.8, ge=0)
     """Mixes two images by a share from Beta(alpha, alpha); 0 never does. [no unit]"""
     cutmix_alpha: float = Field(1.0, ge=0)
     """Pastes a rectangle of another image, whose share of the area is from Beta(alpha, alpha); 0 never does. With both,
-    every other pair gets Mixup. [no unit]"""
+    a random half of the pairs gets Mixup and the other half CutMix. [no unit]"""
     label_smoothing: float = Field(0.1, ge=0, lt=1)
     """The share of every label that all classes divide evenly. [fraction]"""
 
@@ -109,7 +109,7 @@ class Augmentation:
         return ImageBatch(images_B3HW, batch.labels_B, other_labels_B, shares_B)
 
     def _mixed_pair(self, images_23HW: Tensor) -> tuple[Tensor, float]:
-        """The pair, and the share that each keeps of itself."""
+        """The mixed pair, and the share of itself that each image keeps."""
         mixup, cutmix = self._config.mixup_alpha, self._config.cutmix_alpha
         others_23HW = images_23HW.flip(0)
         if mixup and not (cutmix and torch.rand(()) < 0.5):
@@ -117,7 +117,8 @@ class Augmentation:
             return _rounded(torch.lerp(others_23HW.float(), images_23HW.float(), share)), share
         share = torch.distributions.Beta(cutmix, cutmix).sample().item()
         side = round(self._size * (1 - share) ** 0.5)
-        top, left = (torch.rand(2) * (self._size + 1)).long().tolist()  # of the centre; the edges cut the rectangle
+        # The rectangle's centre; the image's edges cut the rectangle.
+        top, left = (torch.rand(2) * (self._size + 1)).long().tolist()
         rows = slice(max(0, top - side // 2), min(self._size, top - side // 2 + side))
         columns = slice(max(0, left - side // 2), min(self._size, left - side // 2 + side))
         mixed_23HW = images_23HW.clone()
@@ -152,5 +153,5 @@ def _rounded(pixels: Tensor) -> Tensor:
 def _drawing_from(*words: int) -> Iterator[None]:
     """Torch's random numbers follow from these words while the body runs, and go on as before after it."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(hash64(*words)[0] >> np.uint64(1)))  # it takes 63 bits
+        torch.default_generator.manual_seed(int(hash64(*words)[0] >> np.uint64(1)))  # manual_seed takes 63 bits
         yield

@@ -36,11 +36,11 @@ class MaskedBatch:
     labels_BM: Tensor
     """int64 [B, M], the original ids; IGNORED in slots that a row with too few ordinary tokens cannot fill."""
     padded: bool = True
-    """Whether attention must ignore <pad>. A model that looked for <pad> itself would wait for its device."""
+    """Whether attention must ignore <pad>. If the model looked for <pad> itself, the host would wait for the device."""
 
     @classmethod
     def from_labels(cls, token_ids_BN: Tensor, labels_BN: Tensor) -> MaskedBatch:
-        """The batch of token ids and of labels for each position, as Hugging Face's collators give them.
+        """The batch of token ids and a label for each position, as Hugging Face's collators give them.
 
         Args:
             token_ids_BN: int64, masks applied; may hold <pad>.
@@ -54,7 +54,7 @@ class MaskedBatch:
             found = f"labels of shape {tuple(labels_BN.shape)} beside token ids of shape {tuple(token_ids_BN.shape)}"
             raise ValueError(f"found {found}; needed: the same shape, and a label other than {IGNORED}")
         num_masked = int((~is_ignored_BN).sum(dim=1).max())
-        # A stable sort puts each row's labels first, and leaves their order. Rows with fewer take ignored positions.
+        # A stable sort puts each row's labels first, in their order. Rows with fewer labels take ignored positions too.
         positions_BM = is_ignored_BN.byte().argsort(dim=1, stable=True)[:, :num_masked].sort(dim=1).values
         return cls(token_ids_BN, positions_BM, labels_BN.gather(1, positions_BM))
 
@@ -83,9 +83,9 @@ class ImageBatch:
     labels_B: Tensor
     """int64 [B]."""
     other_labels_B: Tensor
-    """int64 [B], of the images that were mixed in; of others as `labels_B`."""
+    """int64 [B], the labels of the images that were mixed in; where none was, as in `labels_B`."""
     shares_B: Tensor
-    """float32 [B], the share of `labels_B`; the other label has the rest."""
+    """float32 [B], the share of the label in `labels_B`; the other label has the rest."""
 
     def to(self, device: torch.device | str) -> ImageBatch:
         moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}

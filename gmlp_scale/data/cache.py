@@ -13,7 +13,8 @@ from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.files import is_local, open_filesystem, redacted, with_retries
 
 _SHARE_FREED_AT_ONCE = 0.1
-"""Of the limit. A full cache lists its folder only when this much is used up again: 40,000 copies take 0.5 s."""
+"""The share of the limit that is freed at once. A full cache lists its folder only when this much is used up again:
+listing 40,000 copies takes 0.5 s."""
 
 
 class ShardFiles:
@@ -83,7 +84,7 @@ class ShardFiles:
         return content
 
     def _make_room(self, num_bytes: int) -> None:
-        """Adds a copy's bytes to the total, and removes others if that is too much.
+        """Adds a copy's bytes to the total, and removes other copies if the total is above the limit.
 
         The total stands in a file. It is written before the copy appears, so a killed process, a discarded copy or one
         that was removed by hand can only leave it too high. Then the folder is listed too early, which corrects it.
@@ -115,7 +116,7 @@ class ShardFiles:
         return total
 
     def _lock(self, name: str) -> FileLock:
-        """A lock that all processes of the machine respect; the kernel drops it when its holder ends."""
+        """A lock that holds for all processes of the machine. The kernel drops it when its holder ends."""
         locks = self._cache_dir / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         return FileLock(locks / name)

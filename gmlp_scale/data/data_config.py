@@ -14,7 +14,7 @@ _CACHE_MAX_BYTES = 500_000_000_000
 
 
 def _is_fraction(value: Any) -> bool:
-    """A text may be one too: YAML takes 15e-2 for a text."""
+    """A text may be a fraction too: YAML reads 15e-2 as a text."""
     try:
         return isinstance(value, float | str) and 0 < float(value) < 1
     except ValueError:
@@ -39,7 +39,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     masked_fraction: Annotated[
         float | tuple[tuple[int, float], ...], number_or_pieces(_is_fraction, "a number between 0 and 1")
     ] = 0.15
-    """How much of each row is masked (BERT's 15 %, as in the paper). Or a list of [from_step, fraction], as that of
+    """How much of each row is masked (BERT's 15 %, as in the paper). Or a list of [from_step, fraction], as for
     train.global_batch_size; every evaluation masks the last fraction. [fraction]"""
     shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
     """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups of each source in
@@ -67,12 +67,12 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def tokenizer_folder(self) -> str:
-        """The tokenizer's, which all sources have."""
+        """Folder of the tokenizer, which is the same for all sources."""
         return f"{self.sources[0].shards}/tokenizer"
 
     @property
     def padded(self) -> bool:
-        """Whether attention must ignore <pad>. Packed rows have nearly none: a writer fills all but its last."""
+        """Whether attention must ignore <pad>. Packed rows have nearly none: a task fills all its rows but the last."""
         return self.packing == "document"
 
     @model_validator(mode="after")

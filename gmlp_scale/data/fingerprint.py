@@ -1,4 +1,4 @@
-"""The facts of a run's data that its checkpoints keep, and what of them a resumed run has changed."""
+"""The facts of a run's data that its checkpoints keep, and which of them a resumed run has changed."""
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -8,10 +8,11 @@ from gmlp_scale.data.mixture import SourceConfig, changing_steps
 from gmlp_scale.data.source import Source
 
 _OF_ALL = ("tokenizer_sha256", "sequence_length", "vocab_size", "packing")
+"""Facts that all sources of a mixture share."""
 
 
 def fingerprint(sources: Sequence[Source], num_heldout_rows: int, is_mixture: bool) -> dict[str, Any]:
-    """JSON-able. A mixture's also has each source with its weight and steps, by its name."""
+    """The facts, JSON-able. Those of a mixture also have each source by its name, with its weight and steps."""
     manifest = sources[0].manifest
     facts = {name: getattr(manifest, name) for name in _OF_ALL}
     facts |= {"train_rows": sum(source.num_rows for source in sources), "heldout_rows": num_heldout_rows}
@@ -73,7 +74,7 @@ def _config(facts: dict[str, Any]) -> SourceConfig:
 
 
 def _shares(sources: dict[str, dict[str, Any]], step: int) -> dict[tuple[int, str, Fraction], str]:
-    """What decides the rows of a step: each active source's place, manifest and share; with words for it."""
+    """What decides the rows of a step: the place, manifest and share of each active source, and a text that says so."""
     active = {place: of for place, of in enumerate(sources.items()) if _config(of[1]).is_active(step)}
     total = sum(Fraction(str(facts["weight"])) for _, facts in active.values())
     shares = {place: Fraction(str(facts["weight"])) / total for place, (_, facts) in active.items()}

@@ -83,7 +83,7 @@ class ImageLoader:
             yield micro_batches
 
     def heldout_batches(self, num_rows: int) -> Iterator[tuple[ImageBatch, int]]:
-        """This rank's share of the first `num_rows` held-out images, and how many of each batch count.
+        """This rank's share of the first `num_rows` held-out images, and how many images of each batch count.
 
         Every rank has the same number of batches; the images that fill up the last ones do not count.
         """
@@ -110,7 +110,7 @@ class ImageLoader:
         return np.array(positions).reshape(-1, self._micro_batch_size)
 
     def _loaded(self, rows: Dataset, keys: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
-        """The batches in order, made ahead by the workers. Raises what a worker met with a shard, or with its store."""
+        """The batches in order, made ahead by the workers. Raises the error that a worker had with a shard or store."""
         config = self._config
         batches = made_ahead(rows, keys, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
         for batch in batches:
@@ -120,7 +120,7 @@ class ImageLoader:
 
 
 _FAILURES = (CorruptShardError, OSError)
-"""A worker returns these as values, since the DataLoader hands over what is raised by its text alone."""
+"""A worker returns these errors as values, since the DataLoader would pass on the text alone of an error raised."""
 
 
 class _TrainingRows(Dataset):
@@ -142,7 +142,8 @@ class _TrainingRows(Dataset):
 
 
 class _HeldoutRows(Dataset):
-    """Micro-batches of the images' centres, by their numbers in the split. A number beyond the last is the first's."""
+    """Micro-batches of the images' centres, by the images' numbers in the split. A number beyond the last one gives
+    the first image."""
 
     def __init__(self, shards: ImageShards, listed: Sequence[Shard], image_size: int):
         self._shards, self._image_size = shards, image_size

@@ -36,18 +36,18 @@ class StoredImage(NamedTuple):
 
 
 class ImageManifest(ShardList, frozen=True, extra="forbid"):
-    """Of rows that are images."""
+    """The manifest of shards of images."""
 
     writer: ClassVar[str] = "data_prep/prepare_images.py"
 
     format_version: Literal[1] = 1
     members: Literal["jpg and cls"] = "jpg and cls"
     classes: tuple[str, ...]
-    """Names; an image's label is the place of its class here."""
+    """The classes' names. An image's label is the place of its class in this list."""
     total_rows: dict[Split, int]
     splits: Splits
     xxh3_128: str | None = Field(default=None, exclude=True)
-    """Of the file's text without this field."""
+    """Checksum of the file's text without this field."""
 
     @model_validator(mode="after")
     def _classes_are_distinct(self):
@@ -70,9 +70,9 @@ def pack_images(images: Iterable[StoredImage]) -> bytes:
 
 class _Member(NamedTuple):
     offset: int
-    """Of the JPEG file in the shard. [bytes]"""
+    """Where the JPEG file begins in the shard. [bytes]"""
     size: int
-    """Of the JPEG file. [bytes]"""
+    """The length of the JPEG file. [bytes]"""
     label: int
 
 
@@ -118,8 +118,8 @@ class ImageShards:
         self._open: OrderedDict[int, io.FileIO] = OrderedDict()
         self._first_rows = np.cumsum([0] + [shard.rows for shard in shards])
         shared = mmap.mmap(-1, int(self._first_rows[-1]) * _NOTE.itemsize)
-        self._notes = np.frombuffer(shared, _NOTE)  # zeros: of no image
-        self._locks = tempfile.TemporaryFile()  # noqa: SIM115 - byte i is locked by who verifies shard i
+        self._notes = np.frombuffer(shared, _NOTE)  # a size of 0 stands for an image that is not noted
+        self._locks = tempfile.TemporaryFile()  # noqa: SIM115 - who verifies shard i locks byte i
 
     def read(self, shard: int, row_index: int) -> StoredImage:
         """An image by its place in the shard with this index."""

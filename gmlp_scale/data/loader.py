@@ -89,10 +89,10 @@ class Loader:
         weights = [weight if rows else 0.0 for weight, rows in zip(lasting, num_heldout, strict=True)]
         self._heldout = Pattern(weights) if any(weights) else None
         self.num_heldout_rows = self._heldout.num_rows_of(num_heldout) if self._heldout else 0
-        """As many as can be taken in the shares of `heldout_batches`."""
+        """How many rows `heldout_batches` can give before one of its sources has none left."""
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often the rows of each source have been seen before the batch of `step`, by the metrics' tags."""
+        """How often the rows of each source have been seen before the batch of `step`, by the tags of the metrics."""
         counts = self._mixture.counts(step)
         epochs = [count / source.num_rows for count, source in zip(counts.tolist(), self.sources, strict=True)]
         if not self.config.is_mixture:
@@ -157,9 +157,9 @@ class Loader:
     def heldout_batches(self, num_rows: int) -> Iterator[MaskedBatch]:
         """This rank's share of the first `num_rows` held-out rows (or of all, if there are fewer), in micro-batches.
 
-        They are of all sources that have some and last to the run's end, in the shares of their weights. Rows and masks
-        are the same at every evaluation, for every seed and world size. Every rank has the same number of batches; the
-        rows that fill up the last ones have all their labels IGNORED.
+        They come from all sources that have held-out rows and last to the run's end, in the shares of their weights.
+        Rows and masks are the same at every evaluation, for every seed and world size. Every rank has the same number
+        of batches; the rows that fill up the last ones have all their labels IGNORED.
         """
         if not self._heldout:
             raise ShardError("the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction")

@@ -10,7 +10,7 @@ from gmlp_scale.data.batch import IGNORED, MASK_ID, NUM_SPECIAL_TOKENS, MaskedBa
 from gmlp_scale.data.hashing import hash64, mix64
 
 _MASKS = 3  # the first word of a mask's key; order.py begins its keys with 1 and 2
-# Of the 2**32 numbers that can be drawn, those below _MASK_BELOW mask, the next _RANDOM_DRAWS randomize.
+# A draw is one of 2**32 numbers: those below _MASK_BELOW mask, the next _RANDOM_DRAWS put a random token.
 _MASK_BELOW, _RANDOM_DRAWS, _LAST_DRAW = (np.uint32(round(share * (2**32 - 1))) for share in (0.8, 0.1, 1))
 _TOP_BIT = np.uint32(1 << 31)
 _LOW_32_BITS = np.uint64(2**32 - 1)
@@ -28,7 +28,7 @@ def mask_rows(
 ) -> MaskedBatch:
     """Choose `num_masked` positions of each row and mask them.
 
-    Special tokens are never chosen. Of the chosen tokens 80 % become <mask>, 10 % a uniformly random ordinary token,
+    Special tokens are never chosen. 80 % of the chosen tokens become <mask>, 10 % a uniformly random ordinary token,
     and 10 % stay (Devlin et al. 2018, which the paper follows); all have labels. A row with fewer than `num_masked`
     ordinary tokens fills the other slots with positions of special tokens, unchanged and labelled IGNORED.
 
@@ -72,7 +72,7 @@ def _replace(token_ids_BN: np.ndarray, positions_BM: np.ndarray, row_keys_B: np.
     is_special_BM = labels_BM < NUM_SPECIAL_TOKENS
     draws_BM[is_special_BM] = _LAST_DRAW  # a draw that changes nothing
     replaced_BM = np.where(draws_BM < _MASK_BELOW, MASK_ID, labels_BM)
-    # Of a draw below _MASK_BELOW the unsigned difference is huge, so one comparison tests both ends of the range.
+    # For a draw below _MASK_BELOW the unsigned difference is huge, so one comparison tests both ends of the range.
     is_random_BM = draws_BM - _MASK_BELOW < _RANDOM_DRAWS
     random_draws = (draws_BM[is_random_BM] - _MASK_BELOW).astype(np.int64)
     num_ordinary_ids = vocab_size - NUM_SPECIAL_TOKENS
@@ -85,7 +85,7 @@ def _replace(token_ids_BN: np.ndarray, positions_BM: np.ndarray, row_keys_B: np.
 def _hash32(words_N: np.ndarray, keys_B1: np.ndarray) -> np.ndarray:
     """uint32 [B, N]: Wellons' lowbias32 of each word times 2**32 over the golden ratio.
 
-    One half of the uint64 key is mixed in before its first round, the other half between its rounds.
+    One half of the uint64 key is mixed in before the first round, the other half between the rounds.
     """
     state = (words_N * np.uint32(0x9E3779B9)) ^ (keys_B1 & _LOW_32_BITS).astype(np.uint32)
     shifted = state >> np.uint32(16)

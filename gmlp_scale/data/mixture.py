@@ -29,12 +29,12 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid"):
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens. Its last part names the
     source, as in data/epoch/NAME."""
     weight: float = Field(gt=0, allow_inf_nan=False)
-    """Of each step's rows it has this share, over the sum of the weights of the step's sources. The shares must be
-    whole numbers of every million rows or fewer: 0.7 and 0.3, or 1563 and 241. [no unit]"""
+    """The source's share of a step's rows is this weight over the sum of the weights of the step's sources. The shares
+    must be whole numbers of every million rows or fewer: 0.7 and 0.3, or 1563 and 241. [no unit]"""
     from_step: int = Field(default=0, ge=0)
-    """The finished steps before its first rows. [steps]"""
+    """The source gives rows from this many finished steps on. [steps]"""
     until_step: int | None = Field(default=None, gt=0)
-    """The finished steps after its last rows; null for the run's end. [steps]"""
+    """The source gives no rows from this many finished steps on; null for the run's end. [steps]"""
 
     @property
     def name(self) -> str:
@@ -105,8 +105,8 @@ def _by_deadline(shares: Sequence[int]) -> np.ndarray:
     rows. All deadlines are met: earliest deadline first does so whenever any order can.
     """
     length, taken = sum(shares), [0] * len(shares)
-    not_yet = [(0, source) for source, share in enumerate(shares) if share]  # with the row from which each may come
-    due: list[tuple[int, int]] = []  # with the deadline
+    not_yet = [(0, source) for source, share in enumerate(shares) if share]  # (row from which it may come, source)
+    due: list[tuple[int, int]] = []  # (deadline, source)
     sources = np.empty(length, np.int64)
     for row in range(length):
         while not_yet and not_yet[0][0] <= row:

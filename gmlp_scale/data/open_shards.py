@@ -29,7 +29,7 @@ class SkipCorruptShards:
     record: Path
     max_shards: int
     prefix: str = ""
-    """Of the names in the record, which tells a mixture's sources apart."""
+    """Stands before the names in the record, to tell a mixture's sources apart."""
 
     def note(self, error: CorruptShardError) -> None:
         """Record a corrupt shard. Raises ShardError if all ranks together have now met too many."""

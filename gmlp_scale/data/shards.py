@@ -27,7 +27,7 @@ ROWS_PER_BLOCK = 256
 
 
 class Manifest(ShardList, frozen=True, extra="forbid"):
-    """Of rows of tokens."""
+    """The manifest of shards of rows of tokens."""
 
     writer: ClassVar[str] = "data_prep/tokenize_corpus.py"
 
@@ -43,7 +43,7 @@ class Manifest(ShardList, frozen=True, extra="forbid"):
     total_rows: dict[Split, int]
     splits: Splits
     xxh3_128: str | None = Field(default=None, exclude=True)
-    """Of the file's text without this field. Older manifests have none."""
+    """Checksum of the file's text without this field. Older manifests have none."""
 
 
 def pack_shard(rows_RN: np.ndarray, name: str) -> bytes:
@@ -103,8 +103,8 @@ class ShardWriter:
 class ShardRows:
     """The rows of one local shard, read whole into memory and verified there.
 
-    So no change of the file while it is open reaches a batch. Of a memory map, a shorter file would end the process by
-    SIGBUS, and other bytes would go unnoticed.
+    So no change of the file while it is open reaches a batch. With a memory map, a file that becomes shorter would end
+    the process by SIGBUS, and changed bytes would go unnoticed.
 
     Raises CorruptShardError if the file is missing, or if its size, checksum, members or number of rows are wrong.
     """

@@ -16,8 +16,8 @@ class Source:
     """The rows of one folder of shards.
 
     Args:
-        place: in the recipe's list, since two sources must not draw alike; 0 for a single source.
-        seed: of the run.
+        place: the source's place in the recipe's list, by which each source draws otherwise; 0 for a single source.
+        seed: the run's.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Source:
         self.manifest = manifest
         self.num_rows = manifest.num_rows("train")
         self.seed = source_seed(seed, place)
-        """For the order and the masks of its training rows."""
+        """Decides the order and the masks of its training rows."""
         self.heldout_seed = source_seed(_HELDOUT_SEED, place)
         self._files = files
         shards = manifest.splits.train

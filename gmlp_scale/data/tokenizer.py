@@ -23,7 +23,7 @@ MODEL_NAME = "tokenizer.model"
 NUM_BYTE_TOKENS = 256
 """The ids after the special tokens are single bytes; they encode characters that no piece holds."""
 
-_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes a space so; a text may hold this character too
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes a space as this character; a text may hold it too
 _WORDS_AT_A_TIME = 1024  # few enough for exact sums of scores, see _with_rounded_scores
 _MAX_SENTENCE_CHARACTERS = 1000  # 4000 bytes at most; the trainer drops sentences of more than 4192
 
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @property
     def pieces(self) -> list[bytes]:
-        """By id. That of a special token is its name."""
+        """The bytes of each token, by id. A special token has those of its name."""
         return self._bytes_of_id
 
     def encode(self, text: str) -> list[int]:

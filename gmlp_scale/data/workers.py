@@ -17,9 +17,9 @@ from gmlp_scale.process import STOP_SIGNALS
 
 
 def made_ahead(dataset: Dataset, keys: Iterable, *, num_workers: int, prefetch_batches: int) -> Iterator[Any]:
-    """dataset[key] of each key, in order; each worker makes `prefetch_batches` ahead. Without workers, none is.
+    """dataset[key] of each key, in order. Each worker makes `prefetch_batches` ahead; without workers, none is.
 
-    Stop signals are the run's own to heed: workers go on until the iterator is closed or their parent is gone.
+    Stop signals are for the run alone: workers go on until the iterator is closed or their parent is gone.
     Raises UserError if a worker is killed.
     """
     loader = DataLoader(
@@ -30,7 +30,7 @@ def made_ahead(dataset: Dataset, keys: Iterable, *, num_workers: int, prefetch_b
         multiprocessing_context="fork" if num_workers else None,  # the workers share what is imported
         prefetch_factor=prefetch_batches if num_workers else None,
         worker_init_fn=_heed_parent_alone,
-        generator=torch.Generator(),  # or the DataLoader would draw from that of dropout
+        generator=torch.Generator(),  # else the DataLoader would draw from the one that dropout uses
     )
     others = active_children()
     with _our_signals():
@@ -52,10 +52,10 @@ def made_ahead(dataset: Dataset, keys: Iterable, *, num_workers: int, prefetch_b
 
 @contextmanager
 def _our_signals() -> Iterator[None]:
-    """For the start of workers: they inherit that stop signals are blocked, and torch's SIGCHLD handler is undone.
+    """Start workers within it: they inherit that stop signals are blocked, and torch's SIGCHLD handler is undone.
 
-    That handler raises wherever the main thread is when a worker dies, even within a save. Without it torch notices
-    when it waits for the worker, within 5 s.
+    That handler raises wherever the main thread is when a worker dies, even within a save. Without it torch notices the
+    death when it waits for the worker, within 5 s.
     """
     on_child = signal.getsignal(signal.SIGCHLD)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -149,7 +149,7 @@ class Finetuning:
         return self._summaries[part]
 
     def _scores(self, kind: str, engine: Engine, world: World) -> dict[str, dict[str, float]]:
-        """Of the dev parts, or of the test parts that have labels."""
+        """The scores of each part of this kind, dev or test, that has labels."""
         rows = {part: self.inputs.rows[part] for part in self.config.parts if part.startswith(kind)}
         return {part: of.scores(self._summary(part, engine, world)) for part, of in rows.items() if of.has_labels}
 

@@ -68,7 +68,7 @@ def _sources(task: str, folder: Path) -> dict[str, Path]:
 def run_glue(runs: list[FinetuneConfig], world: World, *, num_seeds: int, grid: bool, from_mnli: bool) -> dict | None:
     """A sweep for each run of glue_runs. Writes submission/, table.json and table.md beside the tasks' folders.
 
-    The submission is of the seed with the best dev score. Returns the content of table.json, or None if a sweep was
+    The submission is from the seed with the best dev score. Returns the content of table.json, or None if a sweep was
     stopped.
 
     Args:

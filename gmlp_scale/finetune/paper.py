@@ -8,7 +8,7 @@ from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.models import AmlpConfig, GmlpConfig, ModelConfig, TransformerConfig, with_kernels
 
 VOCAB_SIZE = 32_000
-"""Of the paper; another tokenizer is still compared with it."""
+"""The paper's. A model with another vocabulary is still compared with the paper's scores."""
 
 
 def _gmlp(num_blocks: int, d_model: int, d_ffn: int, sequence_length: int) -> GmlpConfig:

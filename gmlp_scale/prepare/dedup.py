@@ -97,7 +97,7 @@ class BlankWordTokenizer(WordTokenizer):
 
 
 class DropContaminated(PipelineStep):
-    """Drops documents that share 13 words in a row with a text of --decontaminate, as the dev set of a task."""
+    """Drops documents that share 13 words in a row with a text of --decontaminate, such as the dev set of a task."""
 
     type = "Filter"
     name = "Decontamination"

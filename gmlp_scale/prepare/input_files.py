@@ -27,8 +27,8 @@ _TEXT_PART_BYTES = 1_000_000
 class Record:
     text: str
     line: int
-    """The number of the line, counted from 1; in a Parquet file of the entry, in a text file of the part, in a tar file
-    of the text."""
+    """The number of the line, counted from 1; in a Parquet file the row's, in a text file the part's, in a tar file the
+    text's."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ class BadRecord:
 
 
 def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFile]:
-    """The files of the globs and URLs, each source's sorted by name. InputError where a source matches none, a file's
-    format is unknown, or a file is named twice. part-{000..127}.tar names 128 files."""
+    """The files of the globs and URLs, those of each source sorted by name. part-{000..127}.tar names 128 files.
+
+    Raises InputError if a source matches no file, a file's format is unknown, or a file is named twice.
+    """
     found = []
     for source in sources:
         try:
@@ -49,7 +51,7 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
                 found += _files_of(name, option)
         except (InputError, OSError):
             raise
-        except ValueError as error:  # of braceexpand, of fsspec or of a store
+        except ValueError as error:  # from braceexpand, fsspec or a store
             raise InputError(f"{option} {source} is not understood: {error}") from error
     for name, count in Counter(file.url for file in found).items():
         if count > 1:
@@ -157,8 +159,8 @@ class FileReader:
                         yield self._check_value(text, line)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
-                raise  # by the disk or the store; pyarrow tells of a damaged page by a plain OSError
-            bytes_read = self._file.num_bytes * line // max(1, num_lines)  # by the records, which lie in their order
+                raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
+            bytes_read = self._file.num_bytes * line // max(1, num_lines)  # a guess: the records lie in their order
             raise BadFileError(self._file, bytes_read, str(error)) from error
 
     def _check_value(self, text: object, line: int) -> Record | BadRecord:

@@ -12,7 +12,7 @@ from gmlp_scale.prepare.input_files import FileReader, InputFile, find_inputs
 
 
 class JobOptions(BaseModel, frozen=True, extra="forbid"):
-    """The command line of data_prep/tokenize_corpus.py, whose --help explains each option."""
+    """The options of data_prep/tokenize_corpus.py, whose --help explains each."""
 
     input: tuple[str, ...]
     tokenizer: str

@@ -35,7 +35,7 @@ class InputFile:
 
     @property
     def name(self) -> str:
-        """The URL without its query, as a signature."""
+        """The URL without its query, which may be a signature."""
         return self.url.partition("?")[0] if "://" in self.url else self.url
 
     @property
@@ -49,7 +49,7 @@ class BadFileError(InputError):
     """A file ends too early or is damaged."""
 
     def __init__(self, file: InputFile, bytes_read: int, reason: str):
-        super().__init__(file, bytes_read, reason)  # as they are, so that it comes whole from another process
+        super().__init__(file, bytes_read, reason)  # all of them, so that the error comes whole from another process
         self.file = file
         self.bytes_read = bytes_read
         """The stored bytes before the fault."""

@@ -32,7 +32,7 @@ def run_passes(options: JobOptions, job: JobFolder) -> bool:
 
 
 def _bytes_to_read(one: Pass, options: JobOptions) -> int:
-    """Of the input files as stored, where the pass reads them; a file that is cut into parts is read for each part."""
+    """The stored bytes that the pass reads; 0 if it reads no files. Each part of a file reads the whole file."""
     if not one.reads_documents or not options.files:
         return 0
     inputs = (inputs_of_task(options.files, rank, one.num_tasks) for rank in range(one.num_tasks))

@@ -17,7 +17,7 @@ ENDINGS = (".txt", ".json", ".jsonl")
 
 
 class StrictTarInfo(tarfile.TarInfo):
-    """tarfile takes a damaged or missing header after the first one for the archive's end; this one tells it."""
+    """Raises an error at a damaged or missing header after the first one; tarfile takes it for the archive's end."""
 
     @classmethod
     def fromtarfile(cls, archive):
@@ -28,9 +28,10 @@ class StrictTarInfo(tarfile.TarInfo):
 
 
 def text_members(content: BinaryIO, raw: BinaryIO, file: InputFile, max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """(ending, content) of every member with text: a .jsonl whole, of others max_bytes + 1.
+    """(ending, content) of every member with text: of a .jsonl all of it, of others at most max_bytes + 1 bytes.
 
-    They come in the archive's order, but of neighbours with the same name up to the first dot the .json come last.
+    They come in the archive's order, except that the .json come last among neighbours with the same name up to the
+    first dot.
 
     Args:
         content: the archive, decompressed; `raw`, the stored bytes below it, whose position says how much was read.

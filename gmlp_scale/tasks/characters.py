@@ -1,7 +1,7 @@
 """Next-character prediction on one text, as in the paper of MLP-Attention: recipes with `task: characters`.
 
-A row is a crop of the text, and the crops of an epoch begin at every character once, in an order of the epoch's own. So
-the state of the data is the step, as in pretraining.
+A row is a crop of the text. In every epoch one crop begins at each character, in an order of the epoch's own. So the
+state of the data is the step, as in pretraining.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     task: Literal["characters"]
     """What tells these recipes from those of masked language modelling."""
     model: ModelConfig
-    """Of a family whose blocks can be causal. Its vocabulary is the text's alphabet."""
+    """A model of a family whose blocks can be causal. Its vocabulary is the text's alphabet."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """On residual branches and attention weights. [fraction]"""
     data: CharacterDataConfig
@@ -77,7 +77,7 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
 
 class Crops:
-    """Every crop of `length` characters, and the ones that follow them; row i begins at character i."""
+    """Every crop of `length` characters, and for each of them the one that follows. Row i begins at character i."""
 
     def __init__(self, ids: np.ndarray, length: int):
         self.ids, self.length = ids, length

@@ -59,7 +59,7 @@ class ClassificationTask:
     submissions: Mapping[str, str]
     """For each part besides train, the name of the predictions file that GLUE's server takes."""
     labels: tuple[str, ...] = ("0", "1")
-    """Of the classes, as GLUE's files write them, in the order of the numbers that `datasets` gives."""
+    """The classes' labels as GLUE's files write them, in the order of the numbers that `datasets` gives."""
     official_sizes: Mapping[str, int] = field(default_factory=dict)
     scores: tuple[Callable[[Sequence, Sequence], float], ...] = (accuracy,)
     """Functions of predictions and labels; a perfect score is 1. The first one is the main score."""
@@ -94,15 +94,15 @@ class ClassificationTask:
 
     @property
     def possible_labels(self) -> str:
-        """For messages."""
+        """The labels as messages name them."""
         return ", ".join(self.labels)
 
     def predictions(self, logits_RC: np.ndarray) -> np.ndarray:
-        """Of each row what the scores compare with its label."""
+        """What the scores compare with each row's label."""
         return logits_RC.argmax(-1)
 
     def written(self, prediction: int) -> str:
-        """As GLUE's server takes it."""
+        """A prediction as GLUE's server takes it."""
         return self.labels[prediction]
 
     def shown(self, score: str, value: float) -> str:
@@ -151,7 +151,7 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
 
 
 def _label_column(task: ClassificationTask, source: str, part: str, first: Record) -> str | None:
-    """Its name in the first record. None if a test part has none."""
+    """The name of the label's column in the first record. None if a test part has no such column."""
     found = [column for column in task.label_columns if column in first.fields]
     if part.startswith("test") and not found:
         return None

@@ -37,7 +37,7 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     task: Literal["images"]
     """What tells these recipes from those of masked language modelling."""
     model: ModelConfig
-    """Its positions are the patches, and its vocabulary is that of the labels: vocab_size is the number of classes."""
+    """The model. Its positions are the patches, and vocab_size is the number of classes."""
     patch_size: PositiveInt
     """Pixels on a side of a patch. An image has as many patches as model.sequence_length, in a square. [pixels]"""
     survival_probability: float = Field(1.0, gt=0, le=1)

@@ -31,7 +31,7 @@ from gmlp_scale.tasks.windows import (
 )
 
 NULL_THRESHOLD = 0.0
-"""In v2.0 a question with null odds above it gets no answer."""
+"""In v2.0, a question with null odds above this gets no answer."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class QuestionRows:
         return SpanBatch(token_ids_BN, first_positions_B, last_positions_B)
 
     def summarize(self, logits_BN2: Tensor) -> Tensor:
-        """Of each row the positions and logits of the likeliest first tokens, of the last ones, and the null logit."""
+        """For each row, the positions and logits of its likeliest first and last tokens, and the null logit."""
         columns = []
         for logits_BN in logits_BN2.unbind(-1):
             # A row with fewer than NUM_BEST positions is filled up with -inf at <cls>, which is in no span.

@@ -89,7 +89,8 @@ def read_records(source: str, part: str, hub: Hub, tsv: TsvForm = PLAIN_TSV) -> 
 
 
 def require_columns(source: str, record: Record, alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first alternative of which the record has every column. If there is none, DataError names what it has."""
+    """The first alternative whose columns are all in the record. DataError names the record's columns if there is
+    none."""
     for columns in alternatives:
         if all(column in record.fields for column in columns):
             return columns

@@ -46,7 +46,7 @@ def pearson(predictions: Sequence[float], labels: Sequence[float]) -> float:
 
 
 def spearman(predictions: Sequence[float], labels: Sequence[float]) -> float:
-    """Spearman's correlation: Pearson's of the ranks, where equals share the mean of theirs. -1 to 1."""
+    """Spearman's correlation: Pearson's of the ranks, where equal values share the mean of theirs. -1 to 1."""
     return pearson(_ranks(predictions), _ranks(labels))
 
 

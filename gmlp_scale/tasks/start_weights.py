@@ -123,7 +123,8 @@ def _ids_of_both(trained: TrainedModel, run: RunConfig) -> tuple[Tensor, Tensor]
 
 
 def _copy_positions(old: Tensor, parameter: Tensor, is_spatial: bool) -> None:
-    """Copies what is of the positions that both lengths have. The rest keeps its initial value, but is 0 in W."""
+    """Copies the part for the positions that both lengths have. The rest keeps its initial value, except in W, where it
+    becomes 0."""
     if is_spatial:
         parameter.zero_()
     shift = (len(parameter) - len(old)) // 2 if is_spatial and old.ndim == 1 else 0  # its offset 0 is in the middle

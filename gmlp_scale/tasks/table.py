@@ -151,7 +151,7 @@ TASKS: dict[str, FinetuneTask] = {
 def summarize_all(
     rows: TaskRows, predict: Callable[[LabelledBatch | SpanBatch], Tensor], world: World, batch_size: int
 ) -> np.ndarray:
-    """What scoring needs of every row's logits, float32 [num_rows, summary_size], on every rank.
+    """What scoring needs from every row's logits, float32 [num_rows, summary_size], on every rank.
 
     The ranks take batches in turn. Every rank takes the same number of batches, since an engine may need all ranks to
     predict; the rows that fill up the last batches are left out.
