@@ -61,7 +61,9 @@ class ReadDocuments(BaseReader):
                     counts[f"bad: {problem.reason}"] += 1
                     if len(quarantine) < _MOST_QUARANTINED:
                         quarantine.append({"file": url, **vars(problem)})
-                    self._check_bad_fraction(counts, quarantine[0])
+                    first = quarantine[0]
+                    place = f"{first['file']}, line {first['line']}: {first['reason']}"
+                    _check_bad_fraction(counts, self._options.max_bad_fraction, place)
                 if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
                     self._report(rank, counts, bytes_before + reader.bytes_read)
                     last_report = time.monotonic()
@@ -76,16 +78,6 @@ class ReadDocuments(BaseReader):
     def _report(self, rank: int, counts: Counter, bytes_read: int) -> None:
         progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
         self._job.write(f"{self._progress}/{rank:05d}.json", progress)
-
-    def _check_bad_fraction(self, counts: Counter, first: dict) -> None:
-        """End a task early that has too many bad records. The whole job is checked at its end."""
-        num_bad, allowed = num_bad_records(counts), self._options.max_bad_fraction
-        num_records = counts["documents"] + num_bad
-        if num_records >= _CHECK_AFTER_RECORDS and num_bad > allowed * num_records:
-            raise InputError(
-                f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {allowed}; "
-                f"the first is {first['file']}, line {first['line']}: {first['reason']}"
-            )
 
 
 def redact_task_log() -> None:
@@ -109,28 +101,44 @@ class ReadHubDataset(HuggingFaceDatasetReader):
     def __init__(self, options: JobOptions, job: JobFolder, progress: str):
         name, config, split = options.hub_data_set
         super().__init__(name, {"name": config, "split": split}, streaming=True, text_key=options.text_field)
+        self._max_bad_fraction = options.max_bad_fraction
         self._job = job
         self._progress = progress
         self._counts = Counter()
+        self._first_bad = ""
 
     def get_document_from_dict(self, data: dict, source_file: str, id_in_file: str) -> Document | None:
+        reason = "empty text" if self.text_key in data else f"no text in field {self.text_key!r}"
         document = super().get_document_from_dict(data, source_file, id_in_file)
         if document is None:
-            self._counts["bad: empty text"] += 1
+            self._counts[f"bad: {reason}"] += 1
+            self._first_bad = self._first_bad or f"{source_file} {id_in_file}: {reason}"
+            _check_bad_fraction(self._counts, self._max_bad_fraction, self._first_bad)
+        else:
+            self._counts["documents"] += 1
+            self._counts["bytes"] += len(document.text.encode())
         return document
 
     def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         redact_task_log()
         last_report = time.monotonic()
         for document in super().run(data, rank, world_size):
-            self._counts["documents"] += 1
-            self._counts["bytes"] += len(document.text.encode())
             yield document
             if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
                 self._job.write(f"{self._progress}/{rank:05d}.json", self._counts)
                 last_report = time.monotonic()
         self._job.write(f"counts/read-{rank:05d}.json", self._counts)
         self._job.write(f"{self._progress}/{rank:05d}.json", self._counts)
+
+
+def _check_bad_fraction(counts: Counter, allowed: float, first: str) -> None:
+    """End a task early that has too many bad records. The whole job is checked at its end."""
+    num_bad = num_bad_records(counts)
+    num_records = counts["documents"] + num_bad
+    if num_records >= _CHECK_AFTER_RECORDS and num_bad > allowed * num_records:
+        raise InputError(
+            f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {allowed}; the first is {first}"
+        )
 
 
 def num_bad_records(counts: Counter) -> int:
