@@ -12,13 +12,12 @@ import heapq
 import json
 import sys
 import time
-from pathlib import Path
 
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import redacted, write_text
+from gmlp_scale.files import open_filesystem, redacted, with_retries, write_text
 from gmlp_scale.prepare.input_files import FileReader, InputFile, Record, find_inputs, records_before_fault
 from gmlp_scale.repeating import repeating
 from gmlp_scale.telling import command
@@ -47,7 +46,8 @@ def main() -> int:
     smallest = NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS + 1
     if not smallest <= options.vocab_size <= 1 << 16:
         raise InputError(f"--vocab-size is {options.vocab_size}; it must be between {smallest} and 65536")
-    if Path(options.output).exists():
+    filesystem, path = open_filesystem(options.output)
+    if with_retries(lambda: filesystem.exists(path), f"looking for {options.output}"):
         raise InputError(f"--output {options.output} is there already: choose another, or delete it")
     texts = sample(
         find_inputs(options.input),

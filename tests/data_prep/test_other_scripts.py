@@ -87,7 +87,8 @@ def test_train_tokenizer_mistakes(corpus, tmp_path):
     broken = corpus / "part-1.jsonl.gz"
     broken.write_bytes(broken.read_bytes()[:-1])
     assert f"broken files: 1, --max-bad-files is 0: {broken}" in run(*script, tmp_path / "a", code=2)
-    assert "is there already" in run(*script, corpus, "--vocab-size", 400, code=2)
+    for place in (corpus, f"file://{corpus}"):
+        assert "is there already" in run(*script, place, "--vocab-size", 400, code=2)
 
 
 def test_inspect_batch_prints_the_rows_that_training_sees(shards):
