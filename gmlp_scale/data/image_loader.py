@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -111,12 +112,12 @@ class ImageLoader:
 
     def _loaded(self, rows: Dataset, keys: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
         """The batches in order, made ahead by the workers. Raises the error that a worker had with a shard or store."""
-        config = self._config
-        batches = made_ahead(rows, keys, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
-        for batch in batches:
-            if isinstance(batch, _FAILURES):
-                raise batch
-            yield batch
+        workers = {"num_workers": self._config.num_workers, "prefetch_batches": self._config.prefetch_batches}
+        with closing(made_ahead(rows, keys, **workers)) as batches:  # an error's traceback would keep the workers
+            for batch in batches:
+                if isinstance(batch, _FAILURES):
+                    raise batch
+                yield batch
 
 
 _FAILURES = (CorruptShardError, OSError)

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children
 from multiprocessing.connection import wait
@@ -16,7 +16,9 @@ from gmlp_scale.errors import UserError
 from gmlp_scale.process import STOP_SIGNALS
 
 
-def made_ahead(dataset: Dataset, keys: Iterable, *, num_workers: int, prefetch_batches: int) -> Iterator[Any]:
+def made_ahead(
+    dataset: Dataset, keys: Iterable, *, num_workers: int, prefetch_batches: int
+) -> Generator[Any, None, None]:
     """dataset[key] of each key, in order. Each worker makes `prefetch_batches` ahead; without workers, none is.
 
     Stop signals are for the run alone: workers go on until the iterator is closed or their parent is gone.

@@ -7,6 +7,7 @@ import signal
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -104,9 +105,12 @@ def test_a_corrupt_shard_stops_the_run_with_its_name(num_workers, shards, tmp_pa
     bad = bytearray((copy / "train/train-000001.tar").read_bytes())
     bad[700] ^= 1
     (copy / "train/train-000001.tar").write_bytes(bad)
+    broken, others = loader(copy, num_workers=num_workers), active_children()
     with pytest.raises(CorruptShardError, match=r"train/train-000001.tar is corrupt: .* sha256") as caught:
-        batches(loader(copy, num_workers=num_workers))
+        batches(broken)
     assert "on_corrupt_shard" not in str(caught.value)
+    assert not set(active_children()) - set(others)
+    broken.close()
 
 
 def test_the_workers_of_a_rank_verify_each_shard_once(shards, tmp_path, monkeypatch):
