@@ -3,7 +3,6 @@
 config.yaml is read as plain YAML and not as a recipe: runs of other versions, and finetuning runs, can be compared too.
 """
 
-import json
 import logging
 import math
 import tempfile
@@ -110,17 +109,11 @@ def _config(folder: str) -> dict[str, Any]:
 
 
 def _lines(path: str) -> list[dict[str, Any]]:
-    """Of a file with one JSON object for each step of some kind; none if there is no file."""
+    """The lines of a file with one JSON object for each step of some kind; none if there is no file."""
     try:
-        lines = read_metrics(path)
+        return read_metrics(path)
     except FileNotFoundError:
         return []
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
-    for number, line in enumerate(lines, start=1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise InputError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
-    return lines
 
 
 def _newest(folder: str) -> SavedModel | None:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gmlp_scale.files import read_file, write_text
+from gmlp_scale.errors import InputError
+from gmlp_scale.files import read_file, redacted, write_text
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -100,7 +101,17 @@ class EventsFile(GrowingFile):
         self._records.write(event.SerializeToString())
 
 
-def read_metrics(path: str | Path) -> list[dict]:
-    """The lines of a metrics.jsonl at a path or URL; a last line cut short by a kill is left out."""
-    lines = read_file(path).decode().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl at a path or URL; a last line cut short by a kill is left out.
+
+    InputError if a line is damaged or has no step.
+    """
+    try:
+        lines = read_file(path).decode().splitlines(keepends=True)
+        metrics = [json.loads(line) for line in lines if line.endswith("\n")]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
+    for number, line in enumerate(metrics, start=1):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise InputError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
+    return metrics

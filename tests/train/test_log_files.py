@@ -1,10 +1,13 @@
-"""Logs on a full disk: training is told once and goes on, and nothing is missing afterwards."""
+"""Logs on a full disk: training is told once and goes on, and nothing is missing afterwards. And damaged ones."""
 
 import logging
+import re
 import resource
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.train.log_files import EventsFile, MetricsFile, read_metrics
 from tests.gloo_ranks import run_ranks
 
@@ -45,3 +48,20 @@ def test_a_run_that_ends_on_a_full_disk_says_what_is_missing(tmp_path, trials):
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert lines and [line["step"] for line in lines] == list(STEPS)[: len(lines)]
     trials("full disk during logs, cache and data jobs", 2)
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ('{"step": 1}\n{"ste\x00p"}\n', "is damaged (Invalid control character"),
+        ("\udcff\n", "is damaged ('utf-8' codec can't decode"),
+        ('{"step": 1}\n{"loss": 2.0}\n', "line 2 has no step"),
+        ("[1]\n", "line 1 has no step"),
+    ],
+)
+def test_a_damaged_file_is_one_message(text, told, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(InputError, match=re.escape(told)) as refused:
+        MetricsFile(path, start_step=4)
+    assert str(refused.value).startswith(str(path)) and str(refused.value).endswith("mend or remove the line")
