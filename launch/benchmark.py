@@ -38,6 +38,8 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
+    if options.rounds < 1:
+        parser.error("--rounds is a positive number")
     if options.table:
         print(table(read_report(options.table)))
         return 0

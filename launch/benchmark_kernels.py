@@ -37,6 +37,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each form (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
+    if options.rounds < 1:
+        parser.error("--rounds is a positive number")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("there is no CUDA device: run it on a GPU, or with --device none or cpu")
     if (options.device == "cpu") != is_interpreted():

@@ -107,6 +107,8 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
+    if options.ranks_per_host < 1:
+        parser.error("--ranks-per-host is a positive number")
     least, most = options.hosts
     run = load_recipe(options.config, options.overrides)
     for num_hosts in range(least, most + 1):

@@ -42,8 +42,10 @@ def main() -> int:
     parser.add_argument("--finetune-probe", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the probe's recipe")
     options = parser.parse_intermixed_args()
-    if options.export and (options.step or options.all_steps or options.finetune_probe):
+    if options.export and (options.step is not None or options.all_steps or options.finetune_probe):
         parser.error("--step, --all-steps and --finetune-probe need --run")
+    if options.rows is not None and options.rows < 1:
+        parser.error("--rows is a positive number")
     if options.overrides and not options.finetune_probe:
         parser.error(f"{options.overrides[0]}: only --finetune-probe takes such fields")
     with start_world(timeout_seconds=600, hear_stop_signals=False) as world:

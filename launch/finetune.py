@@ -42,6 +42,8 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         parser.error("--ranks is a positive number and needs --dry-run")
+    if options.seeds < 1:
+        parser.error("--seeds is a positive number")
     if options.from_mnli and not options.glue:
         parser.error("--from-mnli needs --glue")
     world_size = options.ranks or launched_world_size()

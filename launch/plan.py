@@ -30,6 +30,11 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     if options.nodes < 1 or options.gpus < 1 or options.gpus % options.nodes:
         parser.error(f"--gpus {options.gpus} is not a positive multiple of --nodes {options.nodes}")
+    for name in ("fraction_of_peak", "fraction_of_link"):
+        if not 0 < getattr(options, name) <= 1:
+            parser.error(f"--{name.replace('_', '-')} is above 0 and at most 1")
+    if options.fake_ranks is not None and options.fake_ranks < 1:
+        parser.error("--fake-ranks is a positive number")
     assumed = Assumptions(
         GPUS[options.gpu], options.gpus, options.nodes, options.fraction_of_peak, options.fraction_of_link
     )

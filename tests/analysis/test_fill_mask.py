@@ -1,6 +1,7 @@
 """launch/fill_mask.py on a small real run."""
 
 from launch.fill_mask import main
+from tests.written_shards import VOCAB_SIZE
 
 
 def test_every_mask_has_a_line_of_its_most_probable_tokens(runs, launched):
@@ -14,3 +15,9 @@ def test_every_mask_has_a_line_of_its_most_probable_tokens(runs, launched):
 
 def test_a_sentence_without_a_mask_is_refused(runs, launched):
     assert launched(main, "--run", runs / "gmlp", "abcde") == (2, "", "no <mask> in: abcde\n")
+
+
+def test_candidates_are_as_many_as_the_vocabulary_has(runs, launched):
+    for num in (0, VOCAB_SIZE + 1):
+        code, printed, error = launched(main, "--run", runs / "gmlp", "--top", num, "abcde <mask>")
+        assert (code, printed) == (2, "") and f"--top: found {num}; needed: 1 to {VOCAB_SIZE}" in error

@@ -82,3 +82,10 @@ def test_launcher_tells_what_launches_take_where_there_is_no_gpu(launched_here):
 def test_launcher_says_what_a_cpu_needs(launched_here):
     code, _, error = launched_here("cpu")
     assert code == 2 and "--device cpu needs TRITON_INTERPRET=1" in error
+
+
+def test_launcher_refuses_to_time_no_round(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark_kernels.py", *OPTIONS, "none", "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--rounds is a positive number" in capsys.readouterr().err

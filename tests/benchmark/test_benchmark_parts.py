@@ -169,8 +169,15 @@ def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
 
 def refused(monkeypatch, capsys, *words: str) -> str:
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--parts", "start_up", *words])
-    assert main() == 2
+    try:
+        assert main() == 2
+    except SystemExit as left:  # argparse's own refusals
+        assert left.code == 2
     return capsys.readouterr().err
+
+
+def test_launcher_refuses_to_time_no_round(monkeypatch, capsys):
+    assert "--rounds is a positive number" in refused(monkeypatch, capsys, "--config", str(SMOKE), "--rounds", "0")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

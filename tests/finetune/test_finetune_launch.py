@@ -62,6 +62,8 @@ def test_mistakes_leave_with_2_before_anything_is_started(launch, tmp_path):
     assert code == 2 and "must divide" in error
     code, _, error = launch("--dry-run", "data.dev=nowhere.tsv")
     assert code == 2 and "data.dev: nowhere.tsv does not exist" in error
+    with pytest.raises(SystemExit, match="2"):
+        launch("--seeds", "0")
 
 
 def test_mistakes_that_a_start_finds_leave_with_2_and_nothing_behind(launch, tmp_path):

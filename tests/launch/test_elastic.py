@@ -29,6 +29,13 @@ def test_bounds_that_are_none_are_refused(bounds, monkeypatch, capsys):
     assert left.value.code == 2 and f"--hosts: found {bounds}; needed: two numbers" in capsys.readouterr().err
 
 
+def test_a_host_has_ranks(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["elastic.py", "--hosts", "2", *OPTIONS, "--ranks-per-host", "0"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2 and "--ranks-per-host is a positive number" in capsys.readouterr().err
+
+
 TELL = """report = {"message": {"message": "a shard is corrupt", "extraInfo": {"timestamp": "1"}}}
 json.dump(report, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
 sys.exit(2)"""

@@ -85,6 +85,23 @@ def test_a_growing_batch_takes_the_time_of_all_its_steps():
     assert f"tokens in all           {5 * 256 + 15 * 512:,}" in text
 
 
+@pytest.mark.parametrize(
+    "option, needed",
+    [
+        (["--fraction-of-peak", "0"], "--fraction-of-peak is above 0 and at most 1"),
+        (["--fraction-of-link", "40"], "--fraction-of-link is above 0 and at most 1"),
+        (["--fake-ranks", "-1"], "--fake-ranks is a positive number"),
+        (["--nodes", "3"], "--gpus 64 is not a positive multiple of --nodes 3"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(option, needed, capsys, monkeypatch):
+    command = ["plan.py", "--config", str(RECIPES / "gmlp_xlarge.yaml"), "--gpus", "64", "--gpu", "h200"]
+    monkeypatch.setattr("sys.argv", [*command, *option])
+    with pytest.raises(SystemExit) as left:
+        plan.main()
+    assert left.value.code == 2 and needed in capsys.readouterr().err
+
+
 def test_ranks_must_divide_the_global_batch():
     with pytest.raises(ConfigError, match=r"train.global_batch_size: found 256; must be a multiple .* GPUs, 512"):
         layouts(XLARGE, Assumptions(GPUS["h200"], num_gpus=512, num_nodes=64))
