@@ -12,13 +12,14 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from gmlp_scale.benchmark.image_loading import measure_image_loading
 from gmlp_scale.benchmark.parts import describe_machine
 from gmlp_scale.files import write_text
 from gmlp_scale.recipe_file import load_config
 from gmlp_scale.tasks.images import ImagesConfig
 from gmlp_scale.telling import command
-from gmlp_scale.world import start_world
 
 
 @command
@@ -35,8 +36,7 @@ def main() -> int:
     if options.images < 1 or options.images % size or options.rounds < 1:
         parser.error(f"--images must be a multiple of train.micro_batch_size={size}, and --rounds at least 1")
     figures = measure_image_loading(run, options.images, options.rounds)
-    with start_world(timeout_seconds=60, device="cpu") as world:
-        machine = describe_machine(world)
+    machine = describe_machine(torch.device("cpu"))
     report = {"date": datetime.date.today().isoformat(), "machine": machine, "command": sys.argv[1:], run.name: figures}
     text = json.dumps(report, indent=1)
     print(text)

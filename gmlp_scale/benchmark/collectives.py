@@ -11,13 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gmlp_scale.benchmark.live_bytes import LiveBytes
-from gmlp_scale.benchmark.step import random_batch
+from gmlp_scale.benchmark.step import our_engine, random_batch
 from gmlp_scale.config import RunConfig
 from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config
 from gmlp_scale.plan import layouts
-from gmlp_scale.plan.describe import meta_model, short
-from gmlp_scale.run import build_engine_of
-from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.plan.describe import count_parameters, short
 from gmlp_scale.world import World, start_fake_world
 
 ENGINES = {name: engine for name, engine in layouts.ENGINES.items() if engine.needs_process_group}
@@ -45,11 +43,8 @@ def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_bat
     All ranks call it together.
     """
     batch = random_batch(run, world.device)
-    num_rows = num_micro_batches * world.size * len(batch.token_ids_BN)
-    train = run.train.model_copy(update={"global_batch_size": num_rows})
-    task = Pretraining(run.model_copy(update={"engine": engine, "train": train, "init_from": None}))
     with LiveBytes() as live:
-        built = build_engine_of(task, world, is_new=True)
+        built = our_engine(run.model_copy(update={"engine": engine}), world, num_micro_batches)
         live.peak = 0
         for _ in range(2):  # the first step also sets things up
             with CarriedBytes() as carried:
@@ -63,10 +58,10 @@ def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_bat
 def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> dict[str, float]:
     """By kind of collective, `wire` and `peak memory`. All ranks call it together."""
     carried, peak = count_step(run, engine, world, num_micro_batches)
-    num_parameters = sum(parameter.numel() for parameter in meta_model(run).parameters())
-    counted = {kind: carried.by_kind[kind] / num_parameters for kind in COLLECTIVES}
-    wire = sum(passes * counted[kind] for kind, passes in COLLECTIVES.items())
-    return counted | {"wire": wire, "peak memory": peak / num_parameters}
+    counted = {kind: carried.by_kind[kind] for kind in COLLECTIVES}
+    counted |= {"wire": layouts.wire_bytes(carried.by_kind), "peak memory": peak}
+    num_parameters = count_parameters(run)
+    return {name: num_bytes / num_parameters for name, num_bytes in counted.items()}
 
 
 def table(run: RunConfig, world: World) -> str:

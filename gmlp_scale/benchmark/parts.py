@@ -16,7 +16,7 @@ from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.world import World, start_world
+from gmlp_scale.world import start_world
 
 USUAL_PARTS = ("step", "loader", "checkpoint", "start_up")
 PARTS = (*USUAL_PARTS, "scaling")
@@ -55,7 +55,7 @@ def measure(
                         of_run[part] = measure_start_up(path, overrides, num_rounds)
                     case "scaling":
                         of_run[part] = measure_scaling(path, overrides, num_rounds)
-        return describe_machine(world), figures
+        return describe_machine(world.device), figures
 
 
 def check_measurable(runs: Mapping[str, RunConfig]) -> None:
@@ -70,8 +70,7 @@ def check_measurable(runs: Mapping[str, RunConfig]) -> None:
             )
 
 
-def describe_machine(world: World) -> dict:
-    device = world.device
+def describe_machine(device: torch.device) -> dict:
     cpu = platform.processor() or platform.machine()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({cpu})",

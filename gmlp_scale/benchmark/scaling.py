@@ -20,15 +20,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gmlp_scale.benchmark.collectives import ENGINES, count_step
-from gmlp_scale.benchmark.step import random_batch
+from gmlp_scale.benchmark.step import our_engine, random_batch
 from gmlp_scale.benchmark.timing import say
 from gmlp_scale.config import RunConfig
-from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config
-from gmlp_scale.plan.describe import meta_model
+from gmlp_scale.engine import EngineConfig, Fsdp2Config
+from gmlp_scale.plan.describe import count_parameters, meta_model
+from gmlp_scale.plan.layouts import wire_bytes
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import build_engine_of
-from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.world import World, start_world
 
 NUMS_RANKS = (1, 2, 4, 8)
@@ -80,9 +79,7 @@ def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float)
 
 def time_steps(run: RunConfig, engine: EngineConfig, world: World, num_rounds: int) -> tuple[float, float, float]:
     """(median seconds of a step, share of it in which a collective is under way, when the first step ended)."""
-    train = run.train.model_copy(update={"global_batch_size": world.size * run.train.micro_batch_size})
-    task = Pretraining(run.model_copy(update={"engine": engine, "train": train, "init_from": None}))
-    batch, built = random_batch(run, world.device), build_engine_of(task, world, is_new=True)
+    batch, built = random_batch(run, world.device), our_engine(run.model_copy(update={"engine": engine}), world)
 
     def step() -> float:
         began = time.perf_counter()
@@ -114,8 +111,7 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
 
 def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float]:
     """Bytes per parameter: sent in a step, and the peak of live tensors on the rank that has the most. Collective."""
-    model, precision = meta_model(run), run.train.precision
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model, precision, num_parameters = meta_model(run), run.train.precision, count_parameters(run)
     carried, peak = count_step(run, engine, world, num_micro_batches=1)
     states = engine.state_bytes(model, run.optimizer, precision, world.size, accumulates=False)
     figures = {
@@ -124,10 +120,8 @@ def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float
         "sixteen_bytes_model": sixteen_bytes_model(engine, precision, world.size),
     }
     if world.size > 1:
-        formula = engine.carried_bytes(model, run.optimizer, precision, 1, world.size)
-        sent, planned = (
-            sum(passes * of[kind] for kind, passes in COLLECTIVES.items()) for of in (carried.by_kind, formula)
-        )
+        sent = wire_bytes(carried.by_kind)
+        planned = wire_bytes(engine.carried_bytes(model, run.optimizer, precision, 1, world.size))
         figures |= {"sent_bytes_per_parameter": sent / num_parameters, "sent_over_formula": sent / planned}
     return figures
 

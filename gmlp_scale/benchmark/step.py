@@ -144,10 +144,11 @@ def plain(run: RunConfig, *, compile: bool) -> RunConfig:
     return run.model_copy(update={"model": with_kernels(run.model, "torch"), "train": train})
 
 
-def our_engine(run: RunConfig, world: World) -> Engine:
-    """The engine of pretraining, with one micro-batch per step."""
-    one_micro_batch = run.train.model_copy(update={"global_batch_size": run.train.micro_batch_size})
-    task = Pretraining(run.model_copy(update={"train": one_micro_batch, "init_from": None}))
+def our_engine(run: RunConfig, world: World, num_micro_batches: int = 1) -> Engine:
+    """The recipe's engine with new weights. `num_micro_batches`: of a step, on each rank."""
+    num_rows = num_micro_batches * world.size * run.train.micro_batch_size
+    train = run.train.model_copy(update={"global_batch_size": num_rows})
+    task = Pretraining(run.model_copy(update={"train": train, "init_from": None}))
     return build_engine_of(task, world, is_new=True)
 
 

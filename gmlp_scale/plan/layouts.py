@@ -3,7 +3,7 @@
 Nothing here was measured on a GPU. `Assumptions` are what the times rest on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import gcd, inf
@@ -104,7 +104,7 @@ def _layout(
     mean_rows = train.batch_sizes.before(train.num_steps) / train.num_steps
     num_micro_batches = mean_rows / num_gpus / max(1, fitting)
     carried = engine.carried_bytes(model, run.optimizer, train.precision, num_micro_batches, num_gpus)
-    wire = sum(passes * carried[kind] for kind, passes in COLLECTIVES.items()) * (num_gpus - 1) / num_gpus
+    wire = wire_bytes(carried) * (num_gpus - 1) / num_gpus
     # Recomputing a block is a forward pass more: 4 instead of 3. `selective` computes no matrix product again.
     work = run.flops_per_step().before(train.num_steps) / train.num_steps
     work *= 4 / 3 if train.recompute == "full" else 1
@@ -117,6 +117,11 @@ def _layout(
         work / assumed.flops_per_second(train.precision),
         wire / assumed.ring_bytes_per_second,
     )
+
+
+def wire_bytes(carried: Mapping[str, float]) -> float:
+    """What collectives send if there are many ranks. `carried`: the bytes of whole tensors by kind of collective."""
+    return sum(passes * carried[kind] for kind, passes in COLLECTIVES.items())
 
 
 def _memory(
@@ -169,10 +174,9 @@ def _row_bytes(run: RunConfig) -> dict[str, float]:
 def table(run: RunConfig, assumed: Assumptions) -> str:
     """What `layouts` finds, in Markdown, under what it rests on."""
     gpu, train, found = assumed.gpu, run.train, layouts(run, assumed)
-    num_parameters = sum(parameter.numel() for parameter in meta_model(run).parameters())
     parts = list(found[0].memory)
     lines = [
-        f"{run.name}: {num_parameters:,} parameters, {run.flops_per_step().told(short)} FLOPs per step of "
+        f"{run.name}: {count_parameters(run):,} parameters, {run.flops_per_step().told(short)} FLOPs per step of "
         f"{run.tokens_per_step.told()} tokens, {train.num_steps:,} steps{_fewer_steps(run, assumed)}",
         f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
         f"{short(checkpoint_bytes(run))}B each, {_kept(run)} kept and one being written",
