@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from gmlp_scale.benchmark.collectives import table
+from gmlp_scale.benchmark.parts import check_measurable
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.telling import command
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     run = load_run_config(options.config, options.overrides)
+    check_measurable({options.config: run})
     with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
         lines = table(with_decided_precision(run, world), world)
         if world.is_main:

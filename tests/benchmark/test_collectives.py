@@ -1,5 +1,7 @@
 """Bytes that every engine's collectives carry in a step, and its peak memory, as counted and as its plan says."""
 
+import sys
+
 import pytest
 
 from gmlp_scale.benchmark.collectives import ENGINES, CarriedBytes, count_fake_step, count_step
@@ -9,6 +11,7 @@ from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.world import start_world
+from launch import count_collectives
 from tests.benchmark.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
 
@@ -83,6 +86,13 @@ def test_in_float32_stage_1_reduces_to_owners():
     found = run_ranks(_count_in_float32, 2, "zero, stage 1")[0]
     wanted = ENGINES["zero, stage 1"].carried_bytes(meta_model(FLOAT32), FLOAT32.optimizer, "float32", 1, 2)
     assert found == pytest.approx(wanted, rel=0.02, abs=1000)
+
+
+def test_the_launcher_needs_a_number_of_rows(monkeypatch, capsys):
+    words = ["--config", str(SMOKE), "train.micro_batch_size=auto", "train.device=auto"]
+    monkeypatch.setattr(sys, "argv", ["count_collectives.py", *words])
+    assert count_collectives.main() == 2
+    assert "train.micro_batch_size: found auto; needed: a number" in capsys.readouterr().err
 
 
 def test_fake_ranks_carry_and_hold_what_the_plan_says():
