@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gmlp_scale.benchmark.comparison import markdown
 from gmlp_scale.benchmark.live_bytes import LiveBytes
 from gmlp_scale.benchmark.step import our_engine, random_batch
 from gmlp_scale.config import RunConfig
@@ -66,14 +67,13 @@ def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_
 
 def table(run: RunConfig, world: World) -> str:
     """Every engine's bytes per parameter and step, with one and with four micro-batches, in Markdown."""
-    columns = ["all-reduce", "reduce to owners", "gather", "all-to-all", "on the wire", "peak memory"]
-    lines = [f"| engine | micro-batches | {' | '.join(columns)} |", "| --- " * (2 + len(columns)) + "|"]
+    figures = ["all-reduce", "reduce to owners", "gather", "all-to-all", "on the wire", "peak memory"]
+    rows = []
     for name, engine in ENGINES.items():
         for num_micro_batches in (1, 4):
             counted = bytes_per_parameter(run, engine, world, num_micro_batches)
-            figures = " | ".join(f"{value:.1f}" for value in counted.values())
-            lines.append(f"| {name} | {num_micro_batches} | {figures} |")
-    return "\n".join(lines)
+            rows.append([name, str(num_micro_batches), *(f"{value:.1f}" for value in counted.values())])
+    return markdown(["engine", "micro-batches", *figures], rows)
 
 
 def count_fake_step(run: RunConfig, num_ranks: int) -> tuple[CarriedBytes, int]:

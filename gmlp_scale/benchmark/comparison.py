@@ -1,7 +1,7 @@
 """Compares a report with an earlier one, and prints a report as a table for the docs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gmlp_scale.errors import InputError
@@ -48,24 +48,23 @@ def figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
 
 
 def table(report: dict) -> str:
-    """Markdown tables of what was measured of `step` and of `scaling`."""
+    """Markdown tables of the measured steps and of what more ranks cost."""
     measured = {part for parts in report["recipes"].values() for part in parts}
-    return "\n\n".join(write(report) for part, write in TABLES.items() if part in measured)
+    return "\n\n".join(markdown(columns, rows(report)) for part, (columns, rows) in TABLES.items() if part in measured)
 
 
-def _step_table(report: dict) -> str:
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
+
+
+def _step_rows(report: dict) -> Iterator[list[str]]:
     """Each recipe's measured step, its two floors, and the shares of its time."""
-    lines = [
-        "| recipe | rows | step ms | of the ceiling | MFU | operations floor ms | bytes floor ms | "
-        "products alone | what the time goes to |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
     for recipe, parts in report["recipes"].items():
         if "step" not in parts:
             continue
         step = parts["step"]
-        split = ", ".join(f"{kind} {share:.0%}" for kind, share in step["time_split"].items() if share >= 0.01)
-        cells = [
+        yield [
             recipe,
             f"{step['rows']} in {step['precision']}",
             _milliseconds(step["step_seconds"]),
@@ -74,43 +73,42 @@ def _step_table(report: dict) -> str:
             _milliseconds(step["operations_floor_seconds"]),
             _milliseconds(step["bytes_floor_seconds"]),
             f"{step['ratios']['isolated_products_over_step']:.2f}",
-            split,
+            ", ".join(f"{kind} {share:.0%}" for kind, share in step["time_split"].items() if share >= 0.01),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
-def _scaling_table(report: dict) -> str:
+def _scaling_rows(report: dict) -> Iterator[list[str]]:
     """What more ranks cost each engine. Bytes are per parameter and rank."""
-    lines = [
-        "| recipe | ranks | engine | start-up s | step ms | of it communication | sent B | over the formula | peak B | "
-        "planned states B | 16-bytes model B |",
-        "| --- " * 11 + "|",
-    ]
     for recipe, parts in report["recipes"].items():
         for ranks, measured in parts.get("scaling", {}).items():
             for engine, figures in measured.get("engines", {}).items():
-                if "not run" in figures:
-                    continue
-                cells = [
-                    recipe,
-                    ranks.removesuffix(" ranks"),
-                    engine,
-                    f"{measured['start_up_seconds']:.1f}",
-                    _milliseconds(figures["step_seconds"]),
-                    f"{figures['communication_share']:.0%}",
-                    *(f"{figures[key]:.2f}" if key in figures else "-" for key in SCALING_BYTES),
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                if "not run" not in figures:
+                    yield [
+                        recipe,
+                        ranks.removesuffix(" ranks"),
+                        engine,
+                        f"{measured['start_up_seconds']:.1f}",
+                        _milliseconds(figures["step_seconds"]),
+                        f"{figures['communication_share']:.0%}",
+                        *(f"{figures[key]:.2f}" if key in figures else "-" for key in SCALING_BYTES.values()),
+                    ]
 
 
-SCALING_BYTES = (
-    "sent_bytes_per_parameter", "sent_over_formula", "peak_bytes_per_parameter", "planned_states_per_parameter",
-    "sixteen_bytes_model",
+STEP_COLUMNS = (
+    "recipe", "rows", "step ms", "of the ceiling", "MFU", "operations floor ms", "bytes floor ms", "products alone",
+    "what the time goes to",
 )  # fmt: skip
-TABLES = {"step": _step_table, "scaling": _scaling_table}
-"""By part."""
+SCALING_BYTES = {
+    "sent B": "sent_bytes_per_parameter",
+    "over the formula": "sent_over_formula",
+    "peak B": "peak_bytes_per_parameter",
+    "planned states B": "planned_states_per_parameter",
+    "16-bytes model B": "sixteen_bytes_model",
+}
+"""Columns, and their figures in the report."""
+SCALING_COLUMNS = ("recipe", "ranks", "engine", "start-up s", "step ms", "of it communication", *SCALING_BYTES)
+TABLES = {"step": (STEP_COLUMNS, _step_rows), "scaling": (SCALING_COLUMNS, _scaling_rows)}
+"""Columns and rows by part."""
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -6,19 +6,19 @@ less.
 """
 
 import io
-import resource
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from gmlp_scale.benchmark.timing import medians, time_in_turns
 from gmlp_scale.data.augmentation import Augmentation
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageLoader
@@ -53,18 +53,15 @@ def measure_image_loading(run: ImagesConfig, num_images: int, num_rounds: int) -
                 _take(new, num_steps)
 
         with closing(_ours(run, folder)) as loader:
-            _take(loader, num_steps)
-            loaders = {
+            epochs = {
                 "gmlp_scale": partial(_take, loader, num_steps),
                 "gmlp_scale_first_epoch": first_epoch,
                 "plain_dataloader": _plain(run, folder),
             }
-            seconds: dict[str, list[float]] = {name: [] for name in loaders}
-            for _ in range(num_rounds):
-                for name, take_all in loaders.items():
-                    seconds[name].append(_cpu_seconds(take_all))
+            turns = {name: partial(_cpu_seconds, epoch) for name, epoch in epochs.items()}
+            seconds = medians(time_in_turns(turns, num_rounds))
         num_bytes = sum(path.stat().st_size for path in folder.glob("shards/train/*"))
-    rates = {name: num_images / median(spent) for name, spent in seconds.items()}
+    rates = {name: num_images / spent for name, spent in seconds.items()}
     plain = rates["plain_dataloader"]
     return {
         "images": num_images,
@@ -88,16 +85,14 @@ def _write_images(folder: Path, num_images: int, num_classes: int) -> None:
     images = [StoredImage(file, number % num_classes) for number, file in enumerate(files)]
     for number, image in enumerate(images):
         (folder / f"{number:06d}.jpg").write_bytes(image.jpeg)
-    splits = {}
-    for split in ("train", "heldout"):
-        shards = []
-        for first in range(0, num_images if split == "train" else 1, IMAGES_PER_SHARD):
-            part = images[first : first + IMAGES_PER_SHARD] if split == "train" else images[:1]
+    splits: dict[str, list[Shard]] = {"train": [], "heldout": []}
+    for split, stored in (("train", images), ("heldout", images[:1])):
+        for first in range(0, len(stored), IMAGES_PER_SHARD):
+            part = stored[first : first + IMAGES_PER_SHARD]
             path = folder / f"shards/{split}/{split}-{first:06d}.tar"
             write_file(path, pack_images(part))
             facts = {"rows": len(part), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            shards.append(Shard(name=f"{split}/{path.name}", **facts))
-        splits[split] = tuple(shards)
+            splits[split].append(Shard(name=f"{split}/{path.name}", **facts))
     classes = tuple(map(str, range(num_classes)))
     manifest = ImageManifest(classes=classes, total_rows={"train": num_images, "heldout": 1}, splits=Splits(**splits))
     write_text(folder / "shards" / MANIFEST_NAME, manifest.to_json())
@@ -155,23 +150,18 @@ def _plain(run: ImagesConfig, folder: Path) -> Callable[[], None]:
 
     files = _Files(folder, augmentation, run.model.vocab_size)
 
+    num_workers = run.data.num_workers
+    workers = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+
     def take_all() -> None:
-        workers = (
-            {"num_workers": run.data.num_workers, "multiprocessing_context": "fork"} if run.data.num_workers else {}
-        )
         for _ in DataLoader(files, run.train.micro_batch_size, shuffle=True, collate_fn=collated, **workers):
             pass
 
     return take_all
 
 
-def _cpu_seconds(function: Callable[[], None]) -> float:
-    """Of this process and of the workers that end within the call."""
-    before = _cpu_seconds_so_far()
-    function()
-    return _cpu_seconds_so_far() - before
-
-
-def _cpu_seconds_so_far() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def _cpu_seconds(call: Callable[[], None]) -> float:
+    """The CPU time that a call takes in this process and in the workers that end within the call."""
+    before = os.times()
+    call()
+    return sum(os.times()[:4]) - sum(before[:4])

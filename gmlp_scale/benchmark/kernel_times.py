@@ -54,7 +54,7 @@ def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> di
     compiled = partial(torch.compile, backend="inductor" if device.type == "cuda" else "eager")
     matrix, (copy, copied_bytes) = matrix_calls(run, device), copy_call(device)
     pieces = pieces_of(run, device)
-    calls = {name: call for name, (call, _) in matrix.items()} | {"copy": copy}
+    calls = {("product", name): call for name, (call, _) in matrix.items()} | {("copy", "copy"): copy}
     for name, piece in pieces.items():
         forms = {"fused": piece.fused, "plain": piece.plain, "compiled": compiled(piece.plain)}
         calls |= {(name, form): partial(function, *piece.inputs) for form, function in forms.items()}
@@ -62,19 +62,21 @@ def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> di
         calls["block", kernels] = block_call(run, device, kernels, lambda block: block)
         calls["block", f"{kernels} compiled"] = block_call(run, device, kernels, compiled)
     say(f"timing {len(calls)} calls; the first rounds compile them")
-    seconds = medians(time_in_turns(turns_of(calls, device), num_rounds))
-    matrix_rate = max(flops / seconds[name] for name, (_, flops) in matrix.items())
-    copy_rate = copied_bytes / seconds["copy"]
+    seconds: dict[str, dict[str, float]] = {}
+    for (name, form), median in medians(time_in_turns(turns_of(calls, device), num_rounds)).items():
+        seconds.setdefault(name, {})[form] = median
+    matrix_rate = max(flops / seconds["product"][name] for name, (_, flops) in matrix.items())
+    copy_rate = copied_bytes / seconds["copy"]["copy"]
     report = {
         "recipe": run.name,
         "micro_batch_size": run.train.micro_batch_size,
         "flops_per_second": matrix_rate,
         "bytes_per_second": copy_rate,
-        "block_seconds": {form: value for (name, form), value in timed(seconds) if name == "block"},
+        "block_seconds": seconds["block"],
         "kernels": {},
     }
     for name, piece in pieces.items():
-        forms = {form: value for (of, form), value in timed(seconds) if of == name}
+        forms = seconds[name]
         floor = max(piece.flops / matrix_rate, piece.num_bytes / copy_rate)
         report["kernels"][name] = {
             "seconds": forms | {"floor": floor},
@@ -82,10 +84,6 @@ def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> di
             "gain_of_block": (forms["compiled"] - forms["fused"]) / report["block_seconds"]["torch compiled"],
         }
     return report
-
-
-def timed(seconds: dict) -> list[tuple[tuple[str, str], float]]:
-    return [(name, value) for name, value in seconds.items() if isinstance(name, tuple)]
 
 
 def block_call(run: RunConfig, device: torch.device, kernels: str, compiled: Callable) -> Callable[[], None]:
