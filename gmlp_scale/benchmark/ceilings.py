@@ -41,7 +41,7 @@ def copy_call(device: torch.device) -> tuple[Callable[[], Tensor], int]:
 def captured_products(step: Callable[[], object]) -> tuple[Counter[str], dict[str, Callable[[], Tensor]]]:
     """The matrix products of an eager step, backward pass included: how often each occurs, and a call of it alone.
 
-    Both by name. The call multiplies random operands of the same shapes and strides.
+    Both are by the product's name. A call multiplies random operands of the same shapes and strides.
     """
     with _Products() as products:
         step()

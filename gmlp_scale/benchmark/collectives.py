@@ -32,7 +32,7 @@ class CarriedBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         if function.namespace == "c10d" and (kind := _kind(str(function.overloadpacket))):
-            # Of what goes in and what comes out, the larger is whole.
+            # The larger of what goes in and what comes out is the whole tensor.
             self.num_calls[kind] += 1
             self.by_kind[kind] += max(_num_bytes(values) for values in arguments[:2])
         return function(*arguments, **(keywords or {}))
@@ -57,7 +57,10 @@ def count_step(run: RunConfig, engine: EngineConfig, world: World, num_micro_bat
 
 
 def bytes_per_parameter(run: RunConfig, engine: EngineConfig, world: World, num_micro_batches: int) -> dict[str, float]:
-    """By kind of collective, `wire` and `peak memory`. All ranks call it together."""
+    """What a step carries by each kind of collective and on the wire, and this rank's peak memory.
+
+    All ranks call it together.
+    """
     carried, peak = count_step(run, engine, world, num_micro_batches)
     counted = {kind: carried.by_kind[kind] for kind in COLLECTIVES}
     counted |= {"wire": layouts.wire_bytes(carried.by_kind), "peak memory": peak}
@@ -77,7 +80,7 @@ def table(run: RunConfig, world: World) -> str:
 
 
 def count_fake_step(run: RunConfig, num_ranks: int) -> tuple[CarriedBytes, int]:
-    """`count_step` of one micro-batch under FSDP2 on rank 0 of ranks that are not there. Nothing is computed."""
+    """`count_step` of one micro-batch under FSDP2, as rank 0 of ranks that do not exist. Nothing is computed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     engine = run.engine if isinstance(run.engine, Fsdp2Config) else Fsdp2Config()

@@ -10,7 +10,7 @@ WORST_CHANGE = 0.05
 
 
 def read_report(path: Path) -> dict:
-    """A report that launch/benchmark.py wrote. InputError if the file is none."""
+    """A report that launch/benchmark.py wrote. InputError if the file is not one."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         _ = [figures for parts in report["recipes"].values() for figures in parts.values()]

@@ -17,13 +17,16 @@ PACKAGES = (
     "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
     "deepspeed", "transformers", "g-mlp-pytorch", "pytest",
 )  # fmt: skip
-"""What the parts import; only those of zero, the peers and the tests are not run without the last four."""
+"""What the parts import. Without the last four, only the checks of ZeRO, the peers and the tests are not run."""
 NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 GPU_TESTS = ("tests/kernels", "tests/train/test_loop.py", "tests/train/test_profiling.py")
 
 
 def environment(*, needs_gpu: bool) -> dict:
-    """A finding, with None for a package that is not installed. It fails where a GPU is needed and torch finds none."""
+    """The machine's facts as a finding, with None for a package that is not installed.
+
+    It fails if a GPU is needed and torch finds none.
+    """
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": said_by("git", "rev-parse", "HEAD"),

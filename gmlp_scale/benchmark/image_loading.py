@@ -1,8 +1,8 @@
 """The loader of images beside a plain torch DataLoader over JPEG files, with the same transforms.
 
-Both have the recipe's workers and micro-batches. In its first epoch ours also verifies the shards, so that is measured
-too. Images are counted per second of CPU time of the process and its workers, so other programs on the machine matter
-less.
+Both have the recipe's workers and micro-batches. Our loader verifies the shards in its first epoch, so that epoch is
+measured too. A rate is images per second of CPU time of the process and its workers, so other programs on the machine
+matter less.
 """
 
 import io
@@ -33,7 +33,7 @@ IMAGE_SIZE = (500, 375)
 JPEG_NOISE = 20
 """Standard deviation of the grey noise in the pictures: it gives a file 108 kB, about ImageNet's mean."""
 NUM_PICTURES = 61
-"""That differ."""
+"""Different pictures; the other images repeat them."""
 IMAGES_PER_SHARD = 128
 """As data_prep/prepare_images.py writes them."""
 
@@ -80,7 +80,7 @@ def _write_images(folder: Path, num_images: int, num_classes: int) -> None:
     """The same pictures as shards and as files."""
     noise = np.random.default_rng(0)
     pictures = [_picture(noise) for _ in range(min(NUM_PICTURES, num_images))]
-    # A decoder passes over what follows the picture: the number, so that no two shards are alike.
+    # The number behind each picture makes every shard different. A decoder ignores it.
     files = (pictures[number % len(pictures)] + number.to_bytes(4, "big") for number in range(num_images))
     images = [StoredImage(file, number % num_classes) for number, file in enumerate(files)]
     for number, image in enumerate(images):

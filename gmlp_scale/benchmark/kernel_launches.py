@@ -1,4 +1,4 @@
-"""What launching one block's kernels takes: the host's time, and of every kernel its registers and shared memory.
+"""What launching one block's kernels takes: the host's time, and each kernel's registers and shared memory.
 
 Needs no GPU: nothing is launched, and the kernels are compiled for sm_90, which is an H100 or H200.
 """
@@ -15,7 +15,7 @@ NUM_CALLS = 2000
 
 
 def host_seconds(run: RunConfig, device: str) -> dict[str, float]:
-    """The least that the host takes for the operator, with kernels that do nothing. `run` is of a tiny shape."""
+    """The host's shortest time to call the operator, with kernels that do nothing. `run` has a tiny shape."""
     inputs = unit_inputs(run, device, requires_grad=True)
     leaves = [tensor for tensor in inputs if tensor is not None]
     seconds = {"forward": [], "backward": []}
@@ -31,7 +31,7 @@ def host_seconds(run: RunConfig, device: str) -> dict[str, float]:
 
 
 def compiled_kernels(run: RunConfig) -> list[dict]:
-    """Every kernel of training at the recipe's shape, as launched; the tuned one in each of its tiles."""
+    """Each kernel of a training pass at the recipe's shape, compiled as it is launched; the tuned one in each tile."""
     inputs = unit_inputs(run, "cpu", requires_grad=True, batch_size=1)
     leaves = [tensor for tensor in inputs if tensor is not None]
 

@@ -1,6 +1,6 @@
 """Each fused kernel of gmlp_scale/kernels beside plain PyTorch, eager and under torch.compile, at a recipe's shape.
 
-Also forward and backward of a whole block, to say how much of its time a kernel saves.
+Also the forward and backward pass of a whole block, which says how much of the block's time a kernel saves.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,13 @@ class Piece(NamedTuple):
 
 
 def load_recipe(path: str, overrides: list[str], *, tiny: bool) -> RunConfig:
-    """The recipe to measure, at a tiny shape if `tiny`. ConfigError or InputError if its kernels cannot be measured."""
+    """The recipe to measure, at a tiny shape if `tiny`.
+
+    Raises ConfigError or InputError if its kernels cannot be measured.
+    """
     run = load_run_config(path, overrides)
     if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
-        raise InputError(f"{path}: the kernels are of gMLP and aMLP with gating {FUSED_GATING}")
+        raise InputError(f"{path}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
     if tiny:
         return load_run_config(path, [*overrides, *TINY])
     if run.train.micro_batch_size == "auto":
@@ -140,8 +143,10 @@ def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
 def unit_inputs(
     run: RunConfig, device: torch.device | str, *, requires_grad: bool = False, batch_size: int | None = None
 ) -> list[Tensor | None]:
-    """The tensors that the operator takes, in its order: vectors in float32, as in every engine. The batch is the
-    recipe's micro-batch if none is given."""
+    """The tensors that the operator takes, in its order; vectors in float32, as in every engine.
+
+    batch_size: the recipe's micro-batch if it is None.
+    """
     model, n, g = run.model, run.model.sequence_length, run.model.d_gate
     k = model.d_attn if isinstance(model, AmlpConfig) else 0
     b = batch_size or run.train.micro_batch_size

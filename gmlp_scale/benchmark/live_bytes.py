@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensors that are alive, on a CPU or of fake tensors."""
+"""Counts the bytes of all live tensors: tensors on a CPU, or fake ones."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak` is the most that was alive after an operation since it was last set to 0.
+    """`peak` is the most bytes that were alive after an operation, since `peak` was last set to 0.
 
-    It sees the storages that operations take and give, whichever thread frees them and however they are resized, but
-    no memory within an operation.
+    It sees the storages that operations take and return, whichever thread frees them and however they are resized. It
+    does not see memory that an operation uses inside.
     """
 
     def __init__(self):
@@ -28,12 +28,12 @@ class LiveBytes(TorchDispatchMode):
                 reference = StorageWeakRef(tensor.untyped_storage())
                 is_new |= reference.cdata not in self._storages
                 self._storages[reference.cdata] = reference
-        if is_new:  # all else only frees
+        if is_new:  # other operations can only free
             self.peak = max(self.peak, self._count())
         return result
 
     def _count(self) -> int:
-        """Forgets the storages that are gone."""
+        """Bytes of the live storages. Those that are gone are forgotten."""
         total = 0
         for address in list(self._storages):
             storage = torch.UntypedStorage._new_with_weak_ptr(address)

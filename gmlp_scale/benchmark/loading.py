@@ -1,6 +1,6 @@
-"""The loader beside webdataset, on the same shuffled rows, and its first batch far into a large data set.
+"""Times the loader beside webdataset on the same shuffled rows, and its first batch far into a large data set.
 
-Rows are counted per second of CPU time of the whole process: a loader's own threads count, and other programs on the
+A rate is rows per second of CPU time of the whole process: a loader's own threads count, and other programs on the
 machine matter less. webdataset does not mask its rows, so our loader is also measured without masks.
 """
 
@@ -49,7 +49,7 @@ def measure_loading(run: RunConfig, num_rounds: int) -> dict:
 
 
 def rows_per_core_second(run: RunConfig, num_rounds: int, folder: Path) -> dict[str, float]:
-    """Of each loader, by its name. Each has its own process, so that none pays for another's threads."""
+    """Each loader's rate, by the loader's name. Each has its own process, so none pays for another's threads."""
     write_shards(run, random_rows(run, NUM_ROWS), folder / "shards")
     turns = {name: Contender(name, prepare_loader, name, run, folder / "shards").take_turn for name in LOADERS}
     seconds = medians(time_in_turns(turns, num_rounds))
@@ -114,7 +114,7 @@ def loader_of(run: RunConfig, shards: Path) -> Loader:
 
 
 def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
-    """From reading the manifest to the masked batch of step FAR_STEP, in a data set of C4's size.
+    """The time from reading the manifest to having the masked batch of step FAR_STEP, in a data set of C4's size.
 
     Only the shards that this step reads are written; the manifest lists all of them.
     """

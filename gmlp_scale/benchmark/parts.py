@@ -4,6 +4,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -87,7 +88,7 @@ def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict
         "import_torch": ["-c", "import torch"],
         "dry_run": ["-m", "gmlp_scale.launch.pretrain", "--config", recipe, "--dry-run", *overrides],
     }
-    calls = {name: lambda command=command: run_python(command) for name, command in commands.items()}
+    calls = {name: partial(run_python, command) for name, command in commands.items()}
     seconds = medians(time_in_turns(turns_of(calls, torch.device("cpu")), num_rounds))
     return {"seconds": seconds, "costs": {"dry_run_over_import_torch": seconds["dry_run"] / seconds["import_torch"]}}
 

@@ -64,8 +64,8 @@ def bert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
 
 
 def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
-    """transformers' ModernBERT at its best, as BERT above. Under sdpa its windows are masks, so it computes, and
-    the FLOPs count, the whole attention."""
+    """transformers' ModernBERT at its best, as BERT above. Under sdpa its windows are masks: it computes the whole
+    attention, and its FLOPs count the whole attention."""
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
     width, num_layers, flops = transformer_size(run, mlp_weights_per_width=4.5)
@@ -86,8 +86,9 @@ def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) ->
 def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[int, int, int]:
     """(width, layers, training FLOPs of a row) of a Transformer that has the recipe's FLOPs within 10 %.
 
-    Of the widths that make this possible, the nearest to 1.5 d_model (at most 1024, as in the paper's BERTs).
-    mlp_weights_per_width: weights of one layer's MLP, over the width squared.
+    It takes the nearest possible width to 1.5 d_model (at most 1024, as in the paper's BERTs).
+
+    mlp_weights_per_width: the number of weights in one layer's MLP, divided by the width squared.
     """
     n = run.model.sequence_length
     num_masked = num_masked_positions(n, run.data.masked_fractions.last)

@@ -36,8 +36,8 @@ ENGINES = {
     "zero 2": ["engine.kind=zero", "engine.stage=2"],
     "zero 3": ["engine.kind=zero", "engine.stage=3"],
 }
-# The bounds of tests/engine/test_parity.py. On a CPU only small models keep to that of the float32 norm, since torch's
-# norm of a million elements is off by 1e-5 there.
+# The bounds of tests/engine/test_parity.py. On a CPU only small models keep to the bound of the float32 norm, since
+# torch's norm of a million elements is off by 1e-5 there.
 BETWEEN_ENGINES = {
     "float32": {"train/loss": 1e-5, "train/grad_norm": 1e-5},
     "bf16": {"train/loss": 3e-4, "train/grad_norm": 1e-2},
@@ -51,7 +51,7 @@ INTERVAL = 10
 
 
 def check_engines(trial: Trial, report: Report) -> None:
-    """Every engine in both precisions: it trains as the single one does, and goes on bit for bit where it stopped."""
+    """Every engine, in both precisions, trains as `single` does and goes on bit for bit where it stopped."""
     with trial.world() as world:
         for precision, engine in itertools.product(BETWEEN_ENGINES, ENGINES):
             run = f"{engine} in {precision}"
@@ -178,7 +178,8 @@ def finding_micro_batch(trial: Trial) -> Verdict:
 
 
 def saving(trial: Trial, world: World) -> Verdict:
-    """The first save also allocates buffers, so the second one counts: at the fourth log, and seen in the fifth."""
+    """The first save also allocates buffers, so the second one counts: it comes at the fourth log, and the fifth log
+    shows what it cost."""
     rhythm = [f"train.log_every_steps={INTERVAL}", f"checkpoint.save_every_steps={2 * INTERVAL}"]
     trial.train(world, "recipe", *rhythm, f"train.stop_after_step={5 * INTERVAL}")
     rows = {row["step"] // INTERVAL: row for row in trial.metrics("recipe")}
@@ -195,7 +196,7 @@ def saving(trial: Trial, world: World) -> Verdict:
 
 
 def resuming_after_a_cut(trial: Trial, world: World) -> Verdict:
-    """As after a power cut that came before the last checkpoint: it is moved away, and the run goes on to it again."""
+    """Moves the last checkpoint away, as if the power had failed before it. The run then trains up to it again."""
     last = step_folders(trial.config("recipe").run_dir / "checkpoints")[-1]
     kept = trial.folder / "never stopped" / last.name
     kept.parent.mkdir()
@@ -205,7 +206,7 @@ def resuming_after_a_cut(trial: Trial, world: World) -> Verdict:
 
 
 def verified_load(trial: Trial, world: World) -> Verdict:
-    """Beside a plain read of the same files, each time with what the kernel had cached of them forgotten."""
+    """Times a verified load beside a plain read of the same files. Before each, the kernel forgets the files' pages."""
     engine = build_engine_of(Pretraining(trial.config("recipe")), world, is_new=False)
     files = sorted(trial.checkpoint("recipe").path.glob("*.safetensors"))
 

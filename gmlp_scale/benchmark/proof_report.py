@@ -8,7 +8,8 @@ from typing import NamedTuple
 from gmlp_scale.benchmark.comparison import figures, table
 
 STOPPED, KILLED = 124, 137
-"""Exit codes of `timeout`: the part was stopped at its limit, or killed, then because it did not stop or earlier."""
+"""Exit codes of `timeout`. STOPPED: the part was stopped at its limit. KILLED: it did not stop then and was killed, or
+something else killed it before its limit."""
 
 
 class Goal(NamedTuple):

@@ -1,9 +1,9 @@
 """What more ranks cost: communication, memory and start-up on 1, 2, 4 and 8 gloo ranks with a fixed batch per rank.
 
-All ranks are processes of this machine and share its cores. So bytes are worth quoting, and shares where every rank has
-a core; seconds are not those of a cluster. A rank computes on one thread, in plain PyTorch.
+All ranks are processes of this machine and share its cores. So the bytes are worth quoting, and the shares where each
+rank has its own core; the seconds are not a cluster's. A rank computes on one thread, in plain PyTorch.
 
-Under a launcher this file is also each rank's program.
+torchrun starts this file as each rank's program.
 """
 
 import argparse
@@ -37,7 +37,7 @@ HERE = ("train.device=cpu", "train.compile=false", "engine.kind=fsdp2")
 
 
 def measure_scaling(recipe: str, overrides: list[str], num_rounds: int) -> dict:
-    """The figures of every number of ranks, by `1 ranks` and so on, and by engine."""
+    """The figures by number of ranks (`1 ranks` and so on) and engine, and the costs."""
     by_ranks = {}
     for num_ranks in NUMS_RANKS:
         say(f"{num_ranks} ranks")
@@ -65,7 +65,10 @@ def on_ranks(num_ranks: int, recipe: str, overrides: list[str], num_rounds: int)
 
 
 def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float) -> dict:
-    """Of every engine. Collective. `started`: when the launcher was called, in seconds of time.time()."""
+    """Every engine's figures, and the start-up's time. All ranks call it together.
+
+    started: when the launcher was called, in seconds of time.time().
+    """
     engines, start_up_seconds = {}, None
     for name, engine in ENGINES.items():
         if mistakes := list(engine.mistakes(run.train)):
@@ -110,7 +113,10 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float]:
-    """Bytes per parameter: sent in a step, and the peak of live tensors on the rank that has the most. Collective."""
+    """Bytes per parameter: sent in a step, and the peak of live tensors on the rank that has the most.
+
+    All ranks call it together.
+    """
     model, precision, num_parameters = meta_model(run), run.train.precision, count_parameters(run)
     carried, peak = count_step(run, engine, world, num_micro_batches=1)
     states = engine.state_bytes(model, run.optimizer, precision, world.size, accumulates=False)

@@ -79,7 +79,7 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
 
 
 def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Other people's models, by name, and why the others of them are missing."""
+    """The peers that started, by name, and the reason for each that did not."""
     peers, missing = {}, {}
     for name in PEERS:
         say(f"building {name}")
@@ -91,7 +91,8 @@ def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contend
 
 
 def forget_other_recipes(device: torch.device) -> None:
-    """Frees their memory, and what torch compiled for them: it would generalise that instead of compiling anew."""
+    """Frees the memory of recipes that came before, and the code that torch compiled for them: torch would generalise
+    that code instead of compiling this recipe's anew."""
     gc.collect()
     torch.compiler.reset()
     if device.type == "cuda":
@@ -100,7 +101,7 @@ def forget_other_recipes(device: torch.device) -> None:
 
 
 def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
-    """A turn that afterwards gives the GPU memory in torch's cache back, for the other processes."""
+    """A turn. After each one it gives the GPU memory in torch's cache back to the other processes."""
     step = PEERS[name](run, device, random_batch(run, device))
     step.run_once()  # a model that does not fit dies here, and the others are still measured
     timed = turns_of({name: step.run_once}, device)[name]
@@ -126,8 +127,7 @@ def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
 
 
 def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
-    """The recipe's own variants: not compiled, with AdamW if it has Muon, and without the fused kernels if it would use
-    them."""
+    """Variants of the recipe: not compiled; with AdamW if it has Muon; without fused kernels if it would use them."""
     forms = {"eager": run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})}
     if isinstance(run.optimizer, MuonConfig):
         fields = run.optimizer.model_dump(include=set(AdamwConfig.model_fields) - {"kind"})

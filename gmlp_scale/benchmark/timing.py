@@ -15,7 +15,7 @@ NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
 CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between them, as in training
 
 Turn = Callable[[], float]
-"""Runs once, timed, and returns the seconds."""
+"""Runs once and returns the seconds that it took."""
 
 
 def turns_of(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Turn]:

@@ -73,7 +73,7 @@ class Trial:
         return read_metrics(self.config(name).run_dir / "metrics.jsonl")
 
     def checkpoint(self, name: str) -> Checkpoint:
-        """The newest one, verified."""
+        """The run's newest checkpoint, verified."""
         return newest_checkpoint(self.config(name).run_dir / "checkpoints")[0]
 
 
