@@ -84,7 +84,7 @@ def first_half_maximum(maps: Sequence[np.ndarray]) -> np.ndarray:
 def attention_by_title(
     trained: TrainedModel, ids: Sequence[int], block_numbers: Sequence[int] | None
 ) -> dict[str, np.ndarray]:
-    """`attention_maps` of the blocks with these numbers, or, if None, the maximum over the first half of the blocks."""
+    """`attention_maps` of the blocks with these numbers; without numbers, the maximum over the first half of them."""
     maps = attention_maps(trained, ids)
     if block_numbers is None:
         return {"first half of the blocks": first_half_maximum(maps)}
@@ -110,7 +110,7 @@ class RunSize:
     name: str
     num_parameters: int
     step: int
-    """Of the last held-out evaluation."""
+    """The step of the last held-out evaluation."""
     perplexity: float
 
 
@@ -118,7 +118,7 @@ def run_sizes(run_folders: Sequence[str | Path]) -> list[RunSize]:
     """Parameters and last held-out perplexity of each run.
 
     Raises:
-        TrainedModelError: a folder holds no run; or some runs have no finite perplexity, and all are named.
+        TrainedModelError: a folder holds no run; or some runs have no finite perplexity: it names all of them.
     """
     sizes, problems = [], []
     for run_folder in run_folders:

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 50, 408, 10, 212
 """Where the axes end; the numbers beside them stand outside."""
 MOST_POINTS = 200
-"""Of a drawn curve."""
+"""The most points of a drawn curve."""
 
 
 class Point(NamedTuple):
@@ -63,7 +63,7 @@ def y_axis(values: Sequence[float], *, is_log: bool, from_zero: bool) -> Axis:
 
 
 def stretches(values: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` stretches of equal numbers of the (step, value) pairs; of one pair each where they are few."""
+    """Divides the (step, value) pairs into at most `most` stretches of equal length; one pair each if they are few."""
     length = math.ceil(len(values) / most)
     points = []
     for first in range(0, len(values), length):
@@ -74,7 +74,7 @@ def stretches(values: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> l
 
 
 def line(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
-    """The `d` of an SVG path through (x, y) points. A single one becomes a dot, with round line ends."""
+    """The `d` of an SVG path through (x, y) points. With round line ends a single point becomes a dot."""
     return "M" + _places(points, x, y) + ("h0" if len(points) == 1 else "")
 
 

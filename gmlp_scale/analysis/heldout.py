@@ -71,8 +71,8 @@ def write_curve(content: dict[str, Any], run_folder: str | Path) -> None:
 def _read_heldout(
     trained: TrainedModel, shards: str, num_rows: int | None
 ) -> tuple[dict[str, Any], list[MaskedBatch], torch.Tensor]:
-    """What is said of the rows, held-out rows masked as in the model's own pretraining, and counts_V of some training
-    rows' tokens."""
+    """Facts about the rows, the held-out rows masked as in the model's own pretraining, and counts_V: how often each
+    token occurs in some training rows."""
     if trained.recipe is None:
         raise TrainedModelError(
             f"{trained.place} holds no recipe of pretraining, so the masks to use are unknown: give the export of a "
@@ -98,7 +98,7 @@ def _read_heldout(
 
 
 def _differences(trained: TrainedModel, manifest_sha256: str, num_rows: int) -> list[str]:
-    """In what the run's own evaluation at the step, which the model's card shows, differs from this one."""
+    """How this evaluation differs from the run's own at that step, which the model's card shows."""
     differences, precision = [], trained.details["config"]["train"]["precision"]
     if trained.details["data"].get("manifest_sha256") != manifest_sha256:
         differences.append("other shards")

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What DONE of a checkpoint says. The weights are neither read nor checked."""
+    """What a checkpoint's DONE says. The weights are neither read nor checked."""
 
     step: int
     num_parameters: int
@@ -39,13 +39,13 @@ class SavedModel:
 class RunRecord:
     folder: str
     name: str
-    """The recipe's; the folder where two runs have one name."""
+    """The recipe's name; the folder if two runs have the same name."""
     config: dict[str, Any]
     """The resolved config's values by field, such as train.num_steps."""
     lines: list[dict[str, Any]]
-    """Of metrics.jsonl, in the order of steps. At least one."""
+    """The lines of metrics.jsonl, in the order of steps. At least one."""
     restarts: list[int] | None
-    """For each time that the run was resumed and trained on: the step it went on from. None if no events tell it."""
+    """The step of each resume after which the run trained on. None if there are no events to tell it."""
     skipped: list[dict[str, Any]]
     """The updates that were left out."""
     newest: SavedModel | None

@@ -21,7 +21,7 @@ from gmlp_scale.analysis.run_records import RunRecord
 from gmlp_scale.train.time_budget import num_steps_of
 
 NUM_COLORS = 6
-"""In run_report.html. Runs beyond them have the same colours with dashes."""
+"""In run_report.html. More runs get the same colours again, with dashes."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Chart:
     y_axis: Axis
     curves: list[Curve]
     num_left_out: int
-    """Values that the axis has no place for."""
+    """Values that the axis cannot show: not finite, or not positive on a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def filter_paths(filters: Sequence[np.ndarray]) -> tuple[str, ...]:
 
 
 def _charts(records: Sequence[RunRecord], plots: Sequence[Plot]) -> list[Chart]:
-    """Those of the plots for which a run has values."""
+    """A chart of each plot for which a run has values."""
     last_step = max(1, *(record.last_step for record in records))
     x = Axis(0, last_step, curves.LEFT, curves.RIGHT)
     charts = []
@@ -159,7 +159,7 @@ Column = tuple[str, Callable[[RunRecord], str]]
 
 
 def _epochs(record: RunRecord) -> str:
-    """Of a mixture, those of every source."""
+    """The run's epochs; of a mixture, the epochs of every source."""
     tags = sorted({tag for line in record.lines for tag in line if tag.startswith("data/epoch")})
     return ", ".join(_last(record, tag, ".3g") for tag in tags)
 
@@ -227,7 +227,7 @@ def _table(records: Sequence[RunRecord], columns: Sequence[Column]) -> dict[str,
 def _differences(records: Sequence[RunRecord]) -> dict[str, list[str]]:
     """The values of each field in which the configs differ, one for each run; "absent" where a run has no such field.
 
-    `name` and `output_dir` always may.
+    `name` and `output_dir` are left out: they always differ.
     """
     fields = dict.fromkeys(field for record in records for field in record.config)
     table = {field: [_as_typed(record.config.get(field, "absent")) for record in records] for field in fields}

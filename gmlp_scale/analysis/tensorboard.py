@@ -1,7 +1,7 @@
 """Writes scalars and pictures beside a run's own TensorBoard files, and reads the run's starts from those.
 
-What is added goes into subfolders, which TensorBoard shows as separate runs. In the run's own folder, TensorBoard would
-stop reading the run's file once a second one appears, and a resume would delete the added points.
+What is added goes into subfolders, which TensorBoard shows as separate runs. If it went into the run's own folder,
+TensorBoard would stop reading the run's file once a second one appears, and a resume would delete the added points.
 
 A folder is a path or a URL.
 """
@@ -69,7 +69,7 @@ def start_steps(folder: str) -> list[int]:
 
 @contextmanager
 def _local(folder: str) -> Iterator[str]:
-    """The folder; for a URL one whose files go there at the end."""
+    """The folder itself; for a URL a temporary folder, whose files are uploaded at the end."""
     if not is_url(folder):
         yield folder
         return

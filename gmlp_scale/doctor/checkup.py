@@ -1,7 +1,7 @@
 """The checks of launch/doctor.py, in their order, and its report.
 
-All ranks do every check. It returns what it found, or raises what a run would fail from, in words that say what to
-change; rank 0 prints what all ranks found.
+All ranks do every check. A check returns what it found. Where a run would fail, it raises an error that says what to
+change. Rank 0 prints what all ranks found.
 """
 
 import json
@@ -36,7 +36,7 @@ MOST_RANKS_NAMED = 8
 
 
 class Slow(str):
-    """What a check found that does not end a run, but makes it slower than it could be."""
+    """What a check found, if it does not end a run but makes it slower than it could be."""
 
 
 class Checkup:
@@ -45,7 +45,7 @@ class Checkup:
     def __init__(self, run: RunConfig, world: World):
         self.run, self.world = run, world
         self.num_failed = 0
-        """Checks that a run would fail from; the same on every rank."""
+        """Checks that showed that a run would fail; the same on every rank."""
         self._loader: Loader
         self._step_seconds = 0.0
 
@@ -63,7 +63,10 @@ class Checkup:
             self._check("loader", self._compare_loader, given=loads and trains)
 
     def _check(self, name: str, check: Callable[[], str], *, given: bool = True) -> bool:
-        """Whether no rank would fail. `given`: what the check needs is there, as all ranks know."""
+        """Does a check on every rank, prints its line, and returns whether no rank would fail.
+
+        given: whether the checks that this one needs have passed; the same on every rank.
+        """
         if not given:
             self._print(f"not run  {name:12} needs what failed above")
             return False
@@ -76,7 +79,7 @@ class Checkup:
         except Exception as error:
             is_worded = isinstance(error, USER_ERRORS)
             found, outcome = str(error) if is_worded else f"{type(error).__name__}: {error}", 2
-            found = " ".join(found.split())  # a line of the report
+            found = " ".join(found.split())  # the report has one line for it
         worst = max(self.world.gather(outcome))
         told = self._of_all_ranks([outcome, found])
         ranks_by_text: dict[str, list[int]] = {}

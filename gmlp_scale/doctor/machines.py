@@ -15,11 +15,11 @@ MUST_BE_EQUAL = ("device", "driver", "gmlp_scale", "python", "torch", "cuda", "n
 SMI = {"driver": "driver_version", "MHz": "clocks.sm", "of MHz": "clocks.max.sm", "C": "temperature.gpu"}
 """Columns of the table, and what nvidia-smi calls them."""
 FREE_SHARE = 0.9
-"""Of a GPU's memory, which must be free before the run begins."""
+"""The share of a GPU's memory that must be free before the run begins."""
 
 
 def facts(world: World) -> dict[str, str]:
-    """This rank's row of the table. What cannot be found out is None in words."""
+    """This rank's row of the table. A fact that cannot be found out is the text None."""
     found = {"rank": world.rank, "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
     if world.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(world.device)
@@ -45,7 +45,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def problems(rows: list[dict[str, str]]) -> list[str]:
-    """What of the table a run would fail from, with what to change."""
+    """What in the table would make a run fail, and what to change."""
     lines = []
     for column in (column for column in MUST_BE_EQUAL if column in rows[0]):
         usual, _ = Counter(row.get(column) for row in rows).most_common(1)[0]

@@ -14,7 +14,7 @@ from gmlp_scale.plan.layouts import checkpoint_bytes
 from gmlp_scale.world import World
 
 WRITTEN_BYTES = 2**28
-"""By all ranks together, to see how fast the folder takes them."""
+"""All ranks together write this much, to see how fast the folder takes it."""
 UPLOADED_BYTES = 2**23
 LOADING_SECONDS = 1.0
 MOST_NAMED = 3
@@ -24,9 +24,11 @@ def make(folder: Path) -> None:
     try:
         folder.mkdir()
     except OSError as error:
-        raise OSError(
-            f"{folder.parent} cannot be written to ({error.strerror}): set output_dir, or free room"
-        ) from None
+        raise _refused_by(folder.parent, error) from None
+
+
+def _refused_by(folder: Path, error: OSError) -> OSError:
+    return OSError(f"{folder} cannot be written to ({error.strerror}): set output_dir, or free room")
 
 
 def place_of_checkpoints(run: RunConfig) -> Path:
@@ -55,7 +57,10 @@ def check_room(run: RunConfig, place: Path) -> str:
 
 
 def write_into(folder: Path, world: World) -> float:
-    """This rank's part of WRITTEN_BYTES; returns the seconds. OSError if it cannot, or does not see the folder."""
+    """Writes this rank's part of WRITTEN_BYTES into rank 0's folder; returns the seconds.
+
+    OSError if the folder refuses it, or is not there on this rank.
+    """
     if not folder.exists():
         raise OSError(
             f"{folder.parent} is not the folder that rank 0 has: set output_dir to a folder on a filesystem that all "
@@ -70,9 +75,7 @@ def write_into(folder: Path, world: World) -> float:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise OSError(
-            f"{folder.parent} cannot be written to ({error.strerror}): set output_dir, or free room"
-        ) from None
+        raise _refused_by(folder.parent, error) from None
     return time.perf_counter() - started
 
 
@@ -92,7 +95,7 @@ def try_bucket(run: RunConfig) -> str:
 
 
 def check_shards(run: RunConfig, loader: Loader, world: World) -> str:
-    """All shards are where the manifest says, and those of this rank's first and last step are verified.
+    """Checks that all shards are where the manifest says, and verifies those of this rank's first and last step.
 
     Raises ShardError or OSError, which name the shards.
     """
@@ -123,7 +126,7 @@ def _check_all_there(folder: str, shards: list[Shard]) -> None:
 
 
 def loaded_rows_per_second(loader: Loader, num_steps: int) -> float:
-    """Of this rank's loader, shards that are opened for the first time included."""
+    """The rate of this rank's loader. Opening and verifying new shards counts."""
     num_rows, started = 0, time.perf_counter()
     for step in range(num_steps):
         num_rows += sum(len(batch.token_ids_BN) for batch in loader.micro_batches(step))

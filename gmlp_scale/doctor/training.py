@@ -19,7 +19,7 @@ NUM_BLOCKS = 2
 NUM_STEPS = 3
 SELF_TEST_RATE = 1e-3
 MOST_ROWS = 32
-"""Of the self-test's global batch, if there are no more ranks."""
+"""Of all ranks' self-test micro-batches together; one for each rank if there are more ranks."""
 BOUNDS = {"float32": (1e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 """The largest relative difference of losses and of norms. One lost rank in 100 moves a norm by 1e-2; torch's own
 float32 norm of 16 M elements on a CPU is off by 6e-4 (docs/LOG.md)."""
@@ -32,10 +32,13 @@ class Steps(NamedTuple):
 
 
 def self_test(run: RunConfig, world: World) -> tuple[float, str]:
-    """Trains the recipe's shapes with NUM_BLOCKS blocks, spread over the ranks and whole on each one. Collective.
+    """Trains the recipe's shapes with NUM_BLOCKS blocks twice: by all ranks together, and by each rank alone.
 
-    The second step sees what the first one's update made. Returns also how long this rank alone took for it.
-    UserError says what differs.
+    Two steps: the second sees what the first one's update made. Returns the seconds that this rank took alone for the
+    second step, and how far the two trainings differ, in words. All ranks call it together.
+
+    Raises:
+        UserError: they differ by more than BOUNDS.
     """
     per_rank = run.rows_per_rank(world.size)
     rows = min(run.train.micro_batch_size, max(1, MOST_ROWS // world.size))
@@ -74,7 +77,7 @@ def _with(run: RunConfig, micro_batch_size: int, global_batch_size: int, num_blo
 
 
 def train(run: RunConfig, world: World, micro_batches: list[MaskedBatch], rates: list[float]) -> Steps:
-    """A step with each learning rate, on the same rows. Losses are means over all ranks. Collective."""
+    """Trains a step with each learning rate on the same rows. All ranks call it together; losses are their means."""
     forget_other_recipes(world.device)
     engine, steps = build_engine_of(Pretraining(run), world, is_new=True), Steps([], [], [])
     for rate in rates:
@@ -92,9 +95,9 @@ def train(run: RunConfig, world: World, micro_batches: list[MaskedBatch], rates:
 
 
 def try_recipe(run: RunConfig, world: World) -> tuple[float, str]:
-    """Trains the first NUM_STEPS steps of the recipe as it is, on random rows. Collective.
+    """Trains the first NUM_STEPS steps of the recipe as it is, on random rows. All ranks call it together.
 
-    Returns the last one's seconds, and what was found in words.
+    Returns the last step's seconds, and what was found, in words. UserError if a loss or a norm is not finite.
     """
     batch, num_steps = random_batch(run, world.device), run.train.num_steps
     rates = [learning_rate(run.optimizer, step, num_steps) for step in range(min(NUM_STEPS, num_steps))]

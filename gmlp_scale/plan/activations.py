@@ -12,11 +12,11 @@ from gmlp_scale.models.backbone import Recompute
 
 
 def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Recompute) -> float:
-    """Bytes of all blocks that are alive between the forward and the backward pass, per token of a micro-batch.
+    """Bytes that all blocks keep between the forward and the backward pass, per token of a micro-batch.
 
-    Counted in plain PyTorch for rows without padding; torch.compile and fused kernels keep less. The embedding and the
-    head are left out, and so is what a function keeps beside its result: the statistics of LayerNorms and softmaxes,
-    and the copies of transposed operands that Mixer and the Transformer with relative positions make.
+    Counted in plain PyTorch for rows without padding; torch.compile and fused kernels keep less. Not counted are the
+    embedding, the head, and what a function keeps beside its result: the statistics of LayerNorms and softmaxes, and
+    the copies of transposed operands that Mixer and the Transformer with relative positions make.
     """
     config = with_kernels(model.model_copy(update={"num_blocks": 1}), "torch")
     one_block = build_model(config, seed=None)  # on the CPU, since the meta device imports a compiler
@@ -27,9 +27,9 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
         shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), one_block.embedding.weight.dtype
         x_BND = torch.zeros(shape_BND, dtype=dtype, requires_grad=True)
         with _Results() as results:
-            output_BND = one_block.blocks[0](x_BND)  # counted in place of the input, which is no result
+            output_BND = one_block.blocks[0](x_BND)  # counted in place of the input, which no function here made
         size = results.bytes_alive()
-        del output_BND  # until here it keeps all the others alive
+        del output_BND  # its graph kept all the others alive until here
         return size
 
     # The difference leaves out what all rows share, such as the matrix of a Toeplitz vector.
@@ -37,7 +37,7 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
 
 
 class _Results(TorchFunctionMode):
-    """Records the storage of every tensor that a function makes, and knows which are still in use.
+    """Records the storage of every tensor that a function makes, and counts those that are still in use.
 
     A TorchDispatchMode would see statistics too, but it imports a compiler.
     """
@@ -50,7 +50,7 @@ class _Results(TorchFunctionMode):
         result = function(*arguments, **(keywords or {}))
         given = {StorageWeakRef(storage) for storage in _storages((arguments, keywords))}
         for storage in _storages(result):
-            if (reference := StorageWeakRef(storage)) not in given:  # a view, or what was asked for already
+            if (reference := StorageWeakRef(storage)) not in given:  # not a view of an argument
                 self._bytes[reference] = storage.nbytes()
         return result
 

@@ -47,7 +47,7 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
 
 
 def describe_states(states: dict[str, float]) -> str:
-    """What an engine's state_bytes gives, in a line."""
+    """A line with what an engine's state_bytes gives."""
     parts = ", ".join(f"{name} {short(size)}B" for name, size in states.items() if size)
     return f"states per rank         {short(sum(states.values()))}B ({parts}), activations not counted"
 

@@ -1,6 +1,6 @@
-"""What a run would take on a cluster under each engine: memory, communication, time and disk. Arithmetic only.
+"""What a run would take on a cluster under each engine: memory, communication, time and disk.
 
-Nothing here was measured on a GPU. `Assumptions` are what the times rest on.
+All of it is computed. Nothing was measured on a GPU; the times rest on `Assumptions`.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,15 +40,15 @@ class Assumptions:
     fraction_of_peak: float = 0.4
     """Model FLOP/s over the data sheet's. Published runs of like size at length 512 on H100 have 0.40 to 0.43."""
     fraction_of_link: float = 0.8
-    """Of the data sheet's bytes per second that a collective's ring gets."""
+    """The bytes per second of a collective's ring over the data sheet's."""
 
     @property
     def ring_bytes_per_second(self) -> float:
-        """Of a ring through all ranks. Between nodes it has all their network cards, as NCCL makes a ring for each."""
+        """Of a ring through all ranks. Between nodes it has all network cards of a node: NCCL makes a ring for each."""
         gb_per_second = self.gpu.link_gb_per_second
         if self.num_nodes > 1:
-            of_node = self.num_gpus / self.num_nodes * self.gpu.network_gb_per_second
-            gb_per_second = min(gb_per_second, of_node)
+            all_cards = self.num_gpus / self.num_nodes * self.gpu.network_gb_per_second
+            gb_per_second = min(gb_per_second, all_cards)
         return self.fraction_of_link * gb_per_second * 1e9
 
     def flops_per_second(self, precision: str) -> float:
@@ -63,24 +63,24 @@ class Layout:
     name: str
     engine: EngineConfig
     micro_batch_size: int
-    """Rows; 0 if not even one fits, and the rest is that of one row."""
+    """Rows. 0 if not even one fits; the other fields are then for one row."""
     memory: dict[str, float]
     """Bytes per rank by part at a step's peak, activations in plain PyTorch."""
     carried_bytes: dict[str, float]
-    """Of whole tensors per step, on average over the run, by kind of collective."""
+    """Bytes of whole tensors per step, on average over the run, by kind of collective."""
     compute_seconds: float
-    """Of a step, on average over the run, as the next."""
+    """Per step, on average over the run; communication_seconds too."""
     communication_seconds: float
 
     @property
     def step_seconds(self) -> float:
-        """A roofline for FSDP2, which sends while it computes. ZeRO does so only where overlap_comm is turned on."""
+        """FSDP2 sends while it computes, so the longer of the two counts. ZeRO does so only with overlap_comm."""
         both = self.compute_seconds, self.communication_seconds
         return max(both) if isinstance(self.engine, Fsdp2Config) else sum(both)
 
 
 def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
-    """Every engine that `num_gpus` ranks can have: those that fit first, and of these the fastest.
+    """Every engine that can run on `num_gpus` ranks: those that fit come first, the fastest before the others.
 
     Raises:
         ConfigError: the ranks do not divide the global batch.
@@ -105,7 +105,7 @@ def _layout(
     num_micro_batches = mean_rows / num_gpus / max(1, fitting)
     carried = engine.carried_bytes(model, run.optimizer, train.precision, num_micro_batches, num_gpus)
     wire = wire_bytes(carried) * (num_gpus - 1) / num_gpus
-    # Recomputing a block is a forward pass more: 4 instead of 3. `selective` computes no matrix product again.
+    # Recomputing a block is one more forward pass: 4 instead of 3. `selective` computes no matrix product again.
     work = run.flops_per_step().before(train.num_steps) / train.num_steps
     work *= 4 / 3 if train.recompute == "full" else 1
     return Layout(
@@ -134,7 +134,7 @@ def _memory(
 
 
 def _most_rows(run: RunConfig, memory: Callable[[int], dict[str, float]], num_gpus: int, memory_gb: float) -> int:
-    """The largest divisor of a rank's rows, at every step, that fits; 0 if not even one row does."""
+    """The largest number of rows that divides a rank's rows of every step and fits; 0 if not even one row does."""
     rows = gcd(*run.train.batch_sizes.values) // num_gpus
     room = (1 - MEMORY_MARGIN) * memory_gb * 1e9
     divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
@@ -172,7 +172,7 @@ def _row_bytes(run: RunConfig) -> dict[str, float]:
 
 
 def table(run: RunConfig, assumed: Assumptions) -> str:
-    """What `layouts` finds, in Markdown, under what it rests on."""
+    """The figures of `layouts` as a Markdown table, below the assumptions that they rest on."""
     gpu, train, found = assumed.gpu, run.train, layouts(run, assumed)
     parts = list(found[0].memory)
     lines = [
@@ -204,7 +204,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
 
 
 def checkpoint_bytes(run: PretrainingRecipe) -> int:
-    """Of the float32 masters, AdamW's two moments and Muon's momentum."""
+    """The float32 masters, AdamW's two moments and Muon's momentum."""
     return 12 * count_parameters(run) - 4 * count_in_matrices(meta_model(run), run.optimizer)
 
 
@@ -224,7 +224,7 @@ def steps_within_budget(run: RunConfig, assumed: Assumptions) -> int:
 
 
 def run_seconds(run: RunConfig, layout: Layout) -> float:
-    """Of all steps, or the time budget if they take longer."""
+    """The time of all steps, or the time budget if they would take longer."""
     return min(layout.step_seconds * run.train.num_steps, run.train.time_budget_seconds or inf)
 
 
@@ -234,5 +234,5 @@ def _kept(run: RunConfig) -> str:
 
 
 def _data_bytes(run: RunConfig) -> int:
-    """Of all steps, also of those that a time budget may leave out."""
+    """The tokens of all steps, also of steps that a time budget may leave out."""
     return run.tokens_per_step.before(run.train.num_steps) * ROW_BYTES_PER_TOKEN

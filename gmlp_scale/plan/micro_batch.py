@@ -22,10 +22,10 @@ MEMORY_MARGIN = 0.05
 OUT_OF_MEMORY_WORDS = (
     "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED"
 )  # fmt: skip
-"""What an error says where memory is lacking outside torch's allocator: one of CUDA, of Triton when it loads a kernel,
-or of a library. cuBLAS is "not initialized" when its handle finds no memory."""
+"""What errors say when memory is lacking outside torch's allocator: errors of CUDA, of Triton when it loads a kernel,
+and of libraries. cuBLAS is "not initialized" when its handle finds no memory."""
 HEAD_BYTES_PER_LOGIT = 12
-"""At the peak of the loss, and of an evaluation."""
+"""Bytes at the peak of the loss, and of an evaluation."""
 
 
 def largest_micro_batch_size(run: RunConfig, world: World) -> int:
@@ -35,7 +35,7 @@ def largest_micro_batch_size(run: RunConfig, world: World) -> int:
 
     Raises:
         ConfigError: there is no GPU.
-        What an attempt raises for another reason than memory, on its rank; OtherRankError on the others.
+        OtherRankError: an attempt of another rank failed, and not for lack of memory. That rank raises its own error.
     """
     if world.device.type != "cuda":
         raise ConfigError(run.name, ["train.micro_batch_size: found auto on a CPU; give a number: auto needs a GPU"])
@@ -74,8 +74,8 @@ def _fits(run: RunConfig, world: World, num_rows: int) -> bool:
 
 
 def _bytes_beside_states(run: RunConfig) -> int:
-    """What a run keeps beside its states, and an attempt does not: the memory of CUDA graphs, which keep the blocks'
-    and do not lend it to the head."""
+    """What a run keeps beside its states and an attempt does not: CUDA graphs do not lend the blocks' memory to the
+    head."""
     if run.train.compile != "reduce-overhead":
         return 0
     num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
@@ -83,7 +83,7 @@ def _bytes_beside_states(run: RunConfig) -> int:
 
 
 def _run_micro_batches(run: RunConfig, world: World) -> None:
-    """Trains and evaluates a plain model, with memory set aside for the rest of the engine's states and the margin."""
+    """Trains and evaluates a plain model, with memory set aside for the engine's other states and the margin."""
     device, num_rows, precision = world.device, run.train.micro_batch_size, run.train.precision
     with torch.device(device):
         model = build_model(run.model, seed=None)

@@ -23,8 +23,7 @@ NUM_TOKENS = 512
 def with_decided_precision(run: PretrainingRecipe, world: World) -> PretrainingRecipe:
     """`run` with float32 or bf16 in place of auto. All ranks call it together; rank 0 decides.
 
-    A run that was started before keeps its precision. On a GPU the answer is bf16 if it has bf16; on a CPU a block is
-    timed.
+    A run that was started before keeps its precision. A GPU takes bf16 if it has it; on a CPU a block is timed.
     """
     if run.train.precision != "auto":
         return run

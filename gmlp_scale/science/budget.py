@@ -15,7 +15,7 @@ from gmlp_scale.world import World
 
 
 def budget(table: Table, world: World) -> str:
-    """A line for each part, in their order. A model of several parts counts in the first of them."""
+    """A line for each part. A model that several parts share counts in the first of them."""
     lines = [f"{'part':6}{'models':>6}{'runs left':>11}{'PFLOP':>9}{'hours':>9}{'in all':>9}"]
     seen, hours_in_all = set(), 0.0
     for part in (part for part in PARTS if part in table.parts):
@@ -37,7 +37,7 @@ def budget(table: Table, world: World) -> str:
 
 
 def _flops(run: RunConfig) -> float:
-    """Of a whole run with its evaluations, which have no backward pass."""
+    """FLOPs of a whole run with its evaluations, which have no backward pass."""
     train, num_heldout = run.train, Manifest.load(run.data.shards).num_rows("heldout")
     num_evaluated = train.num_steps // train.evaluate_every_steps * min(train.num_evaluation_rows, num_heldout)
     num_evaluated += min(HELDOUT_ROWS, num_heldout)
@@ -45,7 +45,7 @@ def _flops(run: RunConfig) -> float:
 
 
 def _flop_rate(run: RunConfig, world: World) -> float:
-    """FLOPs per second of the best of three training steps. On a CPU other programs do not count: as on free cores."""
+    """FLOPs per second of the best of three training steps. On a CPU it is the rate on free cores: CPU time counts."""
     step = our_step(run, world, random_batch(run, world.device))
     step.run_once()  # the first one takes longer
     seconds = min(_seconds(step.run_once, world.device) for _ in range(3))

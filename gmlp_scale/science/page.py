@@ -1,4 +1,4 @@
-"""docs/science.md: what the runs that are done tell of each claim. A run that is missing is never filled in."""
+"""Writes docs/science.md: what the finished runs say about each claim. A missing run is never filled in."""
 
 import math
 import shlex
@@ -70,7 +70,7 @@ def document(table: Table, picture: str | None) -> str:
 
 
 def sentence(quantity: Quantity, values: Sequence[float], counts: str, num_seeds: int) -> str:
-    """What the quantity's values on the seeds tell. `counts` says how many runs of its models are done."""
+    """What the quantity's values on the seeds say. `counts`: how many runs of its models are done, in words."""
     told = verdict(values, num_seeds)
     found = f"{quantity.text}: {spread(values)}" if values else quantity.text
     if told == "not run":

@@ -28,7 +28,7 @@ from gmlp_scale.world import World
 log = logging.getLogger(__name__)
 
 HELDOUT_ROWS = 10_000
-"""Of the evaluation that counts, after the end of a run: the first ones, or all if there are fewer."""
+"""Held-out rows of the evaluation after a run, whose loss counts: the first ones, or all if there are fewer."""
 
 
 def arguments(model: str, rate: float, seed: int) -> list[str]:
@@ -51,9 +51,9 @@ class Table:
     parts: tuple[str, ...]
     num_seeds: int
     overrides: tuple[str, ...]
-    """Fields of every run, but for those that say where it is."""
+    """Fields of every run, besides output_dir and data.shards."""
     shards: str | None = None
-    """None to read what is done."""
+    """Needed to train; None to read what is done."""
 
     def __post_init__(self):
         """Raises ConfigError where an override would make different models alike."""
@@ -66,7 +66,7 @@ class Table:
 
     @property
     def models(self) -> list[str]:
-        """Of the parts, in the order in which they are trained."""
+        """The models of the parts, in the order in which they are trained."""
         return list(dict.fromkeys(model for part in PARTS if part in self.parts for model in PARTS[part][1]))
 
     def run(self, model: str, rate: float, seed: int) -> RunConfig:
@@ -86,7 +86,7 @@ class Table:
                     yield self.run(model, rate, seed)
 
     def result(self, run: RunConfig) -> dict | None:
-        """What result.json says of a run that is done. ConfigError if the run there was another."""
+        """The content of a finished run's result.json; None if it is not there. ConfigError if it is of another run."""
         try:
             content = json.loads(read_file(f"{run.run_folder}/result.json"))
         except FileNotFoundError:
@@ -102,12 +102,12 @@ class Table:
         return {rate: result and result["loss"] for rate, result in results.items()}
 
     def chosen_rate(self, model: str) -> float | None:
-        """The one with the lowest loss, once all the rates are done."""
+        """The rate with the lowest loss, once all rates are done."""
         grid = self.grid(model)
         return None if None in grid.values() else min(grid, key=grid.__getitem__)
 
     def losses(self, model: str) -> dict[int, float]:
-        """At the chosen rate, by seed, of the seeds that are done."""
+        """The loss of each finished seed at the chosen rate."""
         if not (rate := self.chosen_rate(model)):
             return {}
         results = {seed: self.result(self.run(model, rate, seed)) for seed in range(self.num_seeds)}
@@ -122,12 +122,12 @@ class Table:
         return Trained(self.losses(model)[seed], self.num_parameters(model), folder)
 
     def values(self, quantity: Quantity) -> list[float]:
-        """The quantity for each seed of which all the runs are done."""
+        """The quantity on each seed for which all its runs are done."""
         done = set.intersection(*(set(self.losses(model)) for model in quantity.models))
         return [quantity.value(*(self.trained(model, seed) for model in quantity.models)) for seed in sorted(done)]
 
     def precision(self) -> str | None:
-        """That of all runs that are done. ConfigError if they differ in it or in their text, so cannot be compared."""
+        """The precision of all finished runs. ConfigError if they differ in precision or text: no comparison then."""
         found = {}
         for run in self.runs():
             if result := self.result(run):
@@ -140,10 +140,10 @@ class Table:
 
 
 def like_the_first_start(table: Table, world: World, *, keep: bool) -> Table:
-    """The table in the precision that its first start decided, and kept in a file.
+    """The table in the precision that the first start decided. That start writes it to first_start.json if `keep`.
 
     Raises:
-        ConfigError: it asks for another precision or another text than the first start, so cannot be compared.
+        ConfigError: the table asks for another precision or text than the first start, so runs could not be compared.
     """
     path, first = f"{table.output}/first_start.json", next(table.runs())
     asked = {"precision": first.train.precision, "shards_sha256": Manifest.load(table.shards).sha256}
