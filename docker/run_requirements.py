@@ -1,4 +1,4 @@
-"""Prints what a run needs of pyproject.toml, for `pip install`: not what tests, documentation and peers need."""
+"""Prints the packages of pyproject.toml that a run needs, for `pip install`; not those of tests, docs and peers."""
 
 import tomllib
 from pathlib import Path

@@ -2,8 +2,8 @@
 
     python docker/try_steps.py /var/tmp/image [--bind DIR ...]
 
-The root has Debian's own Python in place of the base image's. It is left for a look; `rm -r` removes it. The last line
-starts a dry run as the image's user. --bind shows a folder of this machine at the same place inside, such as a mirror.
+The root has Debian's own Python instead of the base image's. It is left there for a look; `rm -r` removes it. The last
+step is a dry run as the image's user. --bind shows a folder of this machine, such as a mirror, at its place inside.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def steps() -> list[tuple[str, str]]:
 
 
 def copy(sources: list[str], target: Path) -> None:
-    """As Docker does, without what .dockerignore leaves out."""
+    """Copies as Docker does: without what .dockerignore names."""
     if sources == ["."]:
         ignored = [f"--exclude=.{line}" for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "/"]
         packed = subprocess.Popen(["tar", "--create", *ignored, "--exclude=__pycache__", "."], cwd=ROOT, stdout=-1)

@@ -1,5 +1,5 @@
-"""Times a recipe's training step, loader, checkpoints and start beside the machine's ceilings and their peers,
-and counts what more ranks cost.
+"""Times a recipe's training step, loader, checkpoints and start beside their peers and the machine's ceilings, and
+counts what more ranks cost.
 
 python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml --output docs/benchmarks/FILE.json   # on a GPU
 python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml model.num_blocks=6 train.micro_batch_size=2
@@ -7,7 +7,7 @@ python launch/benchmark.py --config configs/pretrain/gmlp_base.yaml --compare do
 python launch/benchmark.py --config configs/pretrain/smoke.yaml --parts scaling  # 1, 2, 4 and 8 gloo ranks
 python launch/benchmark.py --table docs/benchmarks/FILE.json
 
-Prints JSON. gmlp_scale/benchmark/__init__.py says how it is measured; only ratios within one run are worth quoting.
+Prints JSON. Only ratios within one run are worth quoting: gmlp_scale/benchmark/__init__.py says how they are measured.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from gmlp_scale.telling import command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", action="append", help="a recipe; its micro-batch is the batch timed here; repeatable")
-    what.add_argument("--table", type=Path, metavar="FILE.json", help="print a report as a Markdown table and leave")
+    what.add_argument("--config", action="append", help="a recipe, whose micro-batch is timed; may be repeated")
+    what.add_argument("--table", type=Path, metavar="FILE.json", help="only print this report as Markdown tables")
     usual, known = ",".join(USUAL_PARTS), ",".join(PARTS)
-    parser.add_argument("--parts", default=usual, help=f"which of {known} to measure (default: %(default)s)")
+    parser.add_argument("--parts", default=usual, help=f"parts of {known} (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each contender (default: %(default)s)")
     parser.add_argument("--no-peers", action="store_true", help="leave out other people's models")
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE.json", help="name every ratio that is over 5 %% worse than there; exit 1"
+        "--compare", type=Path, metavar="FILE.json", help="name what is over 5 %% worse than there; exit 1"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()

@@ -1,9 +1,9 @@
-"""Counts the images per second and core of the loader, beside a plain torch DataLoader with the same transforms.
+"""Measures the images per second and core of the loader, beside a plain torch DataLoader with the same transforms.
 
 python launch/benchmark_images.py --config configs/images/gmlp_b.yaml
 
-It makes JPEG pictures of 500 x 375 itself, which take 0.2 MB of the temporary folder each. Prints JSON; only the ratio
-is worth quoting.
+It makes its own JPEG pictures of 500 x 375 pixels; each takes 0.2 MB of the temporary folder. Prints JSON; only the
+ratios are worth quoting.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a recipe with task: images")
     parser.add_argument("--images", type=int, default=4096, help="a multiple of the micro-batch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each loader (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
     run = load_config(ImagesConfig, options.config, options.overrides)

@@ -4,15 +4,15 @@ python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml trai
 python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml --device none               # anywhere
 TRITON_INTERPRET=1 python launch/benchmark_kernels.py --config configs/pretrain/gmlp_base.yaml --device cpu   # a try
 
-Prints JSON, of one block at the recipe's shape: the seconds of every form, and the floor, which is the larger of the
-operations over the matrix rate and the fewest bytes over the copy rate. Both rates are measured in the same run.
-gain_of_block is the share of the compiled plain block's time that the kernel saves. On a CPU the shape is tiny and the
-kernels are interpreted: the figures then mean nothing.
+Prints JSON for one block at the recipe's shape: the seconds of every form, and the floor. The floor is the larger of
+two times: the operations over the matrix rate, and the fewest bytes over the copy rate. Both rates are measured in the
+same run. gain_of_block is the share of the compiled plain block's time that the kernel saves. On a CPU the shape is
+tiny and the kernels are interpreted: the figures then mean nothing.
 
-host_seconds is the least that the host takes to call the operator, with kernels that do nothing. compiled_for_sm_90
-tells what each kernel takes of an H100, the gate's in every tile that its tuner tries: registers and spilled bytes of a
-thread, shared memory of a program, and how many programs a multiprocessor holds at once. --device none prints only
-these two.
+host_seconds is the host's shortest time to call the operator, with kernels that do nothing. compiled_for_sm_90 says
+what each kernel takes of an H100: registers and spilled bytes of a thread, shared memory of a program, and how many
+programs a multiprocessor holds at once. The gate's kernel is there in every tile that its tuner tries. --device none
+prints only these two.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from gmlp_scale.telling import command
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="of a gMLP or aMLP; its micro-batch is timed")
+    parser.add_argument("--config", required=True, help="a recipe of a gMLP or aMLP, whose micro-batch is timed")
     parser.add_argument("--device", choices=["cuda", "cpu", "none"], default="cuda", help="none: times no kernel")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each form (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
@@ -42,7 +42,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("there is no CUDA device: run it on a GPU, or with --device none or cpu")
     if (options.device == "cpu") != is_interpreted():
-        raise InputError("--device cpu needs TRITON_INTERPRET=1 in the environment, others need it away")
+        raise InputError("--device cpu needs TRITON_INTERPRET=1 in the environment, other devices need it unset")
     report = measure(options)
     print(json.dumps(report, indent=1))
     return 0

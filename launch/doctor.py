@@ -1,13 +1,14 @@
-"""Checks, before a long run, what it would fail from or be slowed by; started like the run, on its nodes.
+"""Checks before a long run what would make it fail or slow. Start it like the run, on the run's nodes.
 
 python launch/doctor.py --config configs/pretrain/gmlp_base.yaml engine.kind=single
 torchrun --nproc_per_node 8 launch/doctor.py --config configs/pretrain/gmlp_base.yaml data.shards=data/c4_512
 deepspeed --hostfile hosts launch/doctor.py --config configs/pretrain/gmlp_base.yaml engine.kind=zero engine.stage=1
 
 Prints versions, devices, drivers and clocks of every rank, and then a line for each check: the collectives (GB/s and
-whether their results are right), room and speed of the disk or store for checkpoints, the shards, what the run would
-go on from, the engine's gradients beside those of one process, the first steps of the whole recipe, and the loader
-beside them. A line begins with ok, or with slow or FAILS and then says what to change. It leaves nothing behind.
+whether their results are right), room and speed of the disk or store for checkpoints, the shards, the checkpoint that
+the run would resume from, the engine's gradients beside those of one process, the first steps of the whole recipe, and
+the loader's speed beside theirs. A line begins with ok, slow or FAILS; after slow and FAILS it says what to change.
+Nothing is left behind.
 
 The exit code is 0 if the run would go, 1 if it would fail, 2 if the recipe has mistakes.
 """
@@ -24,7 +25,7 @@ from gmlp_scale.world import start_world
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="the recipe of the run: a file, or a name such as gmlp_base")
+    parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()

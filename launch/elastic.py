@@ -1,16 +1,16 @@
-"""Pretrains on a changing number of hosts: when one is lost, or joins, the ranks start again from the newest checkpoint.
+"""Pretrains on a changing number of hosts. When a host is lost or joins, the ranks restart from the newest checkpoint.
 
-Start the same command on every host, and again on one that comes back:
+Start the same command on every host, and again on a host that comes back:
 
     python launch/elastic.py --hosts 2:4 --ranks-per-host 8 --rendezvous HOST:PORT --config configs/pretrain/gmlp_base.yaml
 
-The hosts meet at HOST:PORT. The first of them whose name it is opens a store there, and the job ends with that host.
-Where any host may be lost, HOST is another machine, which keeps the store of one job in a process of its own:
+The hosts meet at a store at HOST:PORT. If HOST is one of them, it opens the store, and the job ends when it is lost. To
+survive the loss of any host, let HOST be another machine, which keeps the store of one job in a process of its own:
 
     python -c 'import torch, time; store = torch.distributed.TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False); time.sleep(1e9)'
 
-SIGTERM, SIGINT, SIGHUP or SIGUSR1 to this command on one host: all ranks save, and the command leaves with 0 on every
-host. With fewer hosts than the least number it waits 10 minutes for more.
+After SIGTERM, SIGINT, SIGHUP or SIGUSR1 to this command on one host, all ranks save and the command leaves with 0 on
+every host. With fewer hosts than the least number it waits 10 minutes for more.
 """  # noqa: E501
 
 import argparse
@@ -45,22 +45,24 @@ from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
 from gmlp_scale.train.time_budget import num_steps_of
 
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
-"""Seconds. A lost host is found after 6, not 15, and 3, not 30, are left to late ones once there are enough hosts. One
-that comes later leads to another start."""
+"""Seconds. A lost host is noticed after 6 instead of 15. Once there are enough hosts, others have 3 instead of 30 to
+join; a host that comes later causes another start."""
 
 FAILS_AGAIN = 2
-"""What a rank leaves with where another start would fail as well: `exit_code` of gmlp_scale/errors.py."""
+"""The exit code of a rank after an error that another start would meet again: `exit_code` of gmlp_scale/errors.py."""
 ENDED_ELSEWHERE = 3
-"""What this command leaves with where another host ended the run, whose own code decides whether to start again."""
+"""The exit code of this command if another host ended the run. That host's code decides whether to start again."""
 HEARD_AFTER_SECONDS = 15.0
-"""Until all hosts have heard of the end: a rank tells an error after 10 (telling.py), or misses others after 5."""
+"""How long until all hosts know of the end: a rank tells an error after 10 (telling.py), or misses others after 5."""
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's (2.13), with three differences. Its ranks are forked from a server that has imported what is slow. A
-    rank that left with FAILS_AGAIN ends the run. And of two agents that shall restart their ranks, one is first, and
-    all ranks then save and leave with 0: so ranks that left while a host waits to join have not finished, but shall be
-    restarted."""
+    """torchrun's agent of torch 2.13, with three differences.
+
+    Its ranks are forked from a server that has already imported the slow packages. A rank that leaves with FAILS_AGAIN
+    ends the run. And ranks that left with 0 while a host waits to join are restarted: they have not finished, but saved
+    and left because another host's agent was the first to stop its ranks for that restart.
+    """
 
     here: "_Agent | None" = None
     start_method = "forkserver"
@@ -71,13 +73,13 @@ class _Agent(LocalElasticAgent):
         _Agent.here = self
 
     def ranks(self) -> list[BaseProcess]:
-        """The processes of this host's ranks."""
+        """The live processes of this host's ranks."""
         started = self._pcontext._pc.processes if self._pcontext else []
         return [process for process in started if process.is_alive()]
 
     def _shutdown(self, *arguments, **options) -> None:
         if self._pcontext:
-            self._pcontext._worker_finished_event.set()  # else a rank that has saved waits for it before it ends
+            self._pcontext._worker_finished_event.set()  # a rank that has saved waits for it before it ends
         super()._shutdown(*arguments, **options)
 
     def _monitor_workers(self, worker_group) -> RunResult:
@@ -86,7 +88,7 @@ class _Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         if result.state == WorkerState.SUCCEEDED:
             hosts = worker_group.spec.rdzv_handler
-            hosts._state_holder._last_sync_time = -1.0  # what it knows may be a second old, from before a host came
+            hosts._state_holder._last_sync_time = -1.0  # forget its view, which may be older than a host that came
             if hosts.num_nodes_waiting() > 0:
                 return RunResult(state=WorkerState.HEALTHY)
         return result
@@ -95,14 +97,18 @@ class _Agent(LocalElasticAgent):
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts it may have")
-    parser.add_argument("--ranks-per-host", required=True, type=int, metavar="N", help="one for each GPU")
+    parser.add_argument(
+        "--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts there may be"
+    )
+    parser.add_argument(
+        "--ranks-per-host", required=True, type=int, metavar="N", help="one rank for each GPU of a host"
+    )
     parser.add_argument("--rendezvous", required=True, metavar="HOST:PORT", help="where the hosts meet")
-    parser.add_argument("--job", help="tells jobs apart that meet at one store (default: the recipe's name)")
+    parser.add_argument("--job", help="the job's name among those that meet at one store (default: the recipe's name)")
     parser.add_argument("--max-restarts", type=int, default=100, metavar="N", help="after failures (default: 100)")
     parser.add_argument(
         "--unfinished-code", type=int, default=0, metavar="N",
-        help="what to leave with after a stop signal, for a cluster that starts again what left with N (default: 0)",
+        help="exit code after a stop signal, for a cluster that restarts what leaves with N (default: 0)",
     )  # fmt: skip
     parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
@@ -113,7 +119,7 @@ def main() -> int:
     run = load_recipe(options.config, options.overrides)
     for num_hosts in range(least, most + 1):
         run.rows_per_rank(num_hosts * options.ranks_per_host)
-    # With a store of its own for each start: else rank 0 of the next one does not publish its address, and all end.
+    # Gives each start a store of its own. Without it rank 0 of the next start publishes no address, and all ranks end.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     torch.distributed.launcher.api.LocalElasticAgent = _Agent
     _start_rank_server()
@@ -130,7 +136,7 @@ def main() -> int:
         torch.distributed.run.main(words)
     except ChildFailedError as error:
         code = _tell(error)
-        if code == FAILS_AGAIN and most > 1:  # this host may have the store, where the others learn that it is the end
+        if code == FAILS_AGAIN and most > 1:  # this host may have the store, from which the others learn of the end
             time.sleep(HEARD_AFTER_SECONDS)
         return code
     except RendezvousClosedError:
@@ -143,7 +149,7 @@ def main() -> int:
 
 
 def is_finished(run: PretrainingRecipe) -> bool:
-    """Whether there is a checkpoint of the last step, be it one that the time budget decided."""
+    """Whether there is a checkpoint of the last step, which a time budget may have decided."""
     if run.train.last_step in saved_steps(run.run_folder):
         return True
     if run.train.time_budget_seconds is None:
@@ -154,7 +160,8 @@ def is_finished(run: PretrainingRecipe) -> bool:
 
 
 def _start_rank_server() -> None:
-    """Returns once it has imported all: the other hosts wait for the ranks of one that has joined."""
+    """Starts the server that ranks are forked from. Returns once it has imported all that is slow: the other hosts wait
+    for the ranks of a host that has joined."""
     for number in (signal.SIGUSR1, signal.SIGHUP):  # multiprocessing's tracker of resources inherits this
         signal.signal(number, signal.SIG_IGN)
     multiprocessing.set_forkserver_preload(["gmlp_scale.rank_server"])
@@ -164,9 +171,9 @@ def _start_rank_server() -> None:
 
 
 def _run(script: str, *arguments: str) -> NoReturn:
-    """A rank, in a process of its own."""
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # it ends with its launcher, whatever ends that
-    for number in STOP_SIGNALS:  # its server hears none
+    """Runs a rank in the process that was forked for it."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # the rank ends with its launcher, however that ends
+    for number in STOP_SIGNALS:  # the server ignores them
         signal.signal(number, signal.SIG_DFL)
     gmlp_scale.IMPORTED_AT_SECONDS = time.perf_counter()
     sys.argv = [script, *arguments]
@@ -174,13 +181,13 @@ def _run(script: str, *arguments: str) -> NoReturn:
 
 
 def _without_traceback(line: logging.LogRecord) -> bool:
-    """Of torch's own code, below its line on a rank that failed."""
+    """Keeps torch's line on a rank that failed, without the traceback of torch's own code below it."""
     line.exc_info = None
     return True
 
 
 def _tell(error: ChildFailedError) -> int:
-    """Prints why the ranks failed and returns what to leave with."""
+    """Prints why the ranks failed and returns the exit code."""
     ended_it = [failure for failure in error.failures.values() if failure.exitcode == FAILS_AGAIN]
     told = [failure.message["message"] for failure in ended_it if isinstance(failure.message, dict)]  # by telling.py
     print_error(told[0] if told else error)
@@ -196,11 +203,11 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _stop_ranks(number: int, frame) -> None:
-    """Tells this host's ranks, which tell the others. torchrun's own way would leave the other agents waiting."""
+    """Stops this host's ranks, which tell the others. torchrun's own way would leave the other agents waiting."""
     ranks = _Agent.here.ranks() if _Agent.here else []
     if not ranks:
         _leave(number, frame)
-    _Agent.here._remaining_restarts = 0  # for a rank that does not save yet, and ends of the signal
+    _Agent.here._remaining_restarts = 0  # a rank that cannot save yet dies of the signal; that is no failure to restart
     signal.signal(signal.SIGINT, _leave)  # a second Ctrl-C; Slurm may send other signals twice
     for rank in ranks:
         rank.terminate()

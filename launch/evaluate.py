@@ -1,11 +1,11 @@
-"""Evaluates checkpoints or an export on held-out rows with fixed masks, beside predicting by token frequencies alone.
+"""Evaluates checkpoints or an export on held-out rows with fixed masks, beside a guess from token frequencies alone.
 
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512 --all-steps --output curve.json
 python launch/evaluate.py --run outputs/gmlp_base --shards data/c4_512 \\
     --finetune-probe sst2 data.train=train.tsv data.dev=dev.tsv
 
---all-steps also writes the figures to RUN_DIR/tensorboard/evaluation, and deletes what was there. --finetune-probe
+--all-steps also writes the figures to RUN_DIR/tensorboard/evaluation, in place of what was there. --finetune-probe
 exports the checkpoint, finetunes it for 200 steps with the task's recipe, and adds the dev score to
 RUN_DIR/tensorboard/probe.
 """
@@ -36,11 +36,11 @@ def main() -> int:
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--all-steps", action="store_true", help="every complete checkpoint of the run")
     parser.add_argument("--shards", required=True, metavar="SHARDS_DIR")
-    rows = "held-out rows, the first ones (default: as many as training evaluated, train.num_evaluation_rows)"
+    rows = "how many held-out rows, from the first on (default: train.num_evaluation_rows, as in training)"
     parser.add_argument("--rows", type=int, help=rows)
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
-    parser.add_argument("--finetune-probe", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the probe's recipe")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the figures to this file")
+    parser.add_argument("--finetune-probe", choices=TASKS, metavar="TASK", help=f"one of {', '.join(TASKS)}")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of the probe's recipe")
     options = parser.parse_intermixed_args()
     if options.export and (options.step is not None or options.all_steps or options.finetune_probe):
         parser.error("--step, --all-steps and --finetune-probe need --run")

@@ -26,14 +26,14 @@ from gmlp_scale.world import World, start_world
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="of a recipe with task: images")
+    source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
     source.add_argument("--timm", type=Path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
     parser.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
-    parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="a folder of prepare_images.py")
-    parser.add_argument("--cache-dir", metavar="DIR", help="for copies of the shards; a URL needs one (default: none)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images at once (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="processes that decode (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="a folder that prepare_images.py wrote")
+    parser.add_argument("--cache-dir", metavar="DIR", help="keeps copies of the shards; needed for shards at a URL")
+    parser.add_argument("--batch-size", type=int, default=64, help="images in a forward pass (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that decode images (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the scores to this file")
     options = parser.parse_args()
     if options.step is not None and options.timm:
         parser.error("--step needs --run")
@@ -73,7 +73,7 @@ def _evaluate(trained: TrainedClassifier, options: argparse.Namespace, world: Wo
 
 
 def check_same_classes(of_run: tuple[str, ...], of_shards: tuple[str, ...], folder: str) -> None:
-    """Of equally many. Raises InputError with the first names that differ."""
+    """Raises InputError, which names the first class that differs. Both have equally many."""
     for label, (name, other) in enumerate(zip(of_run, of_shards, strict=True)):
         if name != other:
             raise InputError(

@@ -4,8 +4,8 @@ python launch/export.py --run outputs/gmlp_base --output exports/gmlp_base
 python launch/export.py --run outputs/gmlp_base --push-to-hub OWNER/gmlp_base --every-step \\
     --license apache-2.0 --language en --dataset allenai/c4
 
---push-to-hub uploads it with the token in HF_TOKEN or of `hf auth login`. On the Hub each checkpoint is a revision, as
-step_000012000, and main is the newest one. A repository that is not there is created, public.
+--push-to-hub uploads it with the token in HF_TOKEN or of `hf auth login`. On the Hub each checkpoint is a revision,
+such as step_000012000, and main is the newest. A repository that does not exist is created, and is public.
 """
 
 import argparse
@@ -32,10 +32,10 @@ def main() -> int:
     steps.add_argument("--every-step", action="store_true", help="every complete checkpoint, each in HF_DIR/step_...")
     parser.add_argument("--output", type=Path, metavar="HF_DIR", help="a new folder")
     parser.add_argument("--push-to-hub", metavar="OWNER/NAME", help="a model repository of the Hugging Face Hub")
-    card = parser.add_argument_group("for the model card, which says unknown for what is not given")
-    card.add_argument("--license", help="of the model, by its name on the Hub, as apache-2.0")
-    card.add_argument("--language", nargs="+", default=(), metavar="CODE", help="of the training text, as en")
-    card.add_argument("--dataset", metavar="NAME", help="the training text, by its name on the Hub, as allenai/c4")
+    card = parser.add_argument_group("for the model card, which says unknown where nothing is given")
+    card.add_argument("--license", help="the model's license by its name on the Hub, such as apache-2.0")
+    card.add_argument("--language", nargs="+", default=(), metavar="CODE", help="of the training text, such as en")
+    card.add_argument("--dataset", metavar="NAME", help="the training text by its name on the Hub, such as allenai/c4")
     options = parser.parse_args()
     if not options.output and not options.push_to_hub:
         parser.error("give --output, --push-to-hub or both")

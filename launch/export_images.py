@@ -18,7 +18,7 @@ from gmlp_scale.telling import command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="of a recipe with task: images")
+    source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
     source.add_argument("--timm", type=Path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
     parser.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
     parser.add_argument("--output", type=Path, metavar="HF_DIR", help="a new folder")

@@ -1,4 +1,4 @@
-"""Fills the <mask> of sentences with a run's model, each sentence alone, without any text around it.
+"""Fills the <mask> of sentences with a run's model. The model sees each sentence alone, without any text around it.
 
 python launch/fill_mask.py --run outputs/gmlp_base "Paris is the <mask> of France."
 """

@@ -26,17 +26,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: mnli")
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="runs with the recipe's seed and those after it"
+        "--seeds", type=int, default=1, metavar="N", help="runs with the recipe's seed and the next ones (default: 1)"
     )
     parser.add_argument(
         "--grid", action="store_true", help="try the recipe's grid first; the seeds run at its best point"
     )
-    parser.add_argument("--glue", type=Path, metavar="GLUE_DIR", help="all of GLUE, from the folders CoLA to RTE there")
     parser.add_argument(
-        "--from-mnli", action="store_true", help="of --glue: MRPC, STS-B and RTE start from the model of MNLI"
+        "--glue", type=Path, metavar="GLUE_DIR", help="finetune on all of GLUE; the folders CoLA to RTE are here"
     )
-    parser.add_argument("--dry-run", action="store_true", help="read the data, print what would be run, and leave")
-    parser.add_argument("--ranks", type=int, help="of --dry-run (default: as many as are started)")
+    parser.add_argument(
+        "--from-mnli", action="store_true", help="with --glue: MRPC, STS-B and RTE start from the model of MNLI"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only read the data and print what would be run")
+    parser.add_argument("--ranks", type=int, help="with --dry-run: how many ranks (default: as many as are started)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()

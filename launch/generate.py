@@ -12,15 +12,15 @@ from gmlp_scale.telling import command
 
 @command
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--run", required=True, help="the run folder of a recipe with task: characters")
-    parser.add_argument("--step", type=int, help="of the checkpoint; the newest if not given")
-    parser.add_argument("--prompt", default="\n", help="what the text begins with")
-    parser.add_argument("--length", type=int, default=500, help="characters to write")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the likeliest character")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recipe = "a run of a recipe with task: characters"
+    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help=recipe)
+    parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
+    parser.add_argument("--prompt", default="\n", help="what the text begins with (default: a line break)")
+    parser.add_argument("--length", type=int, default=500, help="characters to write (default: %(default)s)")
+    temperature = "0 always takes the likeliest character (default: %(default)s)"
+    parser.add_argument("--temperature", type=float, default=1.0, help=temperature)
+    parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: %(default)s)")
     options = parser.parse_args()
     if options.length < 0:
         parser.error("--length must not be negative")

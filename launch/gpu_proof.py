@@ -1,4 +1,4 @@
-"""What launch/gpu_proof.sh runs beside the benchmarks: checks, each of which prints a line of JSON for all it finds.
+"""What launch/gpu_proof.sh runs beside the benchmarks: checks, each of which prints a line of JSON for each finding.
 
 python launch/gpu_proof.py environment [--tiny]
 python launch/gpu_proof.py gpu_tests
@@ -52,7 +52,8 @@ def main() -> int:
 
             run_gpu_tests(report)
         case _:
-            from gmlp_scale.benchmark.proof import CHECKS, Trial
+            from gmlp_scale.benchmark.proof import CHECKS
+            from gmlp_scale.benchmark.trial import Trial
 
             with tempfile.TemporaryDirectory() as folder:
                 CHECKS[options.part](Trial.prepare(options.config, options.overrides, Path(folder)), report)
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     adding.add_argument("folder", type=Path, metavar="OUT")
     adding.add_argument("name", metavar="PART")
     adding.add_argument("--not-run", metavar="REASON")
-    adding.add_argument("--code", type=int, help="with which the part's command left")
+    adding.add_argument("--code", type=int, help="the exit code of the part's command")
     adding.add_argument("--seconds", type=int)
     adding.add_argument("--limit", type=int)
     adding.add_argument("--command")
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stdout_for_findings() -> TextIO:
-    """Standard output; what libraries print there goes to standard error from now on."""
+    """The standard output. What libraries print goes to standard error from now on."""
     findings = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return findings

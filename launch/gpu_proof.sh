@@ -2,16 +2,16 @@
 # Shows on one GPU what could not be shown without: launch/gpu_proof.sh OUT, within 8 minutes and without a network.
 #
 #   launch/gpu_proof.sh OUT                    every part below, in this order
-#   launch/gpu_proof.sh OUT PART ...           only environment and these; an OUT with results keeps those of the others
+#   launch/gpu_proof.sh OUT PART ...           only environment and these; OUT keeps the results of earlier parts
 #   launch/gpu_proof.sh --tiny OUT [PART ...]  a trial on a CPU, at tiny shapes: it shows that the parts run
 #
 # Leaves OUT/report.md (the parts, the figures, and last the goals), OUT/results.jsonl (a line for each part, written as
 # the part ends), OUT/log.txt (what the parts said) and, while a part runs, OUT/running.jsonl (what it found so far).
 # A part that fails or is cut by its limit does not stop the others; the script then leaves with 1.
 #
-# The number of a part is the seconds that it has for certain. What earlier parts leave over goes to the next, so a part
-# is cut only where all that is gone too. Parts beyond the TOTAL run if the earlier ones leave them their seconds.
-# Python is PYTHON (default: python3). Checkpoints of up to 23 GB pass through TMPDIR, on whose disk they are timed.
+# The number of a part is the seconds that it is sure to have. Seconds that earlier parts did not need go to the next: a
+# part is cut only when these are used up too. Parts beyond the TOTAL run if the earlier ones leave them their seconds.
+# Python is PYTHON (default: python3). Checkpoints of up to 23 GB pass through TMPDIR, and its disk is the one timed.
 set -uo pipefail
 TOTAL=${GPU_PROOF_SECONDS:-480}
 
@@ -72,7 +72,7 @@ if $tiny; then
     on_cpu=(--device cpu) without_gpu=(--tiny)
 fi
 
-# Every part begins in a process of its own, of which importing torch and starting CUDA take 5 to 10 s.
+# Every part has a process of its own; importing torch and starting CUDA take 5 to 10 s of its time.
 part environment 20 "$python" launch/gpu_proof.py environment "${without_gpu[@]}"
 ((failed)) && exit 1
 part gpu_tests 40 "$python" launch/gpu_proof.py gpu_tests

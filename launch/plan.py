@@ -1,4 +1,4 @@
-"""Says what a run would take on a cluster, under every engine; the cheapest that fits comes first. Starts nothing.
+"""Says what a run would take on a cluster under every engine, the fastest that fits first. Starts nothing.
 
 python launch/plan.py --config configs/pretrain/gmlp_base.yaml --gpus 64 --gpu h100 --nodes 8
 """
@@ -17,7 +17,7 @@ from gmlp_scale.train.devices import GPUS
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
-    parser.add_argument("--gpus", type=int, required=True, help="how many, on all nodes together")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs on all nodes together")
     parser.add_argument("--gpu", choices=GPUS, required=True)
     parser.add_argument("--nodes", type=int, default=1, help="(default: %(default)s)")
     fractions = {"type": float, "metavar": "F", "help": "(default: %(default)s)"}

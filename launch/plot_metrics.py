@@ -37,7 +37,7 @@ def main() -> int:
         axes.plot(
             [line["step"] for line in lines], values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.2f})"
         )
-    # A loss is a logarithm already.
+    # A loss is already a logarithm.
     axes.set(xlabel="step", ylabel=options.tag, yscale="linear" if options.tag.endswith("/loss") else "log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

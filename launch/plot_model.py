@@ -6,8 +6,10 @@ python launch/plot_model.py attention --export exports/amlp_base --text-a "He ra
 python launch/plot_model.py image-filters --run outputs/gmlp_s --blocks 0 14 29 --output image_filters.png
 python launch/plot_model.py scaling --runs outputs/small outputs/base outputs/large --output scaling.png
 
-filters: what W gives the middle position, for each block (Figure 4). matrices: the whole W (Figure 9). attention: each
-pair's maximum over the tiny attentions of the first half of the blocks (appendix D), or the attention of the --blocks.
+filters: what W gives the middle position, for each block (Figure 4).
+matrices: the whole W of some blocks (Figure 9).
+attention: for each pair of tokens the maximum of the tiny attentions in the first half of the blocks (appendix D), or
+    the attention of the --blocks.
 image-filters: what W gives some patches of an image (Figure 3), of a run with task: images.
 scaling: the last held-out perplexity of runs against their parameters, with a power law (Figure 8).
 """
@@ -56,12 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     output.add_argument(
-        "--tensorboard", metavar="DIR_OR_URL", help="where TensorBoard finds the picture (default: in the --run)"
+        "--tensorboard", metavar="DIR_OR_URL", help="TensorBoard's folder for the picture (default: in the --run)"
     )
     model = argparse.ArgumentParser(add_help=False, parents=[output])
     place = model.add_mutually_exclusive_group(required=True)
     place.add_argument("--run", metavar="RUN_DIR_OR_URL")
-    place.add_argument("--export", metavar="HF_DIR_OR_URL", help="pretrained or finetuned")
+    place.add_argument("--export", metavar="HF_DIR_OR_URL", help="an export, pretrained or finetuned")
     model.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

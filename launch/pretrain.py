@@ -1,4 +1,4 @@
-"""Pretrains the model of a recipe; run again, it resumes from the newest complete checkpoint.
+"""Pretrains the model of a recipe. The same command run again resumes from the newest complete checkpoint.
 
 python launch/pretrain.py --config configs/pretrain/smoke.yaml engine.kind=single
 deepspeed launch/pretrain.py --config configs/pretrain/gmlp_base.yaml engine.kind=zero engine.stage=1
@@ -19,10 +19,10 @@ from gmlp_scale.world import launched_world_size
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
-    parser.add_argument("--dry-run", action="store_true", help="print what the run would be and leave")
-    parser.add_argument("--ranks", type=int, help="of --dry-run (default: as many as are started)")
+    parser.add_argument("--dry-run", action="store_true", help="only print what the run would be")
+    parser.add_argument("--ranks", type=int, help="with --dry-run: how many ranks (default: as many as are started)")
     parser.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="of --dry-run: says whether the run fits into it"
+        "--gpu-memory", type=float, metavar="GB", help="with --dry-run: say whether the run fits into such GPUs"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--no-filters",
         action="store_true",
-        help="leave the spatial filters out: no checkpoint is read, which takes long for a large one in a bucket",
+        help="leave out the spatial filters: reading a large checkpoint from a bucket takes long",
     )
     options = parser.parse_args()
     records = read_run_records(options.runs)
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _filters(folders: list[str], records: list[RunRecord]) -> list[Filters]:
-    """Of each run; where there are none, the page says why. Runs without spatial projections are left out."""
+    """Each run's filters, or why they cannot be read. Runs without spatial projections are left out."""
     filters = []
     for number, (folder, record) in enumerate(zip(folders, records, strict=True)):
         if record.config.get("model.kind") not in ("gmlp", "amlp"):

@@ -1,10 +1,10 @@
-"""Tests the paper's claims on small models with several seeds; run again, it skips what is done and resumes the rest.
+"""Tests the paper's claims on small models with several seeds. Run again, it skips what is done and resumes the rest.
 
 python launch/science.py --output outputs/science --shards data/compare/shards --dry-run
 python launch/science.py --output outputs/science --shards data/compare/shards --part b
 python launch/science.py --output outputs/science --table docs/science.md
 
-It prints first what is left to do and how long that takes. Several processes with one --output share the runs.
+It first prints what is left to do and how long that takes. Several processes with the same --output share the runs.
 """
 
 import argparse
@@ -28,20 +28,20 @@ from gmlp_scale.telling import command
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, metavar="DIR", help="the folder of the runs' folders")
+    parser.add_argument("--output", required=True, metavar="DIR", help="holds the runs' folders")
     parser.add_argument("--shards", metavar="SHARDS_DIR", help="needed to train")
     titles = "; ".join(f"{part}: {title}" for part, (title, _) in PARTS.items())
     parser.add_argument("--part", action="append", choices=PARTS, help=f"may be repeated (default: all). {titles}")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of each model (default: %(default)s)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--dry-run", action="store_true", help="print what is left to do and leave")
-    what.add_argument("--table", type=Path, metavar="FILE.md", help="write the page, and FILE.png, of what is done")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of every run")
+    what.add_argument("--dry-run", action="store_true", help="only print what is left to do")
+    what.add_argument("--table", type=Path, metavar="FILE.md", help="write the page on what is done, and FILE.png")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of every run")
     options = parser.parse_intermixed_args()
     if options.seeds < 1:
         parser.error("--seeds is a positive number")
     if not (options.shards or options.table):
-        parser.error("--shards is needed, but for --table")
+        parser.error("--shards is needed without --table")
     table = Table(options.output, tuple(options.part or PARTS), options.seeds, tuple(options.overrides), options.shards)
     if options.table:
         _write(options.table, table)

@@ -1,10 +1,11 @@
-# What the scripts of this folder start with: all nodes are there, and MASTER_ADDR and MASTER_PORT are set.
+# The scripts of this folder begin with this one: it makes sure of all nodes, and sets MASTER_ADDR and MASTER_PORT.
 set -euo pipefail
-# `scancel --signal=USR1 --full` reaches this shell too, which must wait for its ranks. (Not '': they would ignore it.)
+# `scancel --signal=USR1 --full` reaches this shell too, which must wait for its ranks. (With '' ranks ignore it too.)
 trap : USR1
-# After a node is lost, what Slurm 22.05 told it late meets the requeued job. Its answer to the end of the job's first
-# life may take the node from the second, and srun would wait for it without end. A signal to a step of the first life
-# reaches the step of the same number. So each life first starts one step more than the life before, with all tasks.
+# Slurm 22.05 requeues a job that lost a node, but messages about the job's first life may come late, in its second life:
+# the node's answer to the end of the first life may take the node away, and srun would wait for it without end; a signal
+# to a step of the first life reaches the step of the same number. So each life first starts one more step than the life
+# before, with all tasks.
 for ((life = 0; life <= ${SLURM_RESTART_COUNT:-0}; life++)); do
     srun --immediate=60 true && continue
     echo "Slurm cannot start a task on each of the job's $SLURM_JOB_NUM_NODES nodes; it is asked to requeue the job" >&2
