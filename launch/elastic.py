@@ -97,9 +97,7 @@ class _Agent(LocalElasticAgent):
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts there may be"
-    )
+    parser.add_argument("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts there are")
     parser.add_argument(
         "--ranks-per-host", required=True, type=int, metavar="N", help="one rank for each GPU of a host"
     )
