@@ -34,9 +34,9 @@ def main() -> int:
     parser.add_argument("--no-peers", action="store_true", help="leave out other people's models")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE.json", help="name what is over 5 %% worse than there; exit 1"
+        "--compare", type=Path, metavar="FILE.json", help="name what is over 5 %% worse than in this report; exit 1"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.rounds < 1:
         parser.error("--rounds is a positive number")

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=4096, help="a multiple of the micro-batch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each loader (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the report to this file")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     run = load_config(ImagesConfig, options.config, options.overrides)
     size = run.train.micro_batch_size

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a recipe of a gMLP or aMLP, whose micro-batch is timed")
     parser.add_argument("--device", choices=["cuda", "cpu", "none"], default="cuda", help="none: times no kernel")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each form (default: %(default)s)")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.rounds < 1:
         parser.error("--rounds is a positive number")

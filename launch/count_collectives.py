@@ -21,7 +21,7 @@ from gmlp_scale.world import start_world
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: smoke")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     run = load_run_config(options.config, options.overrides)
     check_measurable({options.config: run})

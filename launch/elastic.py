@@ -109,7 +109,7 @@ def main() -> int:
         help="exit code after a stop signal, for a cluster that restarts what leaves with N (default: 0)",
     )  # fmt: skip
     parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.ranks_per_host < 1:
         parser.error("--ranks-per-host is a positive number")

@@ -30,12 +30,12 @@ from gmlp_scale.world import World, start_world
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--run", metavar="RUN_DIR_OR_URL")
+    model.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
     model.add_argument("--export", metavar="HF_DIR_OR_URL", help="a folder that launch/export.py wrote")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--all-steps", action="store_true", help="every complete checkpoint of the run")
-    parser.add_argument("--shards", required=True, metavar="SHARDS_DIR")
+    parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="shards with held-out rows")
     rows = "how many held-out rows, from the first on (default: train.num_evaluation_rows, as in training)"
     parser.add_argument("--rows", type=int, help=rows)
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the figures to this file")

@@ -26,7 +26,7 @@ from gmlp_scale.train.checkpoint import folder_name
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
+    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--every-step", action="store_true", help="every complete checkpoint, each in HF_DIR/step_...")

@@ -15,7 +15,7 @@ from gmlp_scale.telling import command
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
+    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
     parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     parser.add_argument("--top", type=int, default=5, help="candidates for each sentence (default: %(default)s)")
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE", help=f"text with one {MASK} or more")

@@ -1,4 +1,4 @@
-"""Finetunes an export on a task of GLUE, on all of them, or on SQuAD; run again, it resumes, and skips what is done.
+"""Finetunes an export on a task of GLUE, on all of GLUE, or on SQuAD. Run again, it resumes and skips what is done.
 
 python launch/finetune.py --config configs/finetune/mnli.yaml model=HF_DIR data.train=FILE data.dev=FILE
 python launch/finetune.py --config configs/finetune/sst2.yaml --grid --seeds 5 model=HF_DIR data.train=FILE ...
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="only read the data and print what would be run")
     parser.add_argument("--ranks", type=int, help="with --dry-run: how many ranks (default: as many as are started)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         parser.error("--ranks is a positive number and needs --dry-run")

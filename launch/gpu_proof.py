@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in RUNS:
         runs = parts.add_parser(name)
         runs.add_argument("--config", required=True)
-        runs.add_argument("overrides", nargs="*", metavar="section.field=value")
+        runs.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     adding = parts.add_parser("record")
     adding.add_argument("folder", type=Path, metavar="OUT")
     adding.add_argument("name", metavar="PART")

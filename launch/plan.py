@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument(
         "--fake-ranks", type=int, metavar="N", help="also build FSDP2 for N ranks on fake tensors and count a step"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.nodes < 1 or options.gpus < 1 or options.gpus % options.nodes:
         parser.error(f"--gpus {options.gpus} is not a positive multiple of --nodes {options.nodes}")

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     model = argparse.ArgumentParser(add_help=False, parents=[output])
     place = model.add_mutually_exclusive_group(required=True)
-    place.add_argument("--run", metavar="RUN_DIR_OR_URL")
+    place.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
     place.add_argument("--export", metavar="HF_DIR_OR_URL", help="an export, pretrained or finetuned")
     model.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
 

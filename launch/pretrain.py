@@ -25,7 +25,7 @@ def main() -> int:
         "--gpu-memory", type=float, metavar="GB", help="with --dry-run: say whether the run fits into such GPUs"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         parser.error("--ranks is a positive number and needs --dry-run")
