@@ -105,8 +105,7 @@ def build_engine(
     if compile == "reduce-overhead" and world.device.type == "cpu":
         raise InputError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
     if train.recheck_every_steps and world.device.type == "cuda":
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        compute_repeatably()
     # 1. Recompute, inside the blocks, so that the compiler sees what to keep.
     model.set_recompute(train.recompute)
     # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
@@ -128,6 +127,18 @@ def build_engine(
         case Fsdp2Config():
             return Fsdp2Engine(model, engine, world, train=train, optimizer=optimizer)
     assert_never(engine)
+
+
+def compute_repeatably() -> None:
+    """From now on this process computes the same bits from the same inputs, where torch has an algorithm for that.
+
+    Attention is then plain matrix products: with warn_only, torch's fused backward passes still add in any order.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _marking_step_begin(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:

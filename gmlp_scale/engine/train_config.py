@@ -55,7 +55,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     recheck_every_steps: int | None = Field(None, gt=0)
     """Each rank computes a micro-batch twice this often, and the ranks compare their weights; a difference stops the
     run with the rank's number. It finds chips and memory that give wrong numbers. On a GPU the whole run then uses
-    torch's deterministic algorithms. [steps]"""
+    torch's deterministic algorithms and no fused attention. [steps]"""
     log_every_steps: int = Field(50, gt=0)
     """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
     evaluate_every_steps: int = Field(10_000, gt=0)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.engine import Fsdp2Config
+from gmlp_scale.engine import Fsdp2Config, compute_repeatably
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import pretrain
 from gmlp_scale.train import loop
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.recheck import RecheckError, checksum, recheck
 from gmlp_scale.world import World, start_world
-from tests.engine.trained_engines import AMLP, ENGINES, SHARDED, micro_batches_of, start_engine, train
+from tests.engine.trained_engines import AMLP, BERT, ENGINES, SHARDED, micro_batches_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
@@ -117,6 +117,30 @@ def test_rechecks_find_a_rank_that_computes_wrongly_and_change_nothing(world_siz
                 assert f"before step 10 {name} computed one micro-batch twice" in message, key
             for message in found[len(BITS) :]:
                 assert "before step 10 rank 0 (host" in message and "do not all hold the same weights" in message, key
+
+
+def _fused_attention(backend: str) -> tuple[set[str], set[str]]:
+    """Fused operations of aMLP and BERT, before and after compute_repeatably."""
+    before = _fused_operations(backend)
+    compute_repeatably()
+    torch.compiler.reset()
+    return before, _fused_operations(backend)
+
+
+def _fused_operations(backend: str) -> set[str]:
+    with start_world(60, "cpu") as world, torch.profiler.profile() as profile:
+        for config in (AMLP, BERT):
+            engine = start_engine(world, config, ENGINES["single"])
+            for block in engine.module.blocks if backend != "eager" else ():
+                block.compile(backend=backend)
+            engine.differentiate(micro_batches_of(0, world)[0])
+    return {event.name for event in profile.events() if "_flash_attention" in event.name}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_no_attention_is_fused_where_results_must_repeat(backend):
+    ((before, after),) = run_ranks(_fused_attention, 1, backend)
+    assert len(before) >= 2 and not after
 
 
 class _Ranks:
