@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
 
 from gmlp_scale.benchmark.timing import medians, time_in_turns
 from gmlp_scale.benchmark.trial import NUM_STEPS, STOP_STEP, Signalled, Trial, Verdict, bit_equality, nearness
@@ -162,10 +163,17 @@ def stopping(trial: Trial, engine: str) -> Verdict:
 
 
 def compiling(trial: Trial, world: World, engine: str, compile: str) -> Verdict:
+    """Fails too where torch would go on without compiled blocks or without CUDA graphs, which it does silently."""
     name = f"{engine} {compile}"
     # To the end of the schedule, which evaluates too.
     ends = [f"train.num_steps={NUM_STEPS}", "train.stop_after_step=null"]
-    trial.train(world, name, *ENGINES[engine], f"train.compile={compile}", *ends)
+    torch.compiler.reset()  # else the graphs of other cases count towards the limit
+    counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        trial.train(world, name, *ENGINES[engine], f"train.compile={compile}", *ends)
+    num_skips = counters["inductor"]["cudagraph_skips"]
+    if compile == "reduce-overhead" and num_skips:
+        return Verdict(f"{num_skips} graphs ran without CUDA graphs; log.txt says why", {})
     return nearness(trial, name, "single false", FROM_EAGER_TO_COMPILED)
 
 

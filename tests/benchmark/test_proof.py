@@ -2,14 +2,16 @@
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from gmlp_scale.benchmark.proof import CHECKS, parity_with_cpu
+from gmlp_scale.benchmark.proof import CHECKS, compiling, parity_with_cpu
 from gmlp_scale.benchmark.proof_report import record
 from gmlp_scale.benchmark.trial import Trial, bit_equality, nearness
+from gmlp_scale.models.gmlp import GmlpBlock
 from tests.benchmark.smoke_recipe import SMOKE
 
 MEASURED = sorted((SMOKE.parents[2] / "docs/benchmarks").glob("*-cpu-gmlp_base-*.json"))[0]
@@ -53,6 +55,19 @@ def test_engines_are_compared_and_resumed_and_those_not_installed_are_told(trial
 def test_a_signal_stops_both_engines_with_a_checkpoint(trial):
     for finding in findings_of("stop", trial).values():
         assert finding["status"] == "passed" and finding["stopped_after_step"] == 3, finding
+
+
+def test_each_compiled_case_has_its_own_graphs_and_fails_if_blocks_run_eager(trial, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    compile = torch.nn.Module.compile  # Inductor would take 100 s
+    monkeypatch.setattr(GmlpBlock, "compile", lambda block, **_: compile(block, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=2):  # one graph to train and one to evaluate
+        statuses = [finding["status"] for finding in findings_of("compile", trial).values()]
+    assert statuses == ["passed", "passed", "not run", "passed", "not run", "not run"]
+    shutil.rmtree(trial.folder / "single-true")
+    too_many = pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit)
+    with torch._dynamo.config.patch(recompile_limit=1), trial.world() as world, too_many:
+        compiling(trial, world, "single", "true")
 
 
 def test_a_part_that_was_cut_keeps_what_it_had_found(tmp_path):
