@@ -263,7 +263,7 @@ class World:
         return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
-        if exception_type is None:
+        if exception_type is None or self.size == 1:
             self.stop()
         else:
             self._stop_signal.restore()  # the other ranks may never come: do not wait for them

@@ -77,6 +77,17 @@ def _one_rank_fails() -> str:
         return "RuntimeError"
 
 
+def _start_again_after_an_error() -> float:
+    with contextlib.suppress(ZeroDivisionError), start_world(30, "cpu", init_group=True):
+        raise ZeroDivisionError
+    with start_world(30, "cpu", init_group=True) as world:
+        return world.sum([0.5])[0]
+
+
+def test_an_error_ends_the_process_group_of_a_single_process():
+    assert run_ranks(_start_again_after_an_error, 1) == [0.5]
+
+
 def test_a_rank_that_fails_leaves_at_once_and_the_others_notice():
     # Well within the timeout of the collectives.
     assert run_ranks(_one_rank_fails, 2, timeout_seconds=300) == ["KeyError", "RuntimeError"]

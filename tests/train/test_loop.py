@@ -168,7 +168,10 @@ def test_no_step_of_zero_waits_for_the_device(stage, precision, tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 def test_no_step_waits_for_a_gpu(model, engine, tmp_path):
     overrides = [*MODELS[model], f"engine.kind={engine}", "train.precision=bf16", "train.device=cuda"]
-    assert run_loop(ErrorIfCudaWaits, tmp_path, *overrides) == NUM_STEPS
+    try:
+        assert run_loop(ErrorIfCudaWaits, tmp_path, *overrides) == NUM_STEPS
+    finally:
+        torch.cuda.set_sync_debug_mode("default")  # after a failing step pytest keeps the watch alive
 
 
 @pytest.mark.parametrize("wait", [torch.Tensor.item, torch.nonzero, bool, lambda x: x[x > 0]])
