@@ -150,7 +150,7 @@ def stopping(trial: Trial, engine: str) -> Verdict:
     name, here = f"{engine} signalled", ENGINES[engine]
     with trial.world() as world:
         trial.train(world, f"{engine} whole", *here)
-    with trial.world() as world:
+    with trial.world(hear_stop_signals=True) as world:
         progress = trial.train(world, name, *here, "train.stop_after_step=100", task=Signalled)
     saved = trial.checkpoint(name).step
     if saved != progress.step or not STOP_STEP <= saved <= STOP_STEP + LONGEST_STOP:

@@ -58,10 +58,15 @@ class Trial:
     def config(self, name: str, *overrides: str) -> RunConfig:
         return load_run_config(self.recipe, [*self.overrides, f"name={name.replace(' ', '-')}", *overrides])
 
-    def world(self, *overrides: str) -> World:
-        """With a process group, which every engine can use."""
+    def world(self, *overrides: str, hear_stop_signals: bool = False) -> World:
+        """With a process group, which every engine can use.
+
+        hear_stop_signals: for a run that is stopped by a signal. Others end at once when their part's time is over.
+        """
         config = self.config("world", *overrides)
-        world = start_world(config.engine.timeout_seconds, config.train.device, init_group=True)
+        world = start_world(
+            config.engine.timeout_seconds, config.train.device, init_group=True, hear_stop_signals=hear_stop_signals
+        )
         set_up_logging(world)
         return world
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,11 @@ def test_engines_are_compared_and_resumed_and_those_not_installed_are_told(trial
 def test_a_signal_stops_both_engines_with_a_checkpoint(trial):
     for finding in findings_of("stop", trial).values():
         assert finding["status"] == "passed" and finding["stopped_after_step"] == 3, finding
+
+
+def test_a_part_ends_at_the_signal_of_its_limit(trial):
+    with trial.world(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # as SIGTERM, which would end pytest
 
 
 def test_each_compiled_case_has_its_own_graphs_and_fails_if_blocks_run_eager(trial, monkeypatch):
