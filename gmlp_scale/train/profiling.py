@@ -49,7 +49,8 @@ def _begin(device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        # Names for the C++ frames of "all", the default, would take minutes to look up when the snapshot is written.
+        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
     recorded = profile(activities=activities, record_shapes=True, profile_memory=True)
     recorded.start()
     return recorded
