@@ -5,9 +5,11 @@ run in their own processes.
 """
 
 import gc
+from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from gmlp_scale.benchmark.ceilings import captured_products, copy_call, fewest_bytes, matrix_calls
 from gmlp_scale.benchmark.peers import Step, bert_step, g_mlp_pytorch_step, modernbert_step
@@ -25,17 +27,22 @@ from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
 from gmlp_scale.world import World
 
+Weights = Mapping[str, Tensor]
+
 PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": modernbert_step}
 
 
 def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
     forget_other_recipes(world.device)
     batch = random_batch(run, world.device)
-    recipe = our_step(run, world, batch)
+    engine = our_engine(run, world)
+    recipe = step_of(engine, run, batch)
     recipe.run_once()
     peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else takes memory
-    products, product_calls = captured_products(partial(run_eager_step, plain(run, compile=False), world, batch))
-    steps = {name: our_step(variant, world, batch) for name, variant in variants(run, world.device).items()}
+    weights = dict(engine.full_weights())  # for all variants: a core draws gmlp_xlarge's in 9 s
+    eager = plain(run, compile=False)
+    products, product_calls = captured_products(partial(run_eager_step, eager, world, batch, weights))
+    steps = {name: our_step(variant, world, batch, weights) for name, variant in variants(run, world.device).items()}
     peers, missing = start_peers(run, world.device) if with_peers else ({}, {})
     matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
     calls = {"recipe": recipe.run_once} | {name: step.run_once for name, step in steps.items()}
@@ -144,17 +151,25 @@ def plain(run: RunConfig, *, compile: bool) -> RunConfig:
     return run.model_copy(update={"model": with_kernels(run.model, "torch"), "train": train})
 
 
-def our_engine(run: RunConfig, world: World, num_micro_batches: int = 1) -> Engine:
-    """The recipe's engine with new weights. `num_micro_batches`: of a step, on each rank."""
+def our_engine(run: RunConfig, world: World, num_micro_batches: int = 1, weights: Weights | None = None) -> Engine:
+    """The recipe's engine.
+
+    num_micro_batches: of a step, on each rank.
+    weights: by parameter name; drawn anew if None.
+    """
     num_rows = num_micro_batches * world.size * run.train.micro_batch_size
     train = run.train.model_copy(update={"global_batch_size": num_rows})
     task = Pretraining(run.model_copy(update={"train": train, "init_from": None}))
+    if weights:
+        task.initialise = partial(torch.nn.Module.load_state_dict, state_dict=weights, strict=False)
     return build_engine_of(task, world, is_new=True)
 
 
-def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:
-    engine = our_engine(run, world)
+def our_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Weights | None = None) -> Step:
+    return step_of(our_engine(run, world, weights=weights), run, batch)
 
+
+def step_of(engine: Engine, run: RunConfig, batch: MaskedBatch) -> Step:
     def run_once() -> None:
         engine.backward(engine.module(batch), is_last=True)
         engine.step(run.optimizer.peak_learning_rate)
@@ -162,7 +177,7 @@ def our_step(run: RunConfig, world: World, batch: MaskedBatch) -> Step:
     return Step(run_once, {"compile": run.train.compile})
 
 
-def run_eager_step(run: RunConfig, world: World, batch: MaskedBatch) -> None:
+def run_eager_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Weights | None = None) -> None:
     """One step of a model that is then deleted."""
-    our_step(run, world, batch).run_once()
+    our_step(run, world, batch, weights).run_once()
     gc.collect()

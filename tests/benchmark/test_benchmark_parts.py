@@ -12,9 +12,10 @@ from gmlp_scale.benchmark.ceilings import captured_products, fewest_bytes
 from gmlp_scale.benchmark.checkpointing import measure_checkpoint
 from gmlp_scale.benchmark.loading import batched, measure_loading
 from gmlp_scale.benchmark.peers import transformer_size
-from gmlp_scale.benchmark.step import PEERS, measure_step, random_batch, run_eager_step
+from gmlp_scale.benchmark.step import PEERS, measure_step, our_engine, random_batch, run_eager_step
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe_file import load_run_config
+from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.world import start_world
 from launch.benchmark import main
 from tests.benchmark.smoke_recipe import SMOKE, tiny_run
@@ -36,13 +37,23 @@ def forked_contenders(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: CONTEXT)
 
 
-def test_step_without_peers(tmp_path, world):
+def test_variants_begin_with_the_weights_that_they_are_given(tmp_path, world):
+    run = tiny_run(tmp_path)
+    weights = {name: 2 * weight for name, weight in our_engine(run, world).full_weights()}
+    found = dict(our_engine(run, world, weights=weights).full_weights())
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_step_without_peers(tmp_path, world, monkeypatch):
+    draw, drawn = Pretraining.initialise, []
+    monkeypatch.setattr(Pretraining, "initialise", lambda task, model: drawn.append(draw(task, model)))
     report = measure_step(tiny_run(tmp_path), world, 1, with_peers=False)
     assert sum(report["time_split"].values()) == pytest.approx(1)
     floor = report["operations_floor_seconds"] / report["step_seconds"]
     assert report["ratios"]["fraction_of_ceiling"] == pytest.approx(floor)
     assert report["ratios"].keys() == {"fraction_of_ceiling", "isolated_products_over_step"}  # the recipe is eager
     assert report["contenders"] == {}
+    assert len(drawn) == 1
 
 
 def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(
