@@ -88,6 +88,8 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
 def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
     """The peers that started, by name, and the reason for each that did not."""
     peers, missing = {}, {}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # their processes need the memory
     for name in PEERS:
         say(f"building {name}")
         try:
