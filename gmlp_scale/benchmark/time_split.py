@@ -14,7 +14,7 @@ NUM_STEPS = 3
 # its kernels' names have "cutlass" too.
 KINDS = {
     "fused": ("triton_poi", "triton_red", "triton_per", "compiledfxgraph", "spatial", "layer_norm_of_gelu"),
-    "attention": ("scaled_dot_product", "flash", "fmha"),
+    "attention": ("scaled_dot_product", "sdpa", "flash", "fmha"),
     "matrix products": ("::mm", "addmm", "bmm", "gemm", "cutlass", "nvjet", "splitk", "triton_tem", "mkldnn_linear"),
     "optimizer and gradient norm": ("adam", "multi_tensor", "_foreach", "linalg", "norm_l2"),
     "head and loss": ("softmax", "nll_loss"),

@@ -23,6 +23,7 @@ KERNELS = {
     "attention": [
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t, ...)",
         "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, cutlass::bfloat16_t>>",
+        "cudnn_generated_fort_native_sdpa_sm90_knob_3_64x128x128_cga1x1x1_kernel0_0",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_128x64x128_4x1x1_cga1x1x1_kernel0_0",
     ],
     "optimizer and gradient norm": [
