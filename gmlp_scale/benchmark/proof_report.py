@@ -105,6 +105,7 @@ def report(parts: dict[str, dict]) -> str:
     for part in parts.values():
         seconds, limit = part.get("seconds", ""), part.get("limit_seconds", "")
         lines.append(f"| {part['part']} | {part['status']} | {part['reason'] or ''} | {seconds} | {limit} |")
+    lines += ["", "FSDP2 gathers and scatters nothing on one rank, so NCCL's collectives are not shown here."]
     lines += ["", *_checks_not_passed(parts), *_measured(parts), *_goals(parts, on_gpu)]
     return "\n".join(lines) + "\n"
 
