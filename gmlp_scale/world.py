@@ -95,7 +95,7 @@ def start_world(
             host_group = dist.new_group(backend="gloo", timeout=timeout)
             roll_call = RollCall(store, rank, _hosts(host_group, size))
     except RuntimeError as error:
-        if not _is_of_collective(error):
+        if size == 1 or not _is_of_collective(error):
             raise
         raise LostRankError(describe_absent(store, size, timeout, error)) from None
     stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else ())

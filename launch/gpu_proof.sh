@@ -22,6 +22,7 @@ mkdir -p "$1" && out=$(cd "$1" && pwd) && shift && chosen=("$@") || exit 2
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"  # without a network the host's name may have no address
 scratch=$(mktemp -d)
 deadline=0 failed=0 running= known=
 trap 'rm -rf "$scratch"' EXIT

@@ -86,6 +86,7 @@ CONFINED = {
         "gmlp_scale.world",
         "gmlp_scale.engine",
         "gmlp_scale.rank_server",
+        "gmlp_scale.benchmark.device_facts",
         "launch.elastic",
     ),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+import torch.distributed as dist
+
+from gmlp_scale.world import start_world
 
 PACKAGES = (
     "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
@@ -36,6 +39,8 @@ def environment(*, needs_gpu: bool) -> dict:
         "disk_free_gib": shutil.disk_usage(tempfile.gettempdir()).free // 2**30,
         **{package: version_of(package) for package in PACKAGES},
     }
+    if torch.cuda.is_available() or not needs_gpu:
+        facts["all_reduce of one rank"] = one_rank_all_reduce()
     if not torch.cuda.is_available():
         reason = "torch finds no CUDA device; --tiny tries the script on a CPU" if needs_gpu else None
         status = "failed" if needs_gpu else "passed"
@@ -55,6 +60,17 @@ def environment(*, needs_gpu: bool) -> dict:
         **(dict(zip(NVIDIA_SMI, smi.split(", "), strict=True)) if smi else {"nvidia-smi": None}),
         **facts,
     }
+
+
+def one_rank_all_reduce() -> str:
+    """Whether NCCL (gloo on a CPU) can start, which takes a network interface, if only lo: "works" or the error."""
+    try:
+        with start_world(10, init_group=True, hear_stop_signals=False) as world:
+            dist.all_reduce(torch.ones(1, device=world.device))
+            world.wait_for_device()
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return "works"
 
 
 def version_of(package: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -9,11 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gmlp_scale.benchmark.device_facts import one_rank_all_reduce
 from gmlp_scale.benchmark.proof import CHECKS, compiling, parity_with_cpu
 from gmlp_scale.benchmark.proof_report import record
 from gmlp_scale.benchmark.trial import Trial, bit_equality, nearness
 from gmlp_scale.models.gmlp import GmlpBlock
 from tests.benchmark.smoke_recipe import SMOKE
+from tests.gloo_ranks import run_ranks
 
 MEASURED = sorted((SMOKE.parents[2] / "docs/benchmarks").glob("*-cpu-gmlp_base-*.json"))[0]
 TINY = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", "train.global_batch_size=4"]
@@ -92,3 +95,13 @@ def test_a_part_that_was_cut_keeps_what_it_had_found(tmp_path):
     assert f"| gmlp_base | {step['rows']} in {step['precision']} |" in report
     assert "not measured: step_gmlp_base not run" in report
     assert "| stop | cut by its limit | 1 checks done, 0 of them failed | 20 | 20 |" in report
+
+
+def _without_interface() -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "none"
+    return one_rank_all_reduce()
+
+
+def test_a_missing_network_interface_is_named():
+    (found,) = run_ranks(_without_interface, 1)
+    assert "none" in found

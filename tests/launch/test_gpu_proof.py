@@ -69,6 +69,7 @@ def test_parts_run_at_tiny_shapes_where_there_is_no_gpu(tmp_path):
     statuses = [parts[name]["status"] for name in names]
     assert statuses == ["passed", "not run", "passed", "passed"], log
     assert parts["gpu_tests"]["reason"] == "needs a GPU" and len(parts["gpu_tests"]["checks"]) > 8
+    assert "- all_reduce of one rank: works" in report
     saves, resumed, load = parts["recipe"]["checks"]
     assert saves["stall_seconds"] > 0 and saves["steps_after_a_save_over_others"] > 0
     assert resumed["bit_identical_tensors"] > 50 and load["bytes"] > 0
