@@ -94,6 +94,12 @@ def test_a_part_that_was_cut_keeps_what_it_had_found(tmp_path):
     assert f"| peers | over_g_mlp_pytorch | {step['ratios']['over_g_mlp_pytorch']:.3g} |" in report
     assert f"| gmlp_base | {step['rows']} in {step['precision']} |" in report
     assert "not measured: step_gmlp_base not run" in report
+    measured["recipes"]["gmlp_base"]["checkpoint"] = {"costs": {"stall_over_copy": 1.25}}
+    for part in ("step_gmlp_base", "checkpoint_gmlp_base"):
+        record(tmp_path, part, code=0, seconds=1, limit=2, command="x", printed=json.dumps(measured))
+    goals = (tmp_path / "report.md").read_text().partition("| goal |")[2]
+    assert f"| at least 0.67 | {step['ratios']['fraction_of_ceiling']:.3g} |" in goals
+    assert "of its bytes to the host | at most 1.1 | 1.25 |" in goals
     assert "| stop | cut by its limit | 1 checks done, 0 of them failed | 20 | 20 |" in report
 
 
