@@ -32,6 +32,7 @@ trap '[[ $running ]] && kill "$running"; exit 130' INT TERM
 part() {
     local name=$1 seconds=$2 began=$SECONDS left=$((TOTAL - SECONDS)) limit code
     shift 2
+    if $tiny; then ((seconds *= 10)); fi # it says nothing of time, and a busy CPU may need it
     ((deadline += seconds))
     known+=" $name "
     if ((${#chosen[@]})) && [[ " environment ${chosen[*]} " != *" $name "* ]]; then return; fi

@@ -28,7 +28,7 @@ def prove(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict[
     """The exit code, the line of each part by its name, and the report."""
     command = ["launch/gpu_proof.sh", *arguments]
     variables = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     report = (folder / "report.md").read_text()
     if done.returncode == 0:
@@ -70,6 +70,7 @@ def test_parts_run_at_tiny_shapes_where_there_is_no_gpu(tmp_path):
     assert statuses == ["passed", "not run", "passed", "passed"], log
     assert parts["gpu_tests"]["reason"] == "needs a GPU" and len(parts["gpu_tests"]["checks"]) > 8
     assert "- all_reduce of one rank: works" in report
+    assert parts["environment"]["limit_seconds"] == 200, "a busy CPU has time"
     saves, resumed, load = parts["recipe"]["checks"]
     assert saves["stall_seconds"] > 0 and saves["steps_after_a_save_over_others"] > 0
     assert resumed["bit_identical_tensors"] > 50 and load["bytes"] > 0
