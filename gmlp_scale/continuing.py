@@ -16,7 +16,9 @@ FREE_IN_BRANCH = ("optimizer.", "train.num_steps", "train.time_budget_seconds", 
 """Fields that a branch may change beside those of `free_on_resume`."""
 
 
-def check_continues(config: Recipe, place: str, before: dict, now: dict, *, step: int, is_branch: bool = False) -> None:
+def check_continues(
+    config: Recipe, place: str, before: dict, now: dict, *, step: int, is_branch: bool = False, misfit: str = ""
+) -> None:
     """Raises ConfigError with every difference that makes this another run than the one at `place`.
 
     Args:
@@ -24,21 +26,24 @@ def check_continues(config: Recipe, place: str, before: dict, now: dict, *, step
         before, now: the details of the checkpoint, and the details that this run's checkpoints will have.
         step: the finished steps of the run at `place`.
         is_branch: this is a new run that goes on from there, so the fields of FREE_IN_BRANCH may differ too.
+        misfit: what Checkpoint.misfit says of the run's model. No setting can allow other parameters.
     """
     allowed = tuple(config.train.allow_changed_on_resume)
     config_before = _with_defaults(before["config"], config)
     _check_same_optimizer(config, place, config_before)
     if not is_branch:  # a branch has a decay of its own
         _check_same_budget(config, place, before)
-    free = config.free_on_resume + (FREE_IN_BRANCH if is_branch else ()) + allowed
+    free = config.free_on_resume + (FREE_IN_BRANCH if is_branch else ()) + (() if misfit else allowed)
     changed = check_unchanged(config_before, now["config"], free)
-    differences = [*changed, *_data_changes(config, before, now, step)]
+    differences = [*changed, *_data_changes(config, before, now, step), *([misfit] if misfit else [])]
     if differences:
         needed = "give the run another name=..., or the old values and data"
         can_be_allowed = [line.partition(":")[0] for line in changed]
         if any(line.startswith("data sources.") for line in differences):
             can_be_allowed.append("data.shards")
-        if can_be_allowed:
+        if misfit:
+            needed += f". Other parameters cannot be allowed{_taking_weights(config)}"
+        elif can_be_allowed:
             fields = ", ".join((*allowed, *can_be_allowed))
             needed += f"; or, to go on with the new values, 'train.allow_changed_on_resume=[{fields}]'"
         raise ConfigError(f"{place} belongs to another run", differences, needed)
@@ -75,9 +80,15 @@ def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
     """No setting can allow another optimizer: a checkpoint has the states of the one that wrote it."""
     now, found = (section.get("kind", "adamw") for section in (config.to_json()["optimizer"], before["optimizer"]))
     if now != found:
-        needed = f"give optimizer.kind={found}, or start a new run with init_from, which takes the weights alone"
+        needed = f"give optimizer.kind={found}, or another name=... for a new run{_taking_weights(config)}"
         line = f"optimizer.kind: found {now}, but {place} has the states of {found}"
         raise ConfigError(config.name, [line], needed)
+
+
+def _taking_weights(config: Recipe) -> str:
+    """How a new run can begin with an old run's weights, for the end of a message. Only runs of text can."""
+    is_text = isinstance(config, RunConfig)
+    return "; init_from takes the weights alone, also to another length or vocabulary" if is_text else ""
 
 
 def _check_same_budget(config: Recipe, place: str, before: dict) -> None:

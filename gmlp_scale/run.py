@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 import gmlp_scale
 from gmlp_scale.banner import banner
 from gmlp_scale.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
@@ -111,12 +114,9 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         recorded = checkpoint.details.get("time_budget") if checkpoint else None
         budget = TimeBudget(task.train, task.optimizer, began=start_up.since, recorded=recorded)
         checkpointer.keep(budget.decided_at)
-        if checkpoint:
-            check_continues(
-                config, str(checkpoint.path), checkpoint.details, checkpointer.details, step=checkpoint.step
-            )
-        elif isinstance(config, PretrainingRecipe) and config.branch_from:
-            checkpoint = branch_point(config, checkpointer.details, world)
+        with torch.device("meta"):
+            model = task.build_model()
+        checkpoint = starting_point(config, checkpoint, checkpointer.details, model, world)
         start_up.finish("checkpoint")
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
         log.info(banner(task, world, budget, checkpoint))
@@ -177,18 +177,45 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
     return build_engine(model, world, engine=task.config.engine, train=task.train, optimizer=task.optimizer)
 
 
-def branch_point(config: Recipe, details: dict[str, Any], world: World) -> Checkpoint:
-    """The checkpoint of another run that a new run goes on from. All ranks call it together; rank 0 verifies it.
+def starting_point(
+    config: Recipe, newest: Checkpoint | None, details: dict[str, Any], model: nn.Module, world: World
+) -> Checkpoint | None:
+    """The checkpoint that a run goes on from: its newest, or else its branch point. None if it begins at step 0.
+
+    All ranks call it together; rank 0 verifies a branch point.
+
+    Args:
+        newest: the run's own newest checkpoint.
+        details: those that the run's checkpoints will have.
+        model: the run's, which may be on the meta device.
 
     Raises:
-        TrainedModelError, CheckpointError: on rank 0, which has no such checkpoint or finds it damaged.
-        ConfigError: the run cannot go on from it.
+        TrainedModelError, CheckpointError: on rank 0, which has no such branch point or finds it damaged.
+        ConfigError: the run cannot go on from the checkpoint.
     """
+    if newest:
+        place, misfit = str(newest.path), newest.misfit(model)
+        check_continues(config, place, newest.details, details, step=newest.step, misfit=misfit)
+        return newest
+    if isinstance(config, PretrainingRecipe) and config.branch_from:
+        return _branch_point(config, details, model, world)
+    return None
+
+
+def _branch_point(config: PretrainingRecipe, details: dict[str, Any], model: nn.Module, world: World) -> Checkpoint:
     run_folder, step = split_step(config.branch_from)
     checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")
     world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step))
     checkpoint = Checkpoint.open(checkpoints.directory / folder_name(step), verify_files=False)
-    check_continues(config, config.branch_from, checkpoint.details, details, step=checkpoint.step, is_branch=True)
+    check_continues(
+        config,
+        config.branch_from,
+        checkpoint.details,
+        details,
+        step=checkpoint.step,
+        is_branch=True,
+        misfit=checkpoint.misfit(model),
+    )
     if config.train.num_steps <= checkpoint.step:
         found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
         raise ConfigError(config.name, [f"train.num_steps: {found}"])

@@ -87,6 +87,12 @@ def test_a_field_that_a_checkpoint_is_too_old_to_have_is_its_default():
     assert "a_field_that_is_gone" in told_of([], ["optimizer.peak_learning_rate=1e-3"], config=stored)
 
 
+def test_another_optimizer_is_never_allowed():
+    told = told_of([], ["optimizer.kind=muon", "train.allow_changed_on_resume=[optimizer.kind]"])
+    assert "found muon, but run has the states of adamw" in told
+    assert "another name=... for a new run; init_from takes" in told and "allow_changed" not in told
+
+
 def test_batches_may_change_from_the_checkpoint_on_but_not_before():
     old, allowed = "train.global_batch_size=[[0,8],[5,16]]", "train.allow_changed_on_resume=[train.global_batch_size]"
     assert not told_of([old], ["train.global_batch_size=[[0,8],[5,16],[6,32]]", allowed])

@@ -30,7 +30,7 @@ from tests.whole_runs import (
     run_in_turn,
     start,
 )
-from tests.written_shards import add_tokenizer, write_tiny_shards
+from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,18 @@ def test_a_run_that_is_another_is_not_resumed(forty_rows, tmp_path, trials):
     output = finish(start([*changed, *allowed]))
     assert "optimizer.peak_learning_rate may differ" in output
     trials("other data, tokenizer, seed or model on resume", 3)
+
+
+@pytest.mark.parametrize("allowed", [[], ["train.allow_changed_on_resume=[model.d_model]"]], ids=["", "allowed"])
+def test_a_model_with_other_parameters_is_never_resumed(allowed, forty_rows, tmp_path):
+    recipe = [*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    run_in_turn(1, [*recipe, "train.stop_after_step=2"])
+    (rank,) = start([*recipe, "model.d_model=8", *allowed])
+    code, _, output = rank.end()
+    assert code == 2 and "Traceback" not in output
+    assert "model.d_model: the checkpoint was trained with 16; the run says 8" in output
+    assert f"embedding.weight: ({VOCAB_SIZE}, 16) in the checkpoint, ({VOCAB_SIZE}, 8) in the model" in output
+    assert "another name=..." in output and "init_from" in output and "allow_changed_on_resume=" not in output
 
 
 def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):

@@ -14,15 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gmlp_scale.config import RunConfig
-from gmlp_scale.continuing import check_continues
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.doctor import machines, places, training
 from gmlp_scale.engine.known_sums import WIRE_SHARES, try_collective
 from gmlp_scale.errors import USER_ERRORS, LostRankError, UserError
 from gmlp_scale.files import is_url, redacted
+from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.run import branch_point, check_packages
+from gmlp_scale.run import check_packages, starting_point
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.tasks.start_weights import with_decided_start
 from gmlp_scale.train.remote_checkpoints import checkpoints_of
@@ -179,12 +179,11 @@ class Checkup:
         alone = self.world.alone()
         run = with_decided_start(self.run, alone)
         now = {"config": run.to_json(), "data": self._loader.fingerprint()}
-        if newest is None and run.branch_from:
-            branch_point(run, now, alone)
-            return f"{folder}: would begin from {run.branch_from}"
-        if newest is None:
+        start = starting_point(run, newest, now, meta_model(run), alone)
+        if start is None:
             return f"{folder}: a new run"
-        check_continues(run, str(newest.path), newest.details, now, step=newest.step)
+        if newest is None:
+            return f"{folder}: would begin from {run.branch_from}"
         return f"{folder}: would resume from step {newest.step}; {len(damaged)} newer checkpoints are damaged"
 
     def _compare_gradients(self) -> str:

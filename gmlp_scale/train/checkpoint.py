@@ -39,9 +39,10 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from gmlp_scale.engine import Engine
+from gmlp_scale.engine.masters import model_key
 from gmlp_scale.errors import UserError
 from gmlp_scale.files import check_seal
 from gmlp_scale.train.checkpoint_files import FileRecord, file_problem
@@ -121,6 +122,18 @@ class Checkpoint:
                 piece = self._file(file).get_slice(key)
                 tensor[low - first : high - first] = piece[low - piece_first : high - piece_first]
         return tensor
+
+    def misfit(self, model: nn.Module) -> str:
+        """A line that says which of the model's parameters have other names or shapes here; empty if all fit."""
+        prefix = model_key("")
+        saved = {key.removeprefix(prefix): of.shape for key, of in self.tensors.items() if key.startswith(prefix)}
+        own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        others = [name for name in own | saved if own.get(name) != saved.get(name)]
+        if not others:
+            return ""
+        first = others[0]
+        shapes = f"{saved.get(first, 'absent')} in the checkpoint, {own.get(first, 'absent')} in the model"
+        return f"parameters: {len(others)} with another name or shape, such as {first}: {shapes}"
 
     def load_into(self, engine: Engine) -> None:
         engine.load_state(self.read, self.step)

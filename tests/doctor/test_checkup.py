@@ -115,7 +115,7 @@ def test_a_run_folder_of_another_run_or_in_use_is_found(untrained, recipe, monke
     (run.run_dir / "config.yaml").write_text(other.to_yaml())
     code, lines = examine(monkeypatch, capsys, *recipe, "init_from=base")
     assert code == 1 and "seed: the checkpoint was trained with 7; the run says 0" in lines["run folder"]
-    assert "init_from" not in lines["run folder"], "base@4 is what the run began with"
+    assert "init_from:" not in lines["run folder"], "base@4 is what the run began with"
     with claimed(run.run_dir):
         code, lines = examine(monkeypatch, capsys, *recipe)
     assert code == 1 and f"is in use by process {os.getpid()}" in lines["run folder"]
