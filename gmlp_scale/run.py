@@ -20,6 +20,7 @@ from gmlp_scale.continuing import check_continues
 from gmlp_scale.engine import Engine, TrainConfig, build_engine
 from gmlp_scale.files import is_url, write_text
 from gmlp_scale.filters import draw_filters, spatial_filters
+from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_config, read_recipe_file
 from gmlp_scale.saved_run import open_checkpoint
@@ -29,16 +30,17 @@ from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.start_weights import with_decided_start
 from gmlp_scale.tasks.task import Task, epochs
 from gmlp_scale.telling import set_up_logging
-from gmlp_scale.train.checkpoint import Checkpoint, folder_name
+from gmlp_scale.train.checkpoint import Checkpoint, folder_name, newest_of
 from gmlp_scale.train.checkpointer import Checkpointer
 from gmlp_scale.train.local_checkpoints import LocalCheckpoints
 from gmlp_scale.train.loop import Progress, train
 from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
+from gmlp_scale.train.remote_checkpoints import checkpoints_of
 from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.time_budget import TimeBudget
-from gmlp_scale.world import World, start_world
+from gmlp_scale.world import World, lone_world, start_world
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +63,43 @@ def pretrain(config: PretrainingRecipe) -> Progress:
     start_up.finish("imports")
     with start_world_of(config) as world:
         start_up.finish("process group")
-        config = with_decided_precision(config, world)
-        match config:
-            case CharactersConfig():
-                task = Characters(config)
-            case ImagesConfig():
-                task = Images(config)
-            case _:
-                with world.naming_lost_ranks():
-                    task = Pretraining(with_decided_start(config, world))
+        with world.naming_lost_ranks():
+            task = _task_of(config, world)
         return run_task(task, world, start_up)
+
+
+def check_start(config: PretrainingRecipe) -> None:
+    """Compares a run with the checkpoint that it would go on from, as the run will do. Changes nothing.
+
+    It reads only DONE of the run's own checkpoint, and the data only where there is a checkpoint.
+
+    Raises:
+        ConfigError: the run would be refused.
+        One of USER_ERRORS: the checkpoint or the data cannot be read.
+    """
+    world = lone_world()
+    with checkpoints_of(config.run_folder) as checkpoints:
+        newest, _ = newest_of(checkpoints.names(), checkpoints.glance, str(checkpoints))
+        if newest is None and config.branch_from is None:
+            return
+        if config.train.micro_batch_size == "auto":
+            config = config.with_micro_batch_size(1)  # it may change on resume, and is found by trying sizes
+        task = _task_of(config, world)
+        task.open_loader(world).close()
+        details = {"config": task.config.to_json(), "data": task.fingerprint}
+        starting_point(task.config, newest, details, meta_model(config), world)
+
+
+def _task_of(config: PretrainingRecipe, world: World) -> Task:
+    """The task of a recipe, once what the recipe leaves to the start is decided. All ranks call it together."""
+    config = with_decided_precision(config, world)
+    match config:
+        case CharactersConfig():
+            return Characters(config)
+        case ImagesConfig():
+            return Images(config)
+        case _:
+            return Pretraining(with_decided_start(config, world))
 
 
 def start_world_of(config: Recipe) -> World:

@@ -113,6 +113,11 @@ def _hosts(group: dist.ProcessGroup, size: int) -> list[str]:
     return [bytes(name.tolist()).decode(errors="replace").strip() for name in names]
 
 
+def lone_world() -> "World":
+    """This process alone on its CPU, whatever a launcher started, for looking at a run without starting it."""
+    return World(0, 1, 0, torch.device("cpu"), dist.HashStore(), None, None, StopSignal(()))
+
+
 def start_fake_world(size: int) -> "World":
     """Rank 0 of `size` ranks that are not there: collectives move nothing. For counting on fake tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

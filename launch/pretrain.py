@@ -10,7 +10,7 @@ import sys
 
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import describe_fit
-from gmlp_scale.run import load_recipe, pretrain
+from gmlp_scale.run import check_start, load_recipe, pretrain
 from gmlp_scale.telling import command
 from gmlp_scale.world import launched_world_size
 
@@ -35,6 +35,7 @@ def main() -> int:
     run = load_recipe(options.config, options.overrides)
     run.rows_per_rank(world_size)
     if options.dry_run:
+        check_start(run)
         print(describe(run, world_size))
         if options.gpu_memory:
             print(describe_fit(run, world_size, options.gpu_memory))

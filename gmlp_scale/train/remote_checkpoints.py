@@ -68,6 +68,12 @@ class RemoteCheckpoints:
             raise CheckpointError(f"{name} is not whole: {error}") from error
         return Checkpoint.open(folder)
 
+    def glance(self, name: str) -> Checkpoint:
+        """Only what DONE says: no other file is copied here. Raises OSError if the store cannot be read."""
+        (self.directory / name).mkdir(exist_ok=True)
+        download_file(f"{self.url}/{name}/DONE", self.directory / name / "DONE")
+        return Checkpoint.open(self.directory / name, verify_files=False)
+
     def upload(self, folder: Path, files: list[str], name: str) -> None:
         """Copies one rank's files of a checkpoint to the store. OSError if it refuses."""
         self._transfer(lambda file: upload_file(folder / file, f"{self.url}/{name}/{file}"), files)

@@ -69,6 +69,22 @@ def test_dry_run_imports_nothing_that_it_does_not_use():
     assert not slow & imported
 
 
+def test_dry_run_refuses_what_the_run_refuses(forty_rows, tmp_path):
+    recipe = [*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    run_in_turn(1, [*recipe, "train.stop_after_step=2"])
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    folder = tmp_path / "smoke"
+    assert f"would resume from       {folder}/checkpoints/step_000000002" in finish(start([*recipe, "--dry-run"]))
+    branch = ["name=branch", f"branch_from={folder}@2"]
+    assert f"would resume from       {folder}@2" in finish(start([*recipe, *branch, "--dry-run"]))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+    for changed in (["model.d_model=8", "train.num_steps=12"], [*branch, "seed=3"]):
+        ends = [start([*recipe, *changed, *dry])[0].end() for dry in ([], ["--dry-run"])]
+        assert ends[0] == ends[1]
+        code, printed, message = ends[1]
+        assert code == 2 and not printed and "belongs to another run" in message
+
+
 def test_dry_run_starts_nothing(forty_rows, tmp_path):
     overrides = [*RECIPE, f"data.shards={forty_rows}", f"output_dir={tmp_path}", "--dry-run"]
     output = finish(start(overrides))

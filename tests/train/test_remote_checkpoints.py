@@ -72,6 +72,12 @@ def save_step_3(url: str, folder: Path) -> None:
     checkpointer.wait()
 
 
+def test_a_glance_copies_done_alone(memory, tmp_path):
+    save_step_3(memory, tmp_path / "saving")
+    glanced = copies(tmp_path / "copies", memory).glance("step_000000003")
+    assert glanced.step == 3 and [path.name for path in glanced.path.iterdir()] == ["DONE"]
+
+
 def kill_after(pid: int, requests: Iterator[int]) -> bool:
     if is_fatal := next(requests, None) is None:
         os.kill(pid, signal.SIGKILL)
