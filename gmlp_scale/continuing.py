@@ -31,7 +31,9 @@ def check_continues(
     allowed = tuple(config.train.allow_changed_on_resume)
     config_before = _with_defaults(before["config"], config)
     _check_same_optimizer(config, place, config_before)
-    if not is_branch:  # a branch has a decay of its own
+    if is_branch:
+        _check_same_start(config, place, config_before)
+    else:  # a branch has a decay of its own
         _check_same_budget(config, place, before)
     free = config.free_on_resume + (FREE_IN_BRANCH if is_branch else ()) + (() if misfit else allowed)
     changed = check_unchanged(config_before, now["config"], free)
@@ -83,6 +85,14 @@ def _check_same_optimizer(config: Recipe, place: str, before: dict) -> None:
         needed = f"give optimizer.kind={found}, or another name=... for a new run{_taking_weights(config)}"
         line = f"optimizer.kind: found {now}, but {place} has the states of {found}"
         raise ConfigError(config.name, [line], needed)
+
+
+def _check_same_start(config: Recipe, place: str, before: dict) -> None:
+    """A branch has its trunk's weights. So its init_from can only repeat how the trunk began."""
+    now, found = config.to_json().get("init_from"), before.get("init_from")
+    if now not in (None, found):
+        line = f"init_from: found {now}, but the run goes on with the weights of branch_from={place}"
+        raise ConfigError(config.name, [line], f"give init_from={found or 'null'}, or no branch_from")
 
 
 def _taking_weights(config: Recipe) -> str:

@@ -231,6 +231,7 @@ def test_a_branch_goes_on_as_its_trunk_and_then_decays(trunk):
         (["branch_from={trunk}@2", "seed=3"], ConfigError, "belongs to another run"),
         (["branch_from={trunk}@2", "model.d_model=8"], ConfigError, "Other parameters cannot be allowed; init_from"),
         (["branch_from={trunk}@2", "optimizer.kind=muon"], ConfigError, "found muon, but .* has the states of adamw"),
+        (["branch_from={trunk}@2", "init_from={trunk}"], ConfigError, "give init_from=null, or no branch_from"),
         (["init_from={trunk}/nothing"], TrainedModelError, "no run at"),
     ],
 )
