@@ -117,7 +117,9 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
         if micro_batch != "auto" and any(rows % (world_size * micro_batch) for rows in batch.values):
             needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch.told(str)}"
-            raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}"])
+            most, is_rest = divmod(math.gcd(*batch.values), world_size)
+            largest = f"no size fits {world_size} ranks" if is_rest else f"at most {most}"
+            raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}: {largest}"])
         return batch.map(lambda rows: rows // world_size)
 
     def with_precision(self, precision: str) -> Self:

@@ -195,7 +195,10 @@ def test_a_recipe_of_the_other_kind_is_told_as_one():
 def test_global_batch_must_cut_evenly_over_the_ranks():
     run = load_run_config(SMOKE, ["engine.kind=fsdp2"])
     assert run.rows_per_rank(2).last * 2 == run.train.global_batch_size
-    with pytest.raises(ConfigError, match="7 ranks x micro_batch_size must divide"):
+    with pytest.raises(ConfigError, match=r"7 ranks x micro_batch_size must divide .* = 8: no size fits 7 ranks"):
         run.rows_per_rank(7)
+    grows = load_run_config(SMOKE, ["train.global_batch_size=[[0,96],[5,256]]", "train.micro_batch_size=32"])
+    with pytest.raises(ConfigError, match="= 96, then 256 from step 5: at most 4"):
+        grows.model_copy(update={"engine": run.engine}).rows_per_rank(8)
     with pytest.raises(ConfigError, match="found single with 2 ranks"):
         load_run_config(SMOKE).rows_per_rank(2)
