@@ -147,7 +147,6 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             model = task.build_model()
         checkpoint = starting_point(config, checkpoint, checkpointer.details, model, world)
         start_up.finish("checkpoint")
-        world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
         log.info(banner(task, world, budget, checkpoint))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
@@ -157,6 +156,8 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         if checkpoint:
             checkpoint.load_into(engine)
             start_step = checkpoint.step
+        # Nothing is written before this: a start that was refused leaves no run folder.
+        world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
         start_up.finish("checkpoint")
         metrics = _build_metrics(task, budget.config, world, start_step, start_up)
         stack.callback(metrics.close)

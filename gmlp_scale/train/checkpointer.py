@@ -73,7 +73,6 @@ class Checkpointer:
         self._newest_step: int | None = None
         self._kept_step: int | None = None
         self._staging = StagingBuffers()
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._token = world.broadcast(uuid.uuid4().hex[:8])
 
     def keep(self, step: int | None) -> None:
@@ -198,7 +197,7 @@ class Checkpointer:
         self._num_attempts += 1  # the same on every rank
         folder = self.directory / f"{folder_name(step)}.tmp-{self._token}-{self._num_attempts}"
         try:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             receipt = write_pieces(folder, self.world.rank, pieces)
             self.checkpoints.upload(folder, list(receipt["files"]), folder_name(step))
         except Exception as error:

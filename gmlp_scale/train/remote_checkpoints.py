@@ -60,7 +60,7 @@ class RemoteCheckpoints:
             OSError: the store cannot be read.
         """
         url, folder = f"{self.url}/{name}", self.directory / name
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             download_file(f"{url}/DONE", folder / "DONE")
             self._transfer(lambda file: download_file(f"{url}/{file}", folder / file), read_done(folder).files)

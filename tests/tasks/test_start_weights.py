@@ -233,9 +233,11 @@ def test_a_branch_goes_on_as_its_trunk_and_then_decays(trunk):
         (["branch_from={trunk}@2", "optimizer.kind=muon"], ConfigError, "found muon, but .* has the states of adamw"),
         (["branch_from={trunk}@2", "init_from={trunk}"], ConfigError, "give init_from=null, or no branch_from"),
         (["init_from={trunk}/nothing"], TrainedModelError, "no run at"),
+        (["init_from={trunk}@2", "model.d_model=8"], ConfigError, "own family and widths"),
     ],
 )
 def test_a_start_that_cannot_be_is_one_clear_error(fields, error, found, trunk):
     folder, train = trunk
     with pytest.raises(error, match=found):
         train("name=refused", *[field.format(trunk=folder / "trunk") for field in fields])
+    assert not (folder / "refused").exists()
