@@ -162,6 +162,9 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
             return f"{name}.kind: missing; one of {', '.join(UNIONS[location[0]])}"
         case "union_tag_invalid":
             return f"{name}.kind: found {mistake['ctx']['tag']!r}; one of {', '.join(UNIONS[location[0]])}"
+        case "string_pattern_mismatch":  # only the field `name` has a pattern
+            needed = "a name, not a path: letters, digits and _, after the first also . and -"
+            return f"{name}: found {mistake['input']!r}; needed: {needed}"
         case _:
             needed = mistake["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             return f"{name}: found {mistake['input']!r}; needed: {needed}"

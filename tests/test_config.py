@@ -102,7 +102,7 @@ def test_missing_field_is_named(tmp_path):
         (["optimizer.kind=muon", "optimizer.momentum=1"], "optimizer.momentum: found 1; needed: less than 1"),
         (["engine.kind=ddp"], "engine.kind: found 'ddp'; one of single, zero, fsdp2"),
         (["engine.kind=[zero]"], """engine.kind: found "['zero']"; one of single, zero, fsdp2"""),
-        (["name=../elsewhere"], "name: found '../elsewhere'"),
+        (["name=../elsewhere"], "name: found '../elsewhere'; needed: a name, not a path: letters"),
         (["checkpoint.keep_every_steps=25"], "found 25; must be a multiple of checkpoint.save_every_steps = 10"),
         (["model.num_blocks=1000000000"], "model.num_blocks: found 1000000000; needed: less than or equal to 10000"),
         (["seed=" + "[" * 10**5], "[[[: the value is not plain YAML"),
