@@ -145,9 +145,10 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
     location = [str(part) for part in mistake["loc"]]
     if location[:2] == ["data", "shards"]:
         del location[2:3]  # pydantic puts "folder" or "list" after the field's name
-    fields = config_class.model_fields
+    fields, kinds = config_class.model_fields, {}
     if len(location) > 1 and location[1] in UNIONS.get(location[0], ()):
-        fields = UNIONS[location[0]][location.pop(1)].model_fields  # pydantic puts the kind after the section's name
+        kinds = UNIONS[location[0]]
+        fields = kinds[location.pop(1)].model_fields  # pydantic puts the kind after the section's name
     elif len(location) > 1:
         fields = config_class.model_fields[location[0]].annotation.model_fields
     if location[:2] == ["data", "shards"] and len(location) > 3:
@@ -155,6 +156,8 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
     name = ".".join(location)
     match mistake["type"]:
         case "extra_forbidden":
+            if having := [kind for kind, member in kinds.items() if location[-1] in member.model_fields]:
+                return f"{name}: unknown field; only with {location[0]}.kind={' or '.join(having)}"
             return f"{name}: unknown field{_nearest(location[-1], fields)}"
         case "missing":
             return f"{name}: missing; give it in the file or as {name}=..."
