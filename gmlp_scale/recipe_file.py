@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -158,7 +158,7 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
         case "extra_forbidden":
             if having := [kind for kind, member in kinds.items() if location[-1] in member.model_fields]:
                 return f"{name}: unknown field; only with {location[0]}.kind={' or '.join(having)}"
-            return f"{name}: unknown field{_nearest(location[-1], fields)}"
+            return f"{name}: unknown field{_meant(config_class, location[-1], fields)}"
         case "missing":
             return f"{name}: missing; give it in the file or as {name}=..."
         case "union_tag_not_found":
@@ -171,6 +171,19 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
         case _:
             needed = mistake["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             return f"{name}: found {mistake['input']!r}; needed: {needed}"
+
+
+def _meant(config_class: type[AnyConfig], field: str, known: Iterable[str]) -> str:
+    """Which field an unknown one may stand for: the same or nearly the same of another section, or one of its own."""
+    others = {}  # the whole names of the recipe's fields by their last parts
+    for section, info in config_class.model_fields.items():
+        for member in get_args(info.annotation) or [info.annotation]:  # the classes of a section that comes in kinds
+            others |= {other: f"{section}.{other}" for other in getattr(member, "model_fields", {})}
+    others |= {name: name for name in config_class.model_fields}
+    nearest = difflib.get_close_matches(field, others, n=1, cutoff=0.8)
+    if nearest and nearest[0] not in known:
+        return f"; did you mean {others[nearest[0]]}?"
+    return _nearest(field, known)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
