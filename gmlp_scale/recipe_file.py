@@ -113,6 +113,9 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
         if not equals or not name.strip():
             mistakes.append(f"{override}: an override is written section.field=value")
             continue
+        if not text.strip():
+            mistakes.append(f"{override}: no value follows the =; give one, or null for none")
+            continue
         try:
             parsed[tuple(name.strip().split("."))] = yaml.load(text, Loader=_StrictLoader)
         except (yaml.YAMLError, ValueError, RecursionError):

@@ -109,6 +109,7 @@ def test_missing_field_is_named(tmp_path):
         (["name=../elsewhere"], "name: found '../elsewhere'; needed: a name, not a path: letters"),
         (["checkpoint.keep_every_steps=25"], "found 25; must be a multiple of checkpoint.save_every_steps = 10"),
         (["model.num_blocks=1000000000"], "model.num_blocks: found 1000000000; needed: less than or equal to 10000"),
+        (["train.num_steps="], "train.num_steps=: no value follows the =; give one, or null for none"),
         (["seed=" + "[" * 10**5], "[[[: the value is not plain YAML"),
         (["name=2026-31-12"], "name=2026-31-12: the value is not plain YAML; quote it"),  # YAML reads a date
     ],
