@@ -1,5 +1,6 @@
 """This process alone: its device, memory, open files and stop signals."""
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -98,16 +99,25 @@ def keep_freed_memory() -> None:
 
 
 class StopSignal:
-    """Remembers that one of the signals `numbers` came. An ignored signal stays ignored, such as SIGHUP under nohup."""
+    """Remembers that one of the signals `numbers` came. Rank 0 prints the first one.
 
-    def __init__(self, numbers: Iterable[signal.Signals]):
+    An ignored signal stays ignored, such as SIGHUP under nohup.
+    """
+
+    def __init__(self, numbers: Iterable[signal.Signals], *, rank: int):
         self.is_signalled = False
+        self._is_main = rank == 0
         heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         self.previous = {number: signal.signal(number, self._on_signal) for number in heard}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_signalled and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C: do not wait for the end of the step
+        if not self.is_signalled and self._is_main:
+            name = signal.Signals(number).name
+            told = f"{name}: stopping after this step; Ctrl-C (SIGINT) now leaves without waiting for it\n"
+            with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+                os.write(2, told.encode())  # not the log, whose lock the interrupted code may hold
         self.is_signalled = True
 
     def restore(self) -> None:

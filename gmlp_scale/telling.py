@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def set_up_logging(world: "World") -> None:
 
 
 def command(main: Callable[[], int]) -> Callable[[], int]:
-    """Makes a script's main print a user's mistake without a traceback, and return the exit code.
+    """Makes a script's main print a user's mistake or Ctrl-C without a traceback, and return the exit code.
 
     Any other error keeps its traceback.
     """
@@ -54,6 +55,9 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
             if isinstance(error, LostRankError):
                 leave_without_others(code)
             return code
+        except KeyboardInterrupt:
+            print_error("interrupted")
+            return 128 + signal.SIGINT
 
     return told_main
 

@@ -98,7 +98,7 @@ def start_world(
         if size == 1 or not _is_of_collective(error):
             raise
         raise LostRankError(describe_absent(store, size, timeout, error)) from None
-    stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else ())
+    stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else (), rank=rank)
     world = World(rank, size, local_rank, own_device, store, host_group, roll_call, stop_signal)
     if own_device.type == "cuda":
         _refuse_shared_gpus(world)
@@ -124,7 +124,7 @@ def start_fake_world(size: int) -> "World":
 
     store = FakeStore()
     dist.init_process_group("fake", rank=0, world_size=size, store=store)
-    return World(0, size, 0, torch.device("cpu"), store, None, None, StopSignal(()))
+    return World(0, size, 0, torch.device("cpu"), store, None, None, StopSignal((), rank=0))
 
 
 def _refuse_shared_gpus(world: "World") -> None:

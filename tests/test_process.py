@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gmlp_scale.process import DeviceError
+from gmlp_scale.process import DeviceError, StopSignal
 from gmlp_scale.world import start_world
 from tests.gloo_ranks import run_ranks
 
@@ -29,13 +29,40 @@ def test_an_ignored_signal_stays_ignored(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(monkeypatch):
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_signal_is_told_and_an_interrupt_after_it_does_not_wait_for_the_end_of_the_step(
+    first, monkeypatch, capfd
+):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with start_world(30, "cpu") as world:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGTERM)
         assert world.is_stop_signalled
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == (
+        f"{first.name}: stopping after this step; Ctrl-C (SIGINT) now leaves without waiting for it\n"
+    )
+
+
+def test_a_signal_whose_terminal_is_gone_still_stops_the_run(monkeypatch):
+    def write(*_) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "write", write)
+    with start_world(30, "cpu") as world:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert world.is_stop_signalled
+
+
+def test_only_rank_0_tells_a_signal(capfd):
+    stop_signal = StopSignal([signal.SIGUSR1], rank=1)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop_signal.is_signalled and capfd.readouterr().err == ""
+    finally:
+        stop_signal.restore()
 
 
 def _open_files(hard_limit: int) -> tuple[int, list[str]]:

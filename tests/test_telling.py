@@ -43,6 +43,14 @@ def test_a_command_tells_a_users_mistake_in_its_words_and_returns_its_code(error
     assert main() == code and capsys.readouterr().err == f"{error}\n"
 
 
+def test_an_interrupted_command_ends_in_one_line(capsys):
+    @command
+    def main() -> int:
+        raise KeyboardInterrupt
+
+    assert main() == 130 and capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_command_lets_an_error_of_ours_keep_its_traceback(capsys):
     @command
     def main() -> int:
