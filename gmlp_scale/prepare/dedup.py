@@ -113,7 +113,7 @@ class DropContaminated(PipelineStep):
             for record in self._options.reader(file):
                 if not isinstance(record, Record):
                     raise InputError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
-                lines = record.text.splitlines() if file.kind == "text" else [record.text]
+                lines = record.text.splitlines() if file.kind in ("text", "table") else [record.text]
                 hashes += [ngram_hashes(line) for line in lines]
         banned = np.unique(np.concatenate(hashes))
         for document in data:

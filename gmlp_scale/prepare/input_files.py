@@ -42,7 +42,8 @@ class BadRecord:
 def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFile]:
     """The files of the globs and URLs, those of each source sorted by name. part-{000..127}.tar names 128 files.
 
-    Raises InputError if a source matches no file, a file's format is unknown, or a file is named twice.
+    Raises InputError if a source matches no file, a file's format is not read, or a file is named twice. A table (.tsv)
+    is read for --decontaminate alone.
     """
     found = []
     for source in sources:
@@ -69,11 +70,14 @@ def _files_of(source: str, option: str) -> list[InputFile]:
     ]
     if not files:
         raise InputError(f"{option} {source} matches no file")
-    unreadable = [file.url for file in files if file.kind is None]
+    # A table's labels must not become text to train on; texts to look for may stand beside labels.
+    readable = {suffix: kind for suffix, kind in SUFFIXES.items() if kind != "table" or option == "--decontaminate"}
+    unreadable = [file.url for file in files if file.kind not in readable.values()]
     if unreadable:
         raise InputError(
-            f"{option} {source} matches {unreadable[0]}, whose format is unknown; readable are "
-            f"{', '.join(SUFFIXES)}, all but Parquet also with .gz or .zst after it"
+            f"{option} {source} matches {unreadable[0]}, whose format it does not read; readable are "
+            f"{', '.join(readable)}, all but Parquet also with .gz or .zst after it. Write a table's texts as JSON "
+            'lines: {"text": "..."}'
         )
     return files
 
@@ -106,6 +110,7 @@ class FileReader:
             "json": self._json_lines,
             "parquet": self._parquet_rows,
             "text": self._text_parts,
+            "table": self._text_parts,
             "tar": self._tar_members,
         }[self._file.kind]
         with open_input(self._file) as self._raw:

@@ -18,7 +18,7 @@ SUFFIXES = {
     ".parquet": "parquet",
     ".txt": "text",
     ".md": "text",
-    ".tsv": "text",
+    ".tsv": "table",
     ".tar": "tar",
 }
 
@@ -40,7 +40,7 @@ class InputFile:
 
     @property
     def kind(self) -> str | None:
-        """json, parquet, text or tar, by the name's ending."""
+        """json, parquet, text, table or tar, by the name's ending."""
         stem = self.name.removesuffix(".gz").removesuffix(".zst")
         return next((kind for suffix, kind in SUFFIXES.items() if stem.endswith(suffix)), None)
 

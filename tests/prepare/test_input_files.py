@@ -278,11 +278,14 @@ def test_tasks_share_the_files(num_files, num_tasks):
 def test_sources_that_are_not_there_or_not_readable(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / "b.csv").write_bytes(b"1,2")
+    (tmp_path / "c.tsv").write_bytes(b"sentence\tlabel\ngood\t1\n")
     assert [file.url for file in find_inputs([f"{tmp_path}/*.jsonl"])] == [f"{tmp_path}/a.jsonl"]
     assert find_inputs([f"file://{tmp_path}/a.jsonl"])[0].num_bytes == len(lines())
+    assert find_inputs([f"{tmp_path}/c.tsv"], "--decontaminate")
     for source, message in (
         ("*.gz", "matches no file"),
-        ("*.csv", "format is unknown"),
+        ("*.csv", "format it does not read"),
+        ("*.tsv", r"readable are .jsonl, .json, .parquet, .txt, .md, .tar, .* JSON lines: {\"text\": \"...\"}"),
         ("nothing.jsonl", "matches no file"),
         ("**.jsonl", "is not understood: .*entire path component"),
         ("a{1..3}{.jsonl", "is not understood"),
