@@ -33,7 +33,8 @@ def parse_options() -> JobOptions:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="globs, URLs, ranges as part-{000..127}.tar, or one hf:NAME:CONFIG:SPLIT",
+        help="globs, URLs, ranges as part-{000..127}.tar, or one hf:NAME:CONFIG:SPLIT; a line of JSON is a document; "
+        "so is a text file, or each MB of a longer one",
     )
     add("--tokenizer", required=True, metavar="TOKENIZER_DIR", help="that train_tokenizer.py wrote")
     add("--sequence-length", type=int, required=True, help="tokens in a row")
@@ -97,6 +98,11 @@ def finish(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> None:
     write_text(f"{options.output}/report.json", json.dumps(report, indent=1) + "\n")
     write_manifest(job, options, tokenizer)
     print_table(report)
+    if not report["heldout_rows"]:
+        print(
+            f"none of the {report['documents']:,} documents is held out, so launch/pretrain.py will refuse these "
+            "shards: give more documents or a larger --heldout-fraction, and another --output"
+        )
 
 
 if __name__ == "__main__":

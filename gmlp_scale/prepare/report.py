@@ -44,10 +44,12 @@ def make_report(job: JobFolder, options: JobOptions) -> dict:
     read, written = job.total_counts("read"), job.total_counts("write")
     seconds = {name.removesuffix(" seconds"): round(written[name], 2) for name in written if name.endswith(" seconds")}
     tokens, num_bytes = written["tokens"], written["bytes"]
+    has_text = any(file.kind == "text" for file in options.files)
     rows = written["train rows"] + written["heldout rows"]
     reasons = {name.removeprefix("bad: "): count for name, count in sorted(read.items()) if name.startswith("bad: ")}
     return {
         "documents_read": read["documents"],
+        **({"a_text_file_is": "one document, or one for each MB"} if has_text else {}),
         "bytes_read": read["bytes"],
         "bad_files": {bad["file"]: bad["reason"] for bad in bad_files},
         "bad_files_bytes_read": sum(bad["bytes_read"] for bad in bad_files),

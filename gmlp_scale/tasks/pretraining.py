@@ -56,7 +56,8 @@ class Pretraining:
         if not self.loader.num_heldout_rows:
             self.loader.close()
             shards = " and ".join(source.shards for source in self.config.data.sources)
-            raise ShardError(f"{shards} has no held-out rows to evaluate on: write it with --heldout-fraction")
+            needed = "write it with more documents or a larger --heldout-fraction"
+            raise ShardError(f"{shards} has no held-out rows to evaluate on: {needed}")
         return self.loader
 
     def build_model(self) -> MaskedLanguageModel:

@@ -235,6 +235,18 @@ def test_document_packing_is_recorded(corpus, tokenize, tmp_path):
     assert ((all_rows(tmp_path / "out", "train") == 3).sum(axis=1) == 1).all()
 
 
+def test_a_text_file_is_one_document_and_a_job_that_held_nothing_out_says_so(tokenize, tmp_path):
+    (tmp_path / "a.txt").write_text("".join(make_texts(300)))
+    told = "none of the 1 documents is held out, so launch/pretrain.py will refuse these shards: give more documents"
+    printed = tokenize(tmp_path / "a.txt", tmp_path / "out", "--heldout-fraction", 0)
+    assert told in printed and "one document, or one for each MB" in printed
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["documents_read"] == 1 and report["heldout_rows"] == 0
+    write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    printed = tokenize(tmp_path / "a.jsonl", tmp_path / "of_json")
+    assert "held out" not in printed and "text file" not in printed
+
+
 def test_mistakes_are_one_clear_error(corpus, tokenize, tokenizer_dir, tmp_path):
     out = tmp_path / "out"
     assert "matches no file" in tokenize(f"{corpus}/*.txt", out, code=2)
