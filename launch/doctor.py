@@ -7,8 +7,9 @@ deepspeed --hostfile hosts launch/doctor.py --config configs/pretrain/gmlp_base.
 Prints versions, devices, drivers and clocks of every rank, and then a line for each check: the collectives (GB/s and
 whether their results are right), room and speed of the disk or store for checkpoints, the shards, the checkpoint that
 the run would resume from, the engine's gradients beside those of one process, the first steps of the whole recipe, and
-the loader's speed beside theirs. A line begins with ok, slow or FAILS; after slow and FAILS it says what to change.
-Nothing is left behind.
+the loader's speed beside theirs. A line begins with ok, slow or FAILS; after slow and FAILS it says what to change. A
+line that begins with "trying" comes before a check that may take minutes. A check that waits for one that FAILS is not
+run. Nothing is left behind.
 
 The exit code is 0 if the run would go, 1 if it would fail, 2 if the recipe has mistakes.
 """

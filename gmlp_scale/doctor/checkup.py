@@ -58,18 +58,23 @@ class Checkup:
             fits = self._check("ranks", self._fit_to_ranks)
             loads = self._check("shards", self._check_shards, given=fits)
             self._check("run folder", self._check_run_folder, given=loads)
-            is_right = self._check("gradients", self._compare_gradients, given=fits)
-            trains = self._check("steps", self._try_recipe, given=is_right)
+            doing = f"two steps of {training.NUM_BLOCKS} blocks, by all ranks together and by each alone"
+            is_right = self._check("gradients", self._compare_gradients, given=fits, doing=doing)
+            doing = f"the first {training.NUM_STEPS} steps of the whole recipe; many minutes for a large one on a CPU"
+            trains = self._check("steps", self._try_recipe, given=loads and is_right, doing=doing)
             self._check("loader", self._compare_loader, given=loads and trains)
 
-    def _check(self, name: str, check: Callable[[], str], *, given: bool = True) -> bool:
+    def _check(self, name: str, check: Callable[[], str], *, given: bool = True, doing: str = "") -> bool:
         """Does a check on every rank, prints its line, and returns whether no rank would fail.
 
-        given: whether the checks that this one needs have passed; the same on every rank.
+        given: whether the checks that this one waits for have passed; the same on every rank.
+        doing: what a check that may take minutes does; printed before it begins.
         """
         if not given:
-            self._print(f"not run  {name:12} needs what failed above")
+            self._print(f"not run  {name:12} waits until what failed above is mended")
             return False
+        if doing:
+            self._print(f"trying   {name:12} {doing}")
         try:
             with self.world.naming_lost_ranks():
                 found = check()

@@ -71,6 +71,17 @@ def test_a_sound_recipe_passes_and_nothing_is_left_behind(small, recipe, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
+def test_a_long_check_is_announced_before_it_begins(untrained, recipe, monkeypatch, capsys):
+    def self_test(run, world) -> tuple[float, str]:
+        announced.append(capsys.readouterr().out.splitlines()[-1])
+        return 1.0, "not tried"
+
+    announced = []
+    monkeypatch.setattr(training, "self_test", self_test)
+    examine(monkeypatch, capsys, *recipe)
+    assert announced == ["trying   gradients    two steps of 2 blocks, by all ranks together and by each alone"]
+
+
 def lose_a_shard(folder: Path) -> None:
     next((folder / "shards" / "heldout").iterdir()).unlink()
 
@@ -104,6 +115,8 @@ def test_a_fault_is_found_with_exit_code_1(untrained, fault, recipe, tmp_path, m
     assert code == 1
     assert lines[check].startswith("FAILS") and needle in lines[check]
     assert [name for name, line in lines.items() if line.startswith("FAILS")] == [check]
+    trains = check != "shards"  # the whole steps may take long, and the run cannot start yet
+    assert lines["steps"].startswith("ok" if trains else "not run  steps        waits until what failed above")
 
 
 def test_a_run_folder_of_another_run_or_in_use_is_found(untrained, recipe, monkeypatch, capsys):
