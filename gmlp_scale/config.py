@@ -78,7 +78,8 @@ def _place_mistakes(output_dir: str) -> Iterable[str]:
 class Recipe(BaseModel, frozen=True, extra="forbid"):
     """What the recipes of pretraining and finetuning share. Both also have train, optimizer, engine and checkpoint."""
 
-    launcher: ClassVar[str]
+    purpose: ClassVar[str]
+    """What a run of the recipe does, as messages say it."""
     free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
@@ -191,8 +192,6 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     A dry run asks it for build_model(), flops_per_row() and num_rows(), the training rows of an epoch.
     """
 
-    launcher: ClassVar[str] = "launch/pretrain.py"
-
     branch_from: str | None = None
     """RUN@STEP: a new run goes on from this checkpoint of another run, with its weights, moments, step and rows. The
     optimizer section and train.num_steps may differ, as for a decay of its own. A path that every host sees."""
@@ -239,7 +238,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
 class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """One run of masked language modelling."""
 
-    launcher: ClassVar[str] = "launch/pretrain.py without a task, so of text"
+    purpose: ClassVar[str] = "pretraining on text"
 
     init_from: Annotated[str | None, BeforeValidator(plain_path)] = None
     """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and

@@ -32,8 +32,9 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
         ConfigError: with every mistake at once.
     """
     content = read_recipe_file(path)
-    if (launcher := _launcher(content)) != config_class.launcher:
-        raise ConfigError(str(path), [f"is a recipe of {launcher}; needed is one of {config_class.launcher}"])
+    if (purpose := _purpose(content)) != config_class.purpose:
+        mistake = f"is a recipe for {purpose}; this command takes recipes for {config_class.purpose}"
+        raise ConfigError(str(path), [mistake])
     mistakes = _apply_overrides(content, list(overrides))
     try:
         run = config_class.model_validate(content)
@@ -80,15 +81,15 @@ def _recipe_file(place: str | Path) -> str | Path:
     return files[name]
 
 
-def _launcher(recipe: dict) -> str:
-    """Which script the recipe is for. A recipe of finetuning may leave its task open, with null."""
+def _purpose(recipe: dict) -> str:
+    """The `purpose` of the class that checks the recipe. A recipe of finetuning may leave its task open, with null."""
     if "task" not in recipe:
-        return RunConfig.launcher
+        return RunConfig.purpose
     match recipe["task"]:
         case "characters" | "images" as task:
-            return f"launch/pretrain.py with task: {task}"
+            return f"pretraining on {task}"
         case _:
-            return "launch/finetune.py"
+            return "finetuning"
 
 
 class _StrictLoader(yaml.SafeLoader):

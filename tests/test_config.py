@@ -188,11 +188,13 @@ def test_a_run_folder_is_a_path_or_a_url():
 
 def test_a_recipe_of_the_other_kind_is_told_as_one():
     finetuning = SMOKE.parents[1] / "finetune" / "sst2.yaml"
-    assert mistakes(finetuning) == [
-        "is a recipe of launch/finetune.py; needed is one of launch/pretrain.py without a task, so of text"
+    taken = "this command takes recipes for pretraining on text"
+    assert mistakes(finetuning) == [f"is a recipe for finetuning; {taken}"]
+    assert mistakes(SMOKE.parents[1] / "characters" / "gmlp.yaml") == [
+        f"is a recipe for pretraining on characters; {taken}"
     ]
     with pytest.raises(
-        ConfigError, match=r"1 mistake\n  is a recipe of launch/pretrain.py .*; needed is one of launch/fine"
+        ConfigError, match=r"1 mistake\n  is a recipe for pretraining on text; this command takes recipes for finetun"
     ):
         load_config(FinetuneConfig, SMOKE)
 

@@ -102,7 +102,7 @@ class GridConfig(BaseModel, frozen=True, extra="forbid"):
 class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
     """One finetuning run."""
 
-    launcher: ClassVar[str] = "launch/finetune.py"
+    purpose: ClassVar[str] = "finetuning"
     # The fingerprints tell whether the weights and the rows are still the same.
     free_on_resume: ClassVar[tuple[str, ...]] = (*Recipe.free_on_resume, "model", "data.", "grid.")
 

@@ -40,7 +40,7 @@ class CharacterDataConfig(BaseModel, frozen=True, extra="forbid"):
 class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """A recipe of next-character prediction."""
 
-    launcher: ClassVar[str] = "launch/pretrain.py with task: characters"
+    purpose: ClassVar[str] = "pretraining on characters"
     free_on_resume: ClassVar[tuple[str, ...]] = (*PretrainingRecipe.free_on_resume, "data.text")  # it has a checksum
 
     task: Literal["characters"]

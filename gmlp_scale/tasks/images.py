@@ -31,7 +31,7 @@ from gmlp_scale.world import World
 class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """A recipe of image classification."""
 
-    launcher: ClassVar[str] = "launch/pretrain.py with task: images"
+    purpose: ClassVar[str] = "pretraining on images"
     free_on_resume: ClassVar[tuple[str, ...]] = (*FREE_ON_RESUME, "data.num_workers", "data.prefetch_batches")
 
     task: Literal["images"]

@@ -133,7 +133,7 @@ def test_a_text_that_does_not_fit_is_one_clear_error(content, found, tmp_path):
 
 
 def test_a_recipe_says_what_is_wrong_with_it(text_path):
-    assert "launch/pretrain.py with task: characters" in _mistake(load_run_config, RECIPES / "gmlp.yaml")
+    assert "is a recipe for pretraining on characters" in _mistake(load_run_config, RECIPES / "gmlp.yaml")
     wrong = ["model.kind=mixer", "model.d_spatial=4", "train.micro_batch_size=auto", "optimizer.decay_steps=9"]
     found = _mistake(load_config, CharactersConfig, RECIPES / "gmlp.yaml", wrong)
     assert "needed: one that can be causal" in found and "found auto" in found and "optimizer.decay_steps" not in found
