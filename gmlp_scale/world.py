@@ -115,7 +115,7 @@ def _hosts(group: dist.ProcessGroup, size: int) -> list[str]:
 
 def lone_world() -> "World":
     """This process alone on its CPU, whatever a launcher started, for looking at a run without starting it."""
-    return World(0, 1, 0, torch.device("cpu"), dist.HashStore(), None, None, StopSignal(()))
+    return World(0, 1, 0, torch.device("cpu"), dist.HashStore(), None, None, StopSignal((), rank=0))
 
 
 def start_fake_world(size: int) -> "World":
