@@ -18,7 +18,6 @@ from gmlp_scale.train.log_files import read_metrics
 from tests.forked import Script
 from tests.hosts.hosts import ROOT, Host, Job, wait_until
 from tests.hosts.launchers import ENGINES, ENVIRONMENT, RECIPE
-from tests.whole_runs import finish
 
 pytestmark = pytest.mark.hosts
 NUM_HOSTS, NUM_KILLS = 4, 20
@@ -125,7 +124,9 @@ def check_losses(folder: Path, overrides: list[str]) -> None:
     assert [row["data/samples_seen"] for row in found] == [step * GLOBAL_BATCH_SIZE for step in range(1, last + 1)]
     never = "checkpoint.save_every_steps=20000"  # or it took three times as long
     alone = [*overrides, never, "engine.kind=single", "name=alone", f"train.stop_after_step={last}"]
-    finish([Script("launch/pretrain.py", alone, environment={"OMP_NUM_THREADS": "1"})])
+    script = Script("launch/pretrain.py", alone, environment={"OMP_NUM_THREADS": "1"})
+    code, _, errors = script.end(timeout_seconds=3600)
+    assert code == 0, errors
     wanted = [row for row in read_metrics(folder / "alone/metrics.jsonl") if "train/loss" in row]
     assert [row["train/loss"] for row in found] == pytest.approx([row["train/loss"] for row in wanted], rel=1e-6)
 
