@@ -51,6 +51,10 @@ def due(step: int, every: int) -> bool:
     return step % every == 0
 
 
+def evaluation_due(step: int, config: TrainConfig) -> bool:
+    return due(step, config.evaluate_every_steps) or step == config.num_steps
+
+
 def train(
     config: TrainConfig,
     optimizer: OptimizerConfig,
@@ -83,6 +87,11 @@ def train(
     step, last_step = start_step, config.last_step
     reports = StepReports(world)
     stragglers = Stragglers(world, engine.module, loader)
+    if start_step and evaluation_due(start_step, config) and not metrics.is_evaluated:
+        # A kill after the save cut it off, or this is a branch, whose curve begins here.
+        world.note(f"the evaluation after step {start_step}")
+        metrics.log_evaluation(start_step, evaluate)
+        metrics.start_up.finish("evaluation")
     metrics.start_clock(loader.wait_seconds)
     batches = staged(loader.steps(start_step, last_step), world.device)
     batches = profiled(batches, start_step, config.profile_steps, metrics.run_dir / "profile", world)
@@ -104,7 +113,7 @@ def train(
             metrics.log_start_up()
 
         is_save_due = due(step, checkpointer.config.save_every_steps) or budget.is_decay_due
-        is_evaluation_due = due(step, config.evaluate_every_steps) or step == config.num_steps
+        is_evaluation_due = evaluation_due(step, config)
         must_know_now = is_save_due or is_evaluation_due or step == last_step or budget.must_know(step)
         for report in reports.read(until_step=step if must_know_now else step - reports.lag):
             guard.see(report)

@@ -19,7 +19,7 @@ from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.train.devices import GPUS
 from gmlp_scale.train.evaluate import perplexity
 from gmlp_scale.train.events import picture_summary, recipe_summaries
-from gmlp_scale.train.log_files import EventsFile, MetricsFile
+from gmlp_scale.train.log_files import EventsFile, MetricsFile, read_metrics
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.tracker import WandbRun
 from gmlp_scale.world import World
@@ -97,6 +97,8 @@ class Metrics:
         self.run_dir = run_dir
         self._files: list[MetricsFile | EventsFile | WandbRun] = []
         world.on_main(lambda: self._open_files(fields, start_step))
+        self.is_evaluated = world.broadcast(world.is_main and self._has_evaluation(start_step))
+        """Whether metrics.jsonl has the evaluation after `start_step`."""
         self.start_clock(0.0)
 
     def _open_files(self, fields: dict[str, Any], start_step: int) -> None:
@@ -107,6 +109,10 @@ class Metrics:
             self._events.add_summary(start_step, summary)
         if self.config.tracker:
             self._files.append(WandbRun(self.run_dir, fields))
+
+    def _has_evaluation(self, step: int) -> bool:
+        lines = read_metrics(self.run_dir / "metrics.jsonl")
+        return any(line["step"] == step and any(tag.startswith("eval/") for tag in line) for line in lines)
 
     def start_clock(self, data_wait_seconds: float) -> None:
         """Begins the interval that the next line of the log averages over."""

@@ -140,6 +140,29 @@ def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeyp
     assert capsys.readouterr().err.count("evaluation:   0%") == 2 * 2, "every evaluation shows how far it is"
 
 
+@pytest.mark.parametrize("killed_at", [3, NUM_STEPS])
+def test_an_evaluation_that_a_kill_cut_off_is_made_on_resume(killed_at, monkeypatch, tmp_path):
+    every = ["train.evaluate_every_steps=3", "checkpoint.save_every_steps=3"]
+    evaluated = []
+
+    def evaluate(self, engine, world, step):
+        evaluated.append(step)
+        if evaluated.count(step) == 1 and step == killed_at:
+            raise InterruptedError("killed")
+        return evaluate_well(self, engine, world, step)
+
+    assert run_loop(contextlib.nullcontext, tmp_path / "whole", *every) == NUM_STEPS
+    evaluate_well = Pretraining.evaluate
+    monkeypatch.setattr(Pretraining, "evaluate", evaluate)
+    with pytest.raises(InterruptedError):
+        run_loop(contextlib.nullcontext, tmp_path / "killed", *every)
+    for _ in range(2):  # the second one finds nothing left to do
+        assert run_loop(contextlib.nullcontext, tmp_path / "killed", *every) == NUM_STEPS
+    whole, killed = (read_metrics(tmp_path / name / "smoke" / "metrics.jsonl") for name in ("whole", "killed"))
+    assert [_unhurried(line) for line in killed] == [_unhurried(line) for line in whole]
+    assert sorted(evaluated) == sorted([3, NUM_STEPS, killed_at])
+
+
 @pytest.mark.parametrize("reports, decided_at", [(StepReports, 3), (ReadAStepLate, 4)])
 def test_the_end_of_the_time_is_seen_by_reports_read_a_step_late_too(reports, decided_at, monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "StepReports", reports)
