@@ -58,9 +58,12 @@ class MetricsFile(GrowingFile):
     """
 
     def __init__(self, path: Path, start_step: float = math.inf):
+        self.of_start_step: list[dict[str, Any]] = []
+        """The lines of `start_step` that the file has already."""
         if path.exists():
             kept = [values for values in read_metrics(path) if values["step"] <= start_step]
             write_text(path, "".join(json.dumps(values) + "\n" for values in kept))
+            self.of_start_step = [values for values in kept if values["step"] == start_step]
         super().__init__(path)
 
     def add(self, step: int, values: dict[str, Any]) -> None:

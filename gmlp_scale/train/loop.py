@@ -89,7 +89,6 @@ def train(
     stragglers = Stragglers(world, engine.module, loader)
     if start_step and evaluation_due(start_step, config) and not metrics.is_evaluated:
         # A kill after the save cut it off, or this is a branch, whose curve begins here.
-        world.note(f"the evaluation after step {start_step}")
         metrics.log_evaluation(start_step, evaluate)
         metrics.start_up.finish("evaluation")
     metrics.start_clock(loader.wait_seconds)
@@ -136,7 +135,6 @@ def train(
                     engine, step, guard.recent_losses, budget.record()
                 )
         if is_evaluation_due:
-            world.note(f"the evaluation after step {step}")
             metrics.log_evaluation(step, evaluate)
         if leaving:
             break

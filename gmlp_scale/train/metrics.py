@@ -19,7 +19,7 @@ from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.train.devices import GPUS
 from gmlp_scale.train.evaluate import perplexity
 from gmlp_scale.train.events import picture_summary, recipe_summaries
-from gmlp_scale.train.log_files import EventsFile, MetricsFile, read_metrics
+from gmlp_scale.train.log_files import EventsFile, MetricsFile
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.tracker import WandbRun
 from gmlp_scale.world import World
@@ -96,23 +96,22 @@ class Metrics:
         self.start_up = start_up
         self.run_dir = run_dir
         self._files: list[MetricsFile | EventsFile | WandbRun] = []
+        self.is_evaluated = False
         world.on_main(lambda: self._open_files(fields, start_step))
-        self.is_evaluated = world.broadcast(world.is_main and self._has_evaluation(start_step))
+        self.is_evaluated = world.broadcast(self.is_evaluated)
         """Whether metrics.jsonl has the evaluation after `start_step`."""
         self.start_clock(0.0)
 
     def _open_files(self, fields: dict[str, Any], start_step: int) -> None:
-        self._files.append(MetricsFile(self.run_dir / "metrics.jsonl", start_step))
+        metrics_file = MetricsFile(self.run_dir / "metrics.jsonl", start_step)
+        self.is_evaluated = any(tag.startswith("eval/") for line in metrics_file.of_start_step for tag in line)
+        self._files.append(metrics_file)
         self._events = EventsFile(self.run_dir / "tensorboard", start_step)
         self._files.append(self._events)
         for summary in recipe_summaries(fields):
             self._events.add_summary(start_step, summary)
         if self.config.tracker:
             self._files.append(WandbRun(self.run_dir, fields))
-
-    def _has_evaluation(self, step: int) -> bool:
-        lines = read_metrics(self.run_dir / "metrics.jsonl")
-        return any(line["step"] == step and any(tag.startswith("eval/") for tag in line) for line in lines)
 
     def start_clock(self, data_wait_seconds: float) -> None:
         """Begins the interval that the next line of the log averages over."""
@@ -169,6 +168,7 @@ class Metrics:
 
     def log_evaluation(self, step: int, evaluate: Callable[[int], dict[str, float]]) -> None:
         """Evaluates, outside the clock, and writes the values."""
+        self.world.note(f"the evaluation after step {step}")
         began = time.perf_counter()
         with self.clock_stopped():
             values = evaluate(step)
