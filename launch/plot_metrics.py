@@ -1,7 +1,6 @@
 """Draws one metric of several runs against the step, from their metrics.jsonl, in one picture.
 
-python launch/plot_metrics.py --runs outputs/compare_gmlp outputs/compare_amlp outputs/compare_bert \
-    --tag eval/perplexity --output docs/compare.png
+python launch/plot_metrics.py --runs outputs/compare_gmlp outputs/compare_amlp --output compare.png
 """
 
 import argparse

@@ -23,8 +23,8 @@ claims. With three seeds the mean difference must be above 2.5 standard deviatio
 also chose the rate on these rows, which makes its loss a little too low, the more so where the rate matters little.
 Where the paper calls models level, the loss may be higher by {alike:.3f}: Table 3's difference, which it calls
 insignificant beside what scaling changes. Numbers in brackets are the paper's perplexities. Small models after few
-tokens tell how such models start, not where the paper's end. A Transformer's loss stays near 6 until attention forms;
-runs with such a loss ended before that.
+tokens tell how such models start, not where the paper's end. A Transformer's loss falls slowly until attention forms,
+and then fast; a run may end before that, with a loss far above the others'.
 
 ```bash
 python launch/science.py --output outputs/science --shards data/compare/shards
