@@ -8,16 +8,12 @@ It first prints what is left to do and how long that takes. Several processes wi
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
-from gmlp_scale.analysis.arrays import spatial_matrices
-from gmlp_scale.analysis.pictures import draw_matrices
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import write_text
 from gmlp_scale.run import start_world_of
-from gmlp_scale.saved_run import read_run
 from gmlp_scale.science.budget import budget
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
@@ -28,14 +24,14 @@ from gmlp_scale.telling import command
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, metavar="DIR", help="holds the runs' folders")
+    parser.add_argument("--output", required=True, metavar="DIR", help="holds the runs' folders, and results/")
     parser.add_argument("--shards", metavar="SHARDS_DIR", help="needed to train")
     titles = "; ".join(f"{part}: {title}" for part, (title, _) in PARTS.items())
     parser.add_argument("--part", action="append", choices=PARTS, help=f"may be repeated (default: all). {titles}")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of each model (default: %(default)s)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="only print what is left to do")
-    what.add_argument("--table", type=Path, metavar="FILE.md", help="write the page on what is done, and FILE.png")
+    what.add_argument("--table", type=Path, metavar="FILE.md", help="write the page on what is done")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of every run")
     options = parser.parse_intermixed_args()
     if options.seeds < 1:
@@ -44,7 +40,8 @@ def main() -> int:
         parser.error("--shards is needed without --table")
     table = Table(options.output, tuple(options.part or PARTS), options.seeds, tuple(options.overrides), options.shards)
     if options.table:
-        _write(options.table, table)
+        write_text(options.table, document(table))
+        print(options.table)
         return 0
     with start_world_of(next(table.runs())) as world:
         if world.size > 1:
@@ -54,16 +51,6 @@ def main() -> int:
         if not options.dry_run:
             train_all(table, world)
     return 0
-
-
-def _write(path: Path, table: Table) -> None:
-    is_trained = "gmlp_dense" in table.models and math.isfinite(table.losses("gmlp_dense").get(0, math.inf))
-    picture = path.with_suffix(".png") if is_trained else None
-    if picture:
-        matrices = spatial_matrices(read_run(table.trained("gmlp_dense", 0).folder))
-        draw_matrices(dict(enumerate(matrices))).savefig(picture, dpi=80, format="png")
-    write_text(path, document(table, picture and picture.name))
-    print(path)
 
 
 if __name__ == "__main__":

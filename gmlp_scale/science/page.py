@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -28,24 +28,34 @@ and then fast; a run may end before that, with a loss far above the others'.
 
 ```bash
 python launch/science.py --output outputs/science --shards data/compare/shards
-python launch/science.py --output outputs/science --table docs/science.md
+python launch/science.py --output docs/science --table docs/science.md
 ```
 
 The first command prints what is left to do, trains it, skips what is done and goes on with what was stopped. Several
-share the runs, such as two with `OMP_NUM_THREADS=1` on two cores. `--part b` trains one part, `--dry-run` nothing. The
-second command writes this page from what is done. Other sizes are had by fields in which a part's models do not differ,
-as `--part d model.d_model=512 model.d_ffn=3072 model.num_blocks=36`.
+share the runs, such as two with `OMP_NUM_THREADS=1` on two cores. `--part b` trains one part, `--dry-run` nothing.
+Other sizes are had by fields in which a part's models do not differ, as
+`--part d model.d_model=512 model.d_ffn=3072 model.num_blocks=36`.
+
+What a run gave is in outputs/science/results, and this page's results are in docs/science/results. From them the second
+command writes the page again. Copied to outputs/science/results, they count as done.
 """
+
+_PICTURE = """
+![W of every block of {name}](science.png)
+
+```bash
+python launch/plot_model.py matrices --run outputs/science/{name} --output docs/science.png
+```"""
 
 _COMMANDS = """## Commands
 
 Each run is an ordinary one of launch/pretrain.py. Here are those of seed 0 at the rates that are chosen; the
-others differ in the rate, the seed and the name. Each run's config.yaml has its shards, folder and precision.
+others differ in the rate, the seed and the name. Each run's config.yaml has its shards and folder.
 """
 
 
-def document(table: Table, picture: str | None) -> str:
-    """The page. `picture`: the file beside it with the matrices of gmlp_dense, if it is trained."""
+def document(table: Table) -> str:
+    """The page on what is done."""
     run = table.run(table.models[0], RATES[0], 0)
     tokens, precision = run.tokens_per_step.before(run.train.num_steps), table.precision()
     in_precision = f" in {precision}" if precision else ""
@@ -60,11 +70,12 @@ def document(table: Table, picture: str | None) -> str:
         lines += [f"## {title}", "", f"| model | parameters | loss of seed 0 at {grid} | loss | perplexity |"]
         lines += ["| --- | --- | --- | --- | --- |", *(_row(table, model) for model in models), ""]
         lines += [_told(table, quantity) for quantity in QUANTITIES if quantity.part == part]
-        if part == "d" and picture:
-            lines += ["", f"![the matrices W of gmlp_dense, seed 0]({picture})"]
+        if part == "d" and (rate := table.chosen_rate("gmlp_dense")):
+            lines.append(_PICTURE.format(name=table.run("gmlp_dense", rate, 0).name))
         lines.append("")
     rates = {model: table.chosen_rate(model) for model in table.models}
-    commands = [_command(table, model, rate) for model, rate in rates.items() if rate]
+    overrides = dict.fromkeys((*table.overrides, f"train.precision={precision}"))
+    commands = [_command(model, rate, overrides) for model, rate in rates.items() if rate]
     if commands:
         lines += [_COMMANDS, "```bash", *commands, "```", ""]
     return "\n".join(lines)
@@ -106,6 +117,6 @@ def _told(table: Table, quantity: Quantity) -> str:
     return sentence(quantity, table.values(quantity), counts, table.num_seeds)
 
 
-def _command(table: Table, model: str, rate: float) -> str:
+def _command(model: str, rate: float, overrides: Iterable[str]) -> str:
     recipe, *fields = arguments(model, rate, 0)
-    return shlex.join(["python", "launch/pretrain.py", "--config", recipe, *fields, *table.overrides])
+    return shlex.join(["python", "launch/pretrain.py", "--config", recipe, *fields, *overrides])

@@ -1,24 +1,32 @@
-"""The runs of the table: their order, what is done, and training the rest."""
+"""The runs of the table: their order, what is done, and training the rest.
+
+What a finished run gave is in OUTPUT/results/NAME.json. The page needs nothing else of it.
+"""
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
+
+from gmlp_scale.analysis.arrays import spatial_matrices
 from gmlp_scale.analysis.heldout import evaluate_models
 from gmlp_scale.config import ConfigError, RunConfig
-from gmlp_scale.continuing import check_unchanged
+from gmlp_scale.continuing import check_unchanged, with_defaults
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.files import create_file, read_file, write_text
+from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
 from gmlp_scale.saved_run import read_run
-from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained
+from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained, toeplitz_share
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.run_folder import RunFolderError
@@ -47,7 +55,7 @@ def _load(model: str, rate: float, seed: int, overrides: tuple[str, ...]) -> Run
 @dataclass(frozen=True)
 class Table:
     output: str
-    """The folder of the runs' folders."""
+    """The folder of the runs' folders and of results."""
     parts: tuple[str, ...]
     num_seeds: int
     overrides: tuple[str, ...]
@@ -86,15 +94,19 @@ class Table:
                     yield self.run(model, rate, seed)
 
     def result(self, run: RunConfig) -> dict | None:
-        """The content of a finished run's result.json; None if it is not there. ConfigError if it is of another run."""
+        """What a finished run gave; None if it is not done. ConfigError if the file is of another run."""
         try:
-            content = json.loads(read_file(f"{run.run_folder}/result.json"))
+            content = json.loads(read_file(self.place(run)))
         except FileNotFoundError:
             return None
-        if changed := check_unchanged(content["config"], run.to_json(), (*run.free_on_resume, "train.precision")):
+        before = with_defaults(content["config"], run)
+        if changed := check_unchanged(before, run.to_json(), (*run.free_on_resume, "train.precision")):
             needed = "needed are the fields of before, or another --output"
-            raise ConfigError(f"{run.run_folder} holds another run", changed, needed)
+            raise ConfigError(f"{self.place(run)} is of another run", changed, needed)
         return content
+
+    def place(self, run: RunConfig) -> str:
+        return f"{self.output}/results/{run.name}.json"
 
     def grid(self, model: str) -> dict[float, float | None]:
         """The loss of seed 0 at each rate; None where the run is not done."""
@@ -118,8 +130,8 @@ class Table:
         return [*self.grid(model).values()].count(None) + self.num_seeds - max(1, len(self.losses(model)))
 
     def trained(self, model: str, seed: int) -> Trained:
-        folder = self.run(model, self.chosen_rate(model), seed).run_folder
-        return Trained(self.losses(model)[seed], self.num_parameters(model), folder)
+        result = self.result(self.run(model, self.chosen_rate(model), seed))
+        return Trained(result["loss"], self.num_parameters(model), result.get("toeplitz_share", math.nan))
 
     def values(self, quantity: Quantity) -> list[float]:
         """The quantity on each seed for which all its runs are done."""
@@ -177,8 +189,7 @@ def train_all(table: Table, world: World) -> None:
             progress = run_task(Pretraining(run), world, StartUp(time.perf_counter()))
             if not progress.finished:
                 return
-            evaluated = evaluate_models([read_run(run.run_folder)], run.data.shards, HELDOUT_ROWS, world)
-            content["loss"] = evaluated["models"][0]["loss"]
+            content |= _measured(run, world)
         except RunFolderError as error:
             log.info("left to the process that trains it: %s", error)
             elsewhere.add(run.name)
@@ -186,6 +197,16 @@ def train_all(table: Table, world: World) -> None:
         except NotFiniteError as error:
             log.warning("%s counts as infinitely bad: %s", run.name, error)
             content["loss"] = float("inf")
-        write_text(f"{run.run_folder}/result.json", json.dumps(content, indent=2) + "\n")
+        write_text(table.place(run), json.dumps(content, indent=2) + "\n")
         elsewhere.clear()  # their process may have been stopped
     log.info("nothing is left to start; training elsewhere: %s", ", ".join(sorted(elsewhere)) or "nothing")
+
+
+def _measured(run: RunConfig, world: World) -> dict[str, float]:
+    """The held-out loss and, of a dense W, toeplitz_share: the mean of the blocks' shares."""
+    trained = read_run(run.run_folder)
+    measured = {"loss": evaluate_models([trained], run.data.shards, HELDOUT_ROWS, world)["models"][0]["loss"]}
+    if isinstance(run.model, GmlpConfig) and run.model.spatial == "dense":
+        shares = [toeplitz_share(matrix_NN) for matrix_NN in spatial_matrices(trained)]
+        measured["toeplitz_share"] = float(np.mean(shares))
+    return measured

@@ -3,10 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -25,11 +25,11 @@ from gmlp_scale.science.claims import (
     slope,
     toeplitz_share,
 )
-from gmlp_scale.science.page import sentence
+from gmlp_scale.science.page import document, sentence
 from gmlp_scale.science.runs import Table
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.run_folder import claimed
-from tests.forked import Script
+from tests.forked import ROOT, Script
 from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 
 TINY = [
@@ -77,7 +77,7 @@ def start(output: Path, *arguments: object, prepare=one_thread) -> tuple[str, st
 
 
 def done(output: Path) -> dict[str, str]:
-    return {path.parent.name: path.read_text() for path in output.glob("*/result.json")}
+    return {path.stem: path.read_text() for path in (output / "results").iterdir()}
 
 
 def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_path):
@@ -103,7 +103,15 @@ def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_pat
         shown = f"| {np.mean(seeds):.3f} ± {np.std(seeds, ddof=1):.3f} |"
         assert any(line.startswith(f"| {model} |") and shown in line for line in text.splitlines())
         assert "launch/pretrain.py --config compare_gmlp " in text and f"name={best}" in text
-    assert matplotlib.image.imread(tmp_path / "science.png").std() > 0.01 and "(science.png)" in text
+    shares = [json.loads(content).get("toeplitz_share", 0) for name, content in every.items() if "dense" in name]
+    assert all(0 < share < 1 for share in shares)
+    assert f"plot_model.py matrices --run outputs/science/{best} --output" in text  # of gmlp_dense
+
+    shutil.copytree(output / "results", tmp_path / "copied/results")
+    without_a_field = tmp_path / f"copied/results/{best}.json"  # as if the field were newer than the result
+    without_a_field.write_text(without_a_field.read_text().replace('"log_filters": false,', ""))
+    start(tmp_path / "copied", "--table", tmp_path / "copied.md")
+    assert (tmp_path / "copied.md").read_text() == text
 
     others = write_shards(tmp_path / "others", 40)
     options = ["--output", output, "--part", "d", "--dry-run", "--shards", others, *TINY, "train.precision=bf16"]
@@ -114,7 +122,7 @@ def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_pat
     code, _, errors = Script("launch/science.py", options).end()
     assert code == 2 and "train.num_steps: the checkpoint was trained with 4; the run says 8" in errors
 
-    changed = output / f"gmlp_rate_{RATES[0]:g}_seed_0/result.json"
+    changed = output / f"results/gmlp_rate_{RATES[0]:g}_seed_0.json"
     changed.write_text(changed.read_text().replace('"precision": "float32"', '"precision": "bf16"'))
     code, _, errors = Script("launch/science.py", [*options, "train.num_steps=4"]).end()
     assert code == 2 and "2 mistakes" in errors and "needed are runs on one text in one precision" in errors
@@ -171,7 +179,7 @@ def test_the_toeplitz_share_of_a_matrix():
 
 
 def test_a_slope_is_the_change_per_doubling():
-    assert slope(*(Trained(5 - 0.3 * power, 2**power, "") for power in (20, 21, 23))) == pytest.approx(-0.3)
+    assert slope(*(Trained(5 - 0.3 * power, 2**power) for power in (20, 21, 23))) == pytest.approx(-0.3)
 
 
 def test_models_are_of_one_size_but_for_the_depths_and_every_part_s_quantities_are_of_its_models():
@@ -184,3 +192,8 @@ def test_models_are_of_one_size_but_for_the_depths_and_every_part_s_quantities_a
     for quantity in QUANTITIES:
         assert set(quantity.models) <= set(PARTS[quantity.part][1])
     assert {run.tokens_per_step.before(run.train.num_steps) for run in table.runs()} == {16_384_000}
+
+
+def test_the_page_in_docs_is_written_from_the_results_beside_it():
+    written = (ROOT / "docs/science.md").read_text()
+    assert document(Table(f"{ROOT}/docs/science", tuple(PARTS), 3, ())) == written
