@@ -171,17 +171,22 @@ def create_file(url: str | Path, content: bytes) -> None:
 def write_file(url: str | Path, content: bytes) -> None:
     """Write a file so that it appears under its name only when whole.
 
-    A local file is written under a temporary name, fsynced and renamed; an object store's put is whole by itself.
+    A local file is written under a temporary name, fsynced and renamed; an object store's put is whole by itself. A
+    device or a pipe, such as /dev/stdout, is written to.
     """
     filesystem, path = open_filesystem(url)
     if not isinstance(filesystem, LocalFileSystem):
         with_retries(lambda: filesystem.pipe_file(path, content), f"writing {url}")
         return
-    temporary = _write_temporary(Path(path), content)
+    file = Path(path).resolve()
+    if not file.is_file() and Path(path).exists():
+        Path(path).write_bytes(content)
+        return
+    temporary = _write_temporary(file, content)
     # Opened before the rename: whoever waits for this file may then move the folder on.
-    directory = os.open(Path(path).parent, os.O_RDONLY)
+    directory = os.open(file.parent, os.O_RDONLY)
     try:
-        os.replace(temporary, path)
+        os.replace(temporary, file)
         os.fsync(directory)
     finally:
         os.close(directory)

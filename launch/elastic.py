@@ -2,7 +2,7 @@
 
 Start the same command on every host, and again on a host that comes back:
 
-    python launch/elastic.py --hosts 2:4 --ranks-per-host 8 --rendezvous HOST:PORT --config configs/pretrain/gmlp_base.yaml
+    python launch/elastic.py --hosts 1:2 --ranks-per-host 8 --rendezvous HOST:PORT --config configs/pretrain/gmlp_base.yaml train.micro_batch_size=8
 
 The hosts meet at a store at HOST:PORT. If HOST is one of them, it opens the store, and the job ends when it is lost. To
 survive the loss of any host, let HOST be another machine, which keeps the store of one job in a process of its own:

@@ -2,7 +2,7 @@
 
 python launch/science.py --output outputs/science --shards data/compare/shards --dry-run
 python launch/science.py --output outputs/science --shards data/compare/shards --part b
-python launch/science.py --output outputs/science --table docs/science.md
+python launch/science.py --output outputs/science --table science.md
 
 It first prints what is left to do and how long that takes. Several processes with the same --output share the runs.
 """

@@ -1,9 +1,10 @@
 import logging
+import os
 import ssl
 
 import pytest
 
-from gmlp_scale.files import PlaceError, is_local, open_filesystem, print_error, redacted, with_retries
+from gmlp_scale.files import PlaceError, is_local, open_filesystem, print_error, redacted, with_retries, write_file
 
 
 def test_a_url_that_nothing_opens_is_one_clear_error():
@@ -14,6 +15,18 @@ def test_a_url_that_nothing_opens_is_one_clear_error():
 def test_local_paths_are_told_from_stores():
     assert is_local("/a/b") and is_local("file:///a/b")
     assert not is_local("memory://a/b")
+
+
+def test_a_pipe_is_written_to_and_a_link_leads_to_its_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_file(tmp_path / "pipe", b"page")
+    assert os.read(reader, 9) == b"page" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    (tmp_path / "link").symlink_to("folder/file")
+    for content in (b"one", b"two"):
+        write_file(tmp_path / "link", content)
+        assert (tmp_path / "folder/file").read_bytes() == content and (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,12 @@ python launch/science.py --output docs/science --table docs/science.md
 
 The first command prints what is left to do, trains it, skips what is done and goes on with what was stopped. Several
 share the runs, such as two with `OMP_NUM_THREADS=1` on two cores. `--part b` trains one part, `--dry-run` nothing.
-Other sizes are had by fields in which a part's models do not differ, as
+To train other sizes, give fields that are the same for all models of a part, as
 `--part d model.d_model=512 model.d_ffn=3072 model.num_blocks=36`.
 
-What a run gave is in outputs/science/results, and this page's results are in docs/science/results. From them the second
-command writes the page again. Copied to outputs/science/results, they count as done.
+What a run gave is in outputs/science/results; `--output outputs/science --table science.md` writes a page of it. The
+second command writes this page from docs/science/results. Copied to outputs/science/results, these count as done, for
+runs on the same shards.
 """
 
 _PICTURE = """

@@ -53,12 +53,12 @@ hosts see, or at URLs.
 | | command | stops and saves at |
 |---|---|---|
 | Slurm | `sbatch --nodes 4 launch/slurm/pretrain.sbatch --config ... ` | `scancel --signal=USR1`, also with `--full`, `scontrol requeue`, the time limit |
-| the same, with restarts on the nodes that are left | `sbatch --nodes 4 launch/slurm/elastic.sbatch --hosts 2:4 --config ...` | the same |
+| the same, with restarts on the nodes that are left | `sbatch --nodes 2 launch/slurm/elastic.sbatch --hosts 1:2 --config ...` | the same |
 | DeepSpeed | `deepspeed --hostfile hosts launch/pretrain.py --config ...` on one host | SIGTERM or Ctrl-C to it, or SIGTERM to a rank |
 | torchrun | `torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --rdzv_id JOB launch/pretrain.py --config ...` on every host | SIGTERM to a rank |
-| the same, with hosts that come and go | `python launch/elastic.py --hosts 2:4 --ranks-per-host 8 --rendezvous HOST:PORT --config ...` on every host | SIGTERM or Ctrl-C to one of them |
+| the same, with hosts that come and go | `python launch/elastic.py --hosts 1:2 --ranks-per-host 8 --rendezvous HOST:PORT --config ...` on every host | SIGTERM or Ctrl-C to one of them |
 | Kubernetes | `kubectl create --filename launch/kubernetes/pretrain.yaml`, which starts `launch/elastic.py` in a pod for each host | deleting or draining a pod: all save, and the Job starts them again |
-| SkyPilot | `sky jobs launch launch/skypilot.yaml` | a preempted instance: the job starts again and resumes |
+| SkyPilot | `sky jobs launch --env BUCKET=s3://YOUR-BUCKET launch/skypilot.yaml` | a preempted instance: the job starts again and resumes |
 
 Give two jobs that share a host different ports: `MASTER_PORT`, `--rdzv_endpoint`, `deepspeed --master_port`. The Slurm
 script takes one that follows from the job's number. A rank that reaches another run's store is refused, with the names
@@ -79,11 +79,12 @@ The ranks of a host that is cut off end too, but torchrun's agent there stays un
 minutes later (net.ipv4.tcp_retries2).
 
 `launch/elastic.py` goes on by itself: with the hosts that are left, as long as there are LEAST of them, and with more as
-soon as they join. It refuses a range of hosts of which one number of ranks does not divide the batch. Every start resumes
+soon as they join. Every number of hosts in the range must fit: ranks x `train.micro_batch_size` divides the batch. On hosts
+of 8 GPUs a batch of 256 fits 1, 2 or 4 of them, so give `1:2` or `4`; a batch of 384 also fits `2:4`. Every start resumes
 from the newest checkpoint with the same global batches. To take a host away, kill its launcher (SIGKILL).
-What a restart would meet again ends the run on all hosts with its message, and exit code 2: a mistake in what was asked,
-a corrupt shard, a loss that is not finite. On each host the ranks are forked from a process that has imported all that is slow.
-The hosts meet at a store. One of the hosts has it, and the job ends with that host; or, where any host may be lost,
+What a restart would meet again ends the run on all hosts: a mistake in what was asked, a corrupt shard, a loss that is
+not finite. The host where it happened prints the message and leaves with 2. A host that only lost the others leaves with 3.
+On each host the ranks are forked from a process that has imported all that is slow. The hosts meet at a store. One of the hosts has it, and the job ends with that host; or, where any host may be lost,
 another machine has it: `launch/elastic.py --help` has the line.
 
 ## What was tried
