@@ -4,6 +4,7 @@ repeated.
 A URL may hold a password or a signature. `redacted` takes them out of all that is written or printed.
 """
 
+import argparse
 import errno
 import logging
 import os
@@ -74,6 +75,13 @@ def is_url(place: str | Path) -> bool:
     """Whether a place is written as a URL, of a known kind or not. s3:/bucket and pipe:ls count as URLs too, since
     nobody means a folder by them."""
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|.*://|pipe:", str(place)))
+
+
+def local_path(text: str) -> Path:
+    """For argparse: a place that must be on this machine. Path alone would make a folder s3: of s3://bucket."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"found {redacted(text)}; needed: a path of this machine, not a URL")
+    return Path(text)
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:

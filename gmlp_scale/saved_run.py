@@ -91,7 +91,9 @@ def open_checkpoint(
 
 
 def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:
-    """Every complete checkpoint of a run, in the order of steps. A warning names each damaged one.
+    """Every complete checkpoint of a run, in the order of steps.
+
+    A warning names each damaged one, and each that the run, which may still train, has deleted meanwhile.
 
     Raises:
         TrainedModelError: no checkpoint is complete.
@@ -100,7 +102,10 @@ def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:
     for step in saved_steps(run_folder):
         try:
             trained = read_run(run_folder, step)
-        except CheckpointError as error:
+        except (CheckpointError, TrainedModelError, FileNotFoundError) as error:
+            is_damaged = isinstance(error, CheckpointError)
+            if not is_damaged and step in saved_steps(run_folder):
+                raise
             log.warning("checkpoint passed over: %s", error)
             continue
         found = True

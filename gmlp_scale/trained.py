@@ -90,8 +90,14 @@ class TrainedModel:
         return model.eval()
 
     def tokenizer(self) -> Tokenizer:
-        """Raises TrainedModelError if the folder now holds another tokenizer."""
-        tokenizer = Tokenizer(self.tokenizer_folder)
+        """Raises TrainedModelError if the folder is gone or now holds another tokenizer."""
+        try:
+            tokenizer = Tokenizer(self.tokenizer_folder)
+        except FileNotFoundError as error:
+            raise TrainedModelError(
+                f"no tokenizer at {self.tokenizer_folder}, which {self.place} was trained with: put it back; if it is "
+                "a relative path, start this in the folder in which the training was started"
+            ) from error
         if tokenizer.sha256 != self.tokenizer_sha256:
             raise TrainedModelError(
                 f"{self.tokenizer_folder} is not the tokenizer that {self.place} was trained with: put that one back"

@@ -14,11 +14,10 @@ import argparse
 import datetime
 import json
 import sys
-from pathlib import Path
 
 from gmlp_scale.benchmark.comparison import read_report, table, worsened
 from gmlp_scale.benchmark.parts import PARTS, USUAL_PARTS, measure
-from gmlp_scale.files import write_text
+from gmlp_scale.files import local_path, write_text
 from gmlp_scale.telling import command
 
 
@@ -27,14 +26,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", action="append", help="a recipe, whose micro-batch is timed; may be repeated")
-    what.add_argument("--table", type=Path, metavar="FILE.json", help="only print this report as Markdown tables")
+    what.add_argument("--table", type=local_path, metavar="FILE.json", help="only print this report as Markdown tables")
     usual, known = ",".join(USUAL_PARTS), ",".join(PARTS)
     parser.add_argument("--parts", default=usual, help=f"parts of {known} (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each contender (default: %(default)s)")
     parser.add_argument("--no-peers", action="store_true", help="leave out other people's models")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the report to this file")
+    parser.add_argument("--output", type=local_path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE.json", help="name what is over 5 %% worse than in this report; exit 1"
+        "--compare",
+        type=local_path,
+        metavar="FILE.json",
+        help="name what is over 5 %% worse than in it; exit 1",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()

@@ -10,13 +10,12 @@ import argparse
 import datetime
 import json
 import sys
-from pathlib import Path
 
 import torch
 
 from gmlp_scale.benchmark.image_loading import measure_image_loading
 from gmlp_scale.benchmark.parts import describe_machine
-from gmlp_scale.files import write_text
+from gmlp_scale.files import local_path, write_text
 from gmlp_scale.recipe_file import load_config
 from gmlp_scale.tasks.images import ImagesConfig
 from gmlp_scale.telling import command
@@ -28,7 +27,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a recipe with task: images")
     parser.add_argument("--images", type=int, default=4096, help="a multiple of the micro-batch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each loader (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the report to this file")
+    parser.add_argument("--output", type=local_path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     run = load_config(ImagesConfig, options.config, options.overrides)

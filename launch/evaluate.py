@@ -13,7 +13,6 @@ RUN_DIR/tensorboard/probe.
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from gmlp_scale.analysis.heldout import evaluate_models, table, write_curve
 from gmlp_scale.analysis.probe import add_probe_scores, load_probe
@@ -38,7 +37,7 @@ def main() -> int:
     parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="shards with held-out rows")
     rows = "how many held-out rows, from the first on (default: train.num_evaluation_rows, as in training)"
     parser.add_argument("--rows", type=int, help=rows)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the figures to this file")
+    parser.add_argument("--output", metavar="FILE_OR_URL.json", help="also write the figures to this file")
     parser.add_argument("--finetune-probe", choices=TASKS, metavar="TASK", help=f"one of {', '.join(TASKS)}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of the probe's recipe")
     options = parser.parse_intermixed_args()
@@ -52,25 +51,27 @@ def main() -> int:
         if world.size > 1:
             raise InputError("launch/evaluate.py is one process: start it without torchrun or deepspeed")
         set_up_logging(world)
-        content = _evaluate(options, world)
-    print(f"{options.run or options.export}: {table(content)}")
-    if options.output:
-        write_text(options.output, json.dumps(content, indent=2) + "\n")
+        _evaluate(options, world)
     return 0
 
 
-def _evaluate(options: argparse.Namespace, world: World) -> dict:
+def _evaluate(options: argparse.Namespace, world: World) -> None:
+    """Prints and writes the figures, also where what follows the evaluation fails."""
     probe_config = load_probe(options.finetune_probe, options.overrides) if options.finetune_probe else None
     if options.export:
         models = [read_export(options.export)]
     else:
         models = read_all_steps(options.run) if options.all_steps else [read_run(options.run, options.step)]
     content = evaluate_models(models, options.shards, options.rows, world)
-    if options.all_steps:
-        write_curve(content, options.run)
-    if probe_config:
-        add_probe_scores(content, options.run, probe_config, world)
-    return content
+    try:
+        if options.all_steps:
+            write_curve(content, options.run)
+        if probe_config:
+            add_probe_scores(content, options.run, probe_config, world)
+    finally:
+        print(f"{options.run or options.export}: {table(content)}")
+        if options.output:
+            write_text(options.output, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

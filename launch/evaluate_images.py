@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import torch
 
@@ -16,7 +15,7 @@ from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import TrainedClassifier, read_image_run, read_timm
-from gmlp_scale.files import write_text
+from gmlp_scale.files import local_path, write_text
 from gmlp_scale.tasks.images import evaluate_images
 from gmlp_scale.telling import command
 from gmlp_scale.world import World, start_world
@@ -27,13 +26,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
-    source.add_argument("--timm", type=Path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
+    source.add_argument("--timm", type=local_path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
     parser.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
     parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="a folder that prepare_images.py wrote")
     parser.add_argument("--cache-dir", metavar="DIR", help="keeps copies of the shards; needed for shards at a URL")
     parser.add_argument("--batch-size", type=int, default=64, help="images in a forward pass (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes that decode images (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the scores to this file")
+    parser.add_argument("--output", metavar="FILE_OR_URL.json", help="also write the scores to this file")
     options = parser.parse_args()
     if options.step is not None and options.timm:
         parser.error("--step needs --run")

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from gmlp_scale.export.card import Publication
 from gmlp_scale.export.folder import check_is_free, export_checkpoint
 from gmlp_scale.export.hub import open_repository, push
+from gmlp_scale.files import local_path
 from gmlp_scale.saved_run import read_all_steps, read_run
 from gmlp_scale.telling import command
 from gmlp_scale.train.checkpoint import folder_name
@@ -30,7 +31,7 @@ def main() -> int:
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--every-step", action="store_true", help="every complete checkpoint, each in HF_DIR/step_...")
-    parser.add_argument("--output", type=Path, metavar="HF_DIR", help="a new folder")
+    parser.add_argument("--output", type=local_path, metavar="HF_DIR", help="a new folder")
     parser.add_argument("--push-to-hub", metavar="OWNER/NAME", help="a model repository of the Hugging Face Hub")
     card = parser.add_argument_group("for the model card, which says unknown where nothing is given")
     card.add_argument("--license", help="the model's license by its name on the Hub, such as apache-2.0")

@@ -7,10 +7,10 @@ python launch/export_images.py --timm gmlp_s16_224.safetensors --output exports/
 
 import argparse
 import sys
-from pathlib import Path
 
 from gmlp_scale.export.folder import check_is_free
 from gmlp_scale.export.image_models import read_image_run, read_timm, write_image_export, write_timm
+from gmlp_scale.files import local_path
 from gmlp_scale.telling import command
 
 
@@ -19,10 +19,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
-    source.add_argument("--timm", type=Path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
+    source.add_argument("--timm", type=local_path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
     parser.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
-    parser.add_argument("--output", type=Path, metavar="HF_DIR", help="a new folder")
-    parser.add_argument("--output-timm", type=Path, metavar="FILE.safetensors", help="a file that timm's model loads")
+    parser.add_argument("--output", type=local_path, metavar="HF_DIR", help="a new folder")
+    parser.add_argument(
+        "--output-timm", type=local_path, metavar="FILE.safetensors", help="a file that timm's model loads"
+    )
     options = parser.parse_args()
     if not options.output and not options.output_timm:
         parser.error("give --output, --output-timm or both")

@@ -8,8 +8,8 @@ torchrun --nproc_per_node 8 launch/finetune.py --config configs/finetune/squad_v
 
 import argparse
 import sys
-from pathlib import Path
 
+from gmlp_scale.files import local_path
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
@@ -32,7 +32,7 @@ def main() -> int:
         "--grid", action="store_true", help="try the recipe's grid first; the seeds run at its best point"
     )
     parser.add_argument(
-        "--glue", type=Path, metavar="GLUE_DIR", help="finetune on all of GLUE; the folders CoLA to RTE are here"
+        "--glue", type=local_path, metavar="GLUE_DIR", help="finetune on all of GLUE; the folders CoLA to RTE are here"
     )
     parser.add_argument(
         "--from-mnli", action="store_true", help="with --glue: MRPC, STS-B and RTE start from the model of MNLI"

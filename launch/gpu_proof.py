@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from gmlp_scale.benchmark.proof_report import record, record_not_run
+from gmlp_scale.files import local_path
 
 RUNS = ("engines", "recipe", "stop", "auto", "compile")
 
@@ -71,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         runs.add_argument("--config", required=True)
         runs.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     adding = parts.add_parser("record")
-    adding.add_argument("folder", type=Path, metavar="OUT")
+    adding.add_argument("folder", type=local_path, metavar="OUT")
     adding.add_argument("name", metavar="PART")
     adding.add_argument("--not-run", metavar="REASON")
     adding.add_argument("--code", type=int, help="the exit code of the part's command")
     adding.add_argument("--seconds", type=int)
     adding.add_argument("--limit", type=int)
     adding.add_argument("--command")
-    adding.add_argument("--printed", type=Path, metavar="FILE", help="the part's standard output")
+    adding.add_argument("--printed", type=local_path, metavar="FILE", help="the part's standard output")
     return parser
 
 

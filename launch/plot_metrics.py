@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from gmlp_scale.errors import InputError
+from gmlp_scale.files import local_path
 from gmlp_scale.telling import command
 from gmlp_scale.train.log_files import read_metrics
 
@@ -17,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")
     parser.add_argument("--tag", default="eval/perplexity", help="a key of metrics.jsonl (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FILE.png")
     options = parser.parse_args()
 
     from matplotlib.figure import Figure
@@ -26,22 +27,24 @@ def main() -> int:
     axes = figure.subplots()
     for run_dir in options.runs:
         try:
-            lines = [line for line in read_metrics(f"{run_dir}/metrics.jsonl") if options.tag in line]
+            all_lines = read_metrics(f"{run_dir}/metrics.jsonl")
         except OSError as error:
             found = error.strerror or error
             raise InputError(f"{run_dir}: no metrics.jsonl ({found}); --runs takes run folders") from error
+        lines = [line for line in all_lines if options.tag in line]
         if not lines:
-            raise InputError(f"{run_dir}/metrics.jsonl: no line has {options.tag}")
+            tags = sorted({tag for line in all_lines for tag in line} - {"step"}) or ["none"]
+            raise InputError(f"{run_dir}/metrics.jsonl: no line has {options.tag}; there are {', '.join(tags)}")
         values = [line[options.tag] for line in lines]
         axes.plot(
-            [line["step"] for line in lines], values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.2f})"
+            [line["step"] for line in lines], values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.4g})"
         )
     # A loss is already a logarithm.
     axes.set(xlabel="step", ylabel=options.tag, yscale="linear" if options.tag.endswith("/loss") else "log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.output, dpi=120)
+    figure.savefig(options.output, dpi=120, format="png")
     print(options.output)
     return 0
 

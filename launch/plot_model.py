@@ -23,6 +23,7 @@ from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import read_image_run
+from gmlp_scale.files import local_path
 from gmlp_scale.filters import draw_filters
 from gmlp_scale.saved_run import read_run
 from gmlp_scale.telling import command
@@ -56,7 +57,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     output = argparse.ArgumentParser(add_help=False)
-    output.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    output.add_argument("--output", type=local_path, required=True, metavar="FILE.png")
     output.add_argument(
         "--tensorboard", metavar="DIR_OR_URL", help="TensorBoard's folder for the picture (default: in the --run)"
     )

@@ -9,7 +9,6 @@ It first prints what is left to do and how long that takes. Several processes wi
 
 import argparse
 import sys
-from pathlib import Path
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import write_text
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of each model (default: %(default)s)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="only print what is left to do")
-    what.add_argument("--table", type=Path, metavar="FILE.md", help="write the page on what is done")
+    what.add_argument("--table", metavar="FILE_OR_URL.md", help="write the page on what is done")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of every run")
     options = parser.parse_intermixed_args()
     if options.seeds < 1:

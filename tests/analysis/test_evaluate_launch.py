@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import export_pretrained
+from gmlp_scale.saved_run import read_all_steps
 from gmlp_scale.train.log_files import read_metrics
 from launch.evaluate import main
 from tests.analysis.pretrained_runs import write_shards
@@ -89,6 +90,23 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(runs, run_dir, launched, 
     (run_dir / "checkpoints" / "step_000000004" / "DONE").unlink()
     code, printed, error = launched(main, *options)
     assert (code, printed) == (2, "") and "holds no complete checkpoint" in error
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over(run_dir, caplog):
+    checkpoints = read_all_steps(run_dir)
+    assert next(checkpoints).step == 2
+    shutil.rmtree(run_dir / "checkpoints" / "step_000000004")
+    assert not list(checkpoints) and "passed over" in caplog.text and "step 4; it has those of 2" in caplog.text
+
+
+def test_figures_are_printed_and_written_where_the_curve_cannot_be(runs, run_dir, launched, tmp_path):
+    shutil.rmtree(run_dir / "tensorboard")
+    (run_dir / "tensorboard").touch()
+    options = ["--run", run_dir, "--all-steps", "--shards", runs / "shards", "--output", tmp_path / "result.json"]
+    code, printed, error = launched(main, *options)
+    assert code and "tensorboard" in error
+    steps = [model["step"] for model in json.loads((tmp_path / "result.json").read_text())["models"]]
+    assert steps == [2, 4] and [line.split()[0] for line in printed.splitlines()[2:]] == ["unigram", "2", "4"]
 
 
 def test_the_probe_finetunes_each_checkpoint(runs, run_dir, launched, tmp_path):

@@ -124,6 +124,7 @@ def test_inspected_batch_is_that_of_training(story):
         (["launch/evaluate.py", "--run", "absent", "--shards", "absent"], "no run at absent"),
         (["launch/fill_mask.py", "--run", "absent", "no mask here"], "no <mask> in"),
         (["launch/plot_metrics.py", "--runs", "absent", "--output", "x.png"], "no metrics.jsonl"),
+        (["launch/plot_metrics.py", "--runs", "absent", "--output", "s3://bucket/x.png"], "needed: a path of this"),
         (
             ["launch/pretrain.py", "--config", "configs/pretrain/smoke.yaml", "data.shards=absent"],
             "no shards at absent",
