@@ -100,9 +100,12 @@ class FileReader:
         self._part = part
         self._num_parts = num_parts
         self._raw: BinaryIO | None = None
+        self._fraction_read: float | None = None  # of a Parquet file's rows: its columns are not read in their order
 
     @property
     def bytes_read(self) -> int:
+        if self._fraction_read is not None:
+            return int(self._file.num_bytes * self._fraction_read)
         return self._raw.tell() if self._raw and not self._raw.closed else 0
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
@@ -147,10 +150,9 @@ class FileReader:
         import pyarrow
         import pyarrow.parquet
 
-        line = num_lines = 0
+        line, self._fraction_read = 0, 0.0
         try:
             table = pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True)
-            num_lines = table.metadata.num_rows
             names = table.schema_arrow.names
             if self._text_field not in names:
                 raise InputError(
@@ -160,13 +162,13 @@ class FileReader:
             for batch in table.iter_batches(batch_size=256, columns=[self._text_field]):
                 for text in batch.column(0).to_pylist():
                     line += 1
+                    self._fraction_read = line / table.metadata.num_rows
                     if self._is_own(line):
                         yield self._check_value(text, line)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
                 raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
-            bytes_read = self._file.num_bytes * line // max(1, num_lines)  # a guess: the records lie in their order
-            raise BadFileError(self._file, bytes_read, str(error)) from error
+            raise BadFileError(self._file, self.bytes_read, str(error)) from error
 
     def _check_value(self, text: object, line: int) -> Record | BadRecord:
         if not isinstance(text, str):

@@ -66,6 +66,14 @@ def test_parquet(tmp_path):
         read(tmp_path / "a.parquet")
 
 
+def test_the_bytes_read_of_parquet_grow_with_the_rows(tmp_path):
+    """pyarrow reads the footer first and whole column chunks ahead."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{n} {n**9}" for n in range(1000)]}), tmp_path / "a.parquet")
+    (file,) = find_inputs([f"{tmp_path}/a.parquet"])
+    reader = FileReader(file, text_field="text", max_record_bytes=1000)
+    assert [reader.bytes_read for _ in reader] == [file.num_bytes * row // 1000 for row in range(1, 1001)]
+
+
 def tar_file(path, members: dict[str, bytes]) -> None:
     with path.open("wb") as file, webdataset.TarWriter(file) as writer:
         for name, content in members.items():
