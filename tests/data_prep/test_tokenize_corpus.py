@@ -261,15 +261,19 @@ def test_mistakes_are_one_clear_error(corpus, tokenize, tokenizer_dir, tmp_path)
         JobOptions.checked(options | {"executor": "slurm", "slurm_partition": "cpu"})
 
 
-def test_dry_run_estimates_and_writes_nothing(corpus, tokenize, tmp_path):
-    printed = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--dry-run")
+@pytest.mark.parametrize("packing", ["packed", "document"])
+def test_dry_run_estimates_and_writes_nothing(packing, corpus, tokenize, tmp_path):
+    options = ("--packing", packing, "--tasks", 4)
+    printed = tokenize(f"{corpus}/*.gz", tmp_path / "out", *options, "--dry-run")
     assert not (tmp_path / "out").exists()
-    estimates = dict(line.rsplit(maxsplit=1) for line in printed.strip().splitlines())
-    assert estimates["  estimated documents"].replace(",", "") == "900"
-    tokenize(f"{corpus}/*.gz", tmp_path / "out")
+    estimates = dict(line.replace(",", "").rsplit(maxsplit=1) for line in printed.strip().splitlines())
+    assert estimates["  estimated documents"] == "900"
+    tokenize(f"{corpus}/*.gz", tmp_path / "out", *options)
     report = json.loads((tmp_path / "out/report.json").read_text())
     rows = report["train_rows"] + report["heldout_rows"]
-    assert abs(int(estimates["  estimated rows"].replace(",", "")) - rows) <= 6
+    assert abs(int(estimates["  estimated rows"]) - rows) <= (8 if packing == "packed" else 0)
+    splits = Manifest.load(tmp_path / "out").splits
+    assert abs(int(estimates["  estimated shards"]) - len(splits.train) - len(splits.heldout)) <= 2
 
 
 def test_dry_run_estimates_from_the_beginning_of_long_files(tokenize, tmp_path):
