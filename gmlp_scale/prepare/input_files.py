@@ -1,9 +1,11 @@
 """Finding and reading input files: JSON lines, Parquet, text and webdataset's tar files, by glob or URL.
 
+A UTF-8 byte-order mark, as some Windows programs write at a file's start, is no part of a text.
 A record that cannot be read comes out as a BadRecord with its place, never as an exception, and is never left out.
 A file that ends too early or is damaged raises BadFileError after the records that could be read.
 """
 
+import codecs
 import itertools
 import re
 from collections import Counter
@@ -138,7 +140,7 @@ class FileReader:
 
     def _parse(self, content: bytes, line: int) -> Record | BadRecord:
         try:
-            document = orjson.loads(content)
+            document = orjson.loads(content.removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError:
             return BadRecord(line, "broken JSON" if _is_utf8(content) else "invalid UTF-8", _excerpt(content))
         text = document.get(self._text_field) if isinstance(document, dict) else None
@@ -213,7 +215,7 @@ class FileReader:
 
     def _decode(self, content: bytes, line: int) -> Record | BadRecord:
         try:
-            return Record(content.decode(), line)
+            return Record(content.decode("utf-8-sig"), line)
         except UnicodeDecodeError:
             return BadRecord(line, "invalid UTF-8", _excerpt(content))
 

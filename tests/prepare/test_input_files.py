@@ -1,3 +1,4 @@
+import codecs
 import gzip
 import io
 import json
@@ -183,6 +184,16 @@ def test_text_files_keep_every_character_and_are_cut_at_line_ends(tmp_path):
         parts = [record.text for record in read(tmp_path / name)]
         assert "".join(parts) == text and len(parts) == 3 and all(part.endswith("\n") for part in parts)
     assert [record.reason for record in read(tmp_path / "bad.txt")] == ["invalid UTF-8"]
+
+
+def test_a_byte_order_mark_costs_no_document_and_stays_in_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + lines())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(codecs.BOM_UTF8 + b"the text"))
+    members = {"0.txt": b"first", "1.json": b'{"text": "second"}', "2.jsonl": lines(["third", "fourth"])}
+    tar_file(tmp_path / "a.tar", {name: codecs.BOM_UTF8 + content for name, content in members.items()})
+    assert [record.text for record in read(tmp_path / "a.jsonl")] == TEXTS
+    assert [record.text for record in read(tmp_path / "a.txt.gz")] == ["the text"]
+    assert [record.text for record in read(tmp_path / "a.tar")] == ["first", "second", "third", "fourth"]
 
 
 def test_a_text_without_line_ends_is_cut_between_characters(tmp_path):
