@@ -242,8 +242,8 @@ def check_bad_files(bad_files: list[dict], max_bad_files: int) -> None:
             for bad in bad_files[:3]
         )
         raise InputError(
-            f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again, or "
-            "raise --max-bad-files to do without the rest of each"
+            f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again (a job "
+            "that has begun then needs another --output), or raise --max-bad-files to do without the rest of each"
         )
 
 
