@@ -6,12 +6,12 @@ A file that ends too early or is damaged raises BadFileError after the records t
 """
 
 import codecs
+import glob
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import BinaryIO
 
 import orjson
@@ -64,14 +64,21 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
 
 def _files_of(source: str, option: str) -> list[InputFile]:
     filesystem, pattern = open_filesystem(source)
-    matches = with_retries(partial(filesystem.glob, pattern, detail=True), f"listing {source}")
-    files = [
-        InputFile(filesystem.unstrip_protocol(path).removeprefix("file://"), info["size"])
-        for path, info in sorted(matches.items())
-        if info["type"] == "file"
-    ]
+
+    def look() -> dict[str, dict]:
+        if "[" in pattern and filesystem.exists(pattern):  # a name with a bracket, which glob takes for a choice
+            return {pattern: filesystem.info(pattern)}
+        return filesystem.glob(pattern, detail=True)
+
+    matches = with_retries(look, f"listing {source}")
+    urls = {path: filesystem.unstrip_protocol(path).removeprefix("file://") for path in sorted(matches)}
+    files = [InputFile(url, matches[path]["size"]) for path, url in urls.items() if matches[path]["type"] == "file"]
+    folders = [url for path, url in urls.items() if matches[path]["type"] == "directory"]
+    if not files and folders:
+        raise InputError(f"{option} {source}: {folders[0]} is a folder: give '{glob.escape(folders[0])}/*.jsonl.gz'")
     if not files:
-        raise InputError(f"{option} {source} matches no file")
+        hint = "; in a glob [[] stands for a bracket in a name" if "[" in source else ""
+        raise InputError(f"{option} {source} matches no file{hint}")
     # A table's labels must not become text to train on; texts to look for may stand beside labels.
     readable = {suffix: kind for suffix, kind in SUFFIXES.items() if kind != "table" or option == "--decontaminate"}
     unreadable = [file.url for file in files if file.kind not in readable.values()]

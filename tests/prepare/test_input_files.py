@@ -294,6 +294,20 @@ def test_tasks_share_the_files(num_files, num_tasks):
         assert sorted(parts) == [(part, len(parts)) for part in range(len(parts))]
 
 
+def test_folders_and_names_with_brackets(tmp_path):
+    folder = tmp_path / "texts [2024]"
+    folder.mkdir()
+    (folder / "a [1].jsonl").write_bytes(lines())
+    assert [file.url for file in find_inputs([f"{folder}/a [1].jsonl"])] == [f"{folder}/a [1].jsonl"]
+    assert find_inputs([f"{tmp_path}/texts [[]2024]/*.jsonl"]) == find_inputs([f"{folder}/a [1].jsonl"])
+    with pytest.raises(InputError, match=r"matches no file; in a glob \[\[\] stands for a bracket in a name"):
+        find_inputs([f"{folder}/*.jsonl"])
+    for source in (folder, f"{folder}/", f"{tmp_path}/tex*"):
+        with pytest.raises(InputError) as error:
+            find_inputs([str(source)])
+        assert f"{folder} is a folder: give '{tmp_path}/texts [[]2024]/*.jsonl.gz'" in str(error.value)
+
+
 def test_sources_that_are_not_there_or_not_readable(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / "b.csv").write_bytes(b"1,2")
