@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
     options = parser.parse_args()
     if options.max_bad_images < 0:
-        parser.error("--max-bad-images must not be negative")
+        parser.error(f"--max-bad-images is {options.max_bad_images}; it must be at least 0")
     if options.images_per_shard < 1 or options.workers < 1:
         parser.error("--images-per-shard and --workers must be at least 1")
     if options.heldout_fraction is not None and not 0 < options.heldout_fraction < 1:

@@ -206,7 +206,7 @@ def test_mistakes_are_one_clear_message(folder, tmp_path, capsys):
     assert "leaves 24 of 24" in message("--input", folder, "--heldout-fraction", 0.01)
     with pytest.raises(SystemExit):
         prepare("--input", folder, "--heldout-fraction", 0.1, "--output", tmp_path / "shards", "--max-bad-images", -1)
-    assert "--max-bad-images must not be negative" in capsys.readouterr().err
+    assert "--max-bad-images is -1; it must be at least 0" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="prepare_images"):
         ImageManifest.load(tmp_path / "shards")
 

@@ -272,6 +272,9 @@ def test_mistakes_are_one_clear_error(corpus, tokenize, tokenizer_dir, tmp_path)
                   "--output", out, code=2)  # fmt: skip
     assert "no tokenizer at" in message
     assert not out.exists()
+    slurm = ("--executor", "slurm", "--slurm-partition", "cpu")
+    message = tokenize(f"{corpus}/*.gz", out, *slurm, environment={"PATH": str(tmp_path)}, code=2)
+    assert "--executor slurm finds no sbatch" in message
     options = {"input": ("http://user:password@host/a.jsonl",), "tokenizer": "t", "sequence_length": 32, "output": "o"}
     with pytest.raises(ValueError, match="--executor slurm keeps the job's options in a file"):
         JobOptions.checked(options | {"executor": "slurm", "slurm_partition": "cpu"})
