@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="print only so many (default: all)")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
+    if options.rows is not None and options.rows < 1:
+        parser.error(f"--rows is {options.rows}; it must be at least 1")
     run = load_run_config(options.config, options.overrides)
     if not 0 <= options.step < run.train.num_steps:
         raise InputError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")

@@ -20,9 +20,11 @@ from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import xxhash
+from pydantic import ValidationError
 
 from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.hashing import permutation
@@ -54,6 +56,8 @@ def main() -> int:
     parser.add_argument("--max-bad-images", type=int, default=0, help="that may be left out (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
     options = parser.parse_args()
+    if options.max_bad_images < 0:
+        parser.error(f"--max-bad-images is {options.max_bad_images}; it must be at least 0")
     if options.images_per_shard < 1 or options.workers < 1:
         parser.error("--images-per-shard and --workers must be at least 1")
     if options.heldout_fraction is not None and not 0 < options.heldout_fraction < 1:
@@ -66,7 +70,7 @@ def main() -> int:
 
 def _splits(options: argparse.Namespace) -> dict[str, ImageSource]:
     """The images of each split, in the order in which they are stored."""
-    if options.heldout == options.input:
+    if options.heldout and Path(options.heldout).resolve() == Path(options.input).resolve():
         raise InputError("--heldout is --input: give other images, or --heldout-fraction")
     source = open_source(options.input)
     order = permutation(len(source.images), _ORDER_SEED)
@@ -147,7 +151,7 @@ def _whole_shard(
 
 
 def _manifest(receipts: list[dict], classes: tuple[str, ...], max_bad_images: int) -> ImageManifest:
-    """Raises InputError if more images are bad than may be left out."""
+    """Raises InputError if more images are bad than may be left out, or if the shards make no manifest."""
     bad = [line for receipt in receipts for line in receipt["bad"]]
     if len(bad) > max_bad_images:
         shown = "\n".join(f"  {line}" for line in bad[:_BAD_IMAGES_SHOWN])
@@ -161,7 +165,13 @@ def _manifest(receipts: list[dict], classes: tuple[str, ...], max_bad_images: in
             fields = {name: receipt[name] for name in ("name", "rows", "bytes", "sha256")}
             shards[receipt["name"].partition("/")[0]].append(Shard(**fields))
     splits = Splits(**shards)
-    return ImageManifest(classes=classes, total_rows=splits.total_rows, splits=splits)
+    try:
+        return ImageManifest(classes=classes, total_rows=splits.total_rows, splits=splits)
+    except ValidationError as error:
+        raise InputError(
+            f"these shards cannot be trained on: {error.errors()[0]['ctx']['error']}. Give held-out images other than "
+            "the training images, and classes of different names"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -36,7 +36,12 @@ def parse_options() -> argparse.Namespace:
     add("--sample-bytes", type=int, default=100_000_000, help=f"of text to train on {default}")
     add("--seed", type=int, default=0, help=f"of the sample {default}")
     add("--max-bad-files", type=int, default=0, help=f"more broken files are an error {default}")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.sample_bytes < 1:
+        parser.error(f"--sample-bytes is {options.sample_bytes}; it must be at least 1")
+    if not 0 <= options.seed < 1 << 64:
+        parser.error(f"--seed is {options.seed}; it must be at least 0 and below 2**64")
+    return options
 
 
 @command

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def is_of_images(folder: str) -> bool:
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         return b'"jpg and cls"' in read_file(f"{folder.rstrip('/')}/{MANIFEST_NAME}")
     return False
 

@@ -71,7 +71,8 @@ class ShardList(BaseModel, frozen=True, extra="forbid"):
     def load(cls, folder: str | Path) -> Self:
         """Read SHARDS_DIR/manifest.json; `folder` is a path or a URL that fsspec opens.
 
-        FileNotFoundError if there is none, ShardError if it is not a valid manifest or its own checksum does not hold.
+        FileNotFoundError if there is none, ShardError if `folder` is a file, or if the manifest is not valid or its own
+        checksum does not hold.
         """
         path = f"{str(folder).rstrip('/')}/{MANIFEST_NAME}"
         try:
@@ -80,6 +81,10 @@ class ShardList(BaseModel, frozen=True, extra="forbid"):
             raise FileNotFoundError(
                 f"no shards at {folder}: {path} does not exist. It is written last by {cls.writer}; "
                 "run that to its end, or change data.shards"
+            ) from error
+        except NotADirectoryError as error:
+            raise ShardError(
+                f"{folder} is a file: give the folder of the shards, which holds {MANIFEST_NAME}"
             ) from error
         try:
             manifest = cls.model_validate_json(content)

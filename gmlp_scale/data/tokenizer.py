@@ -41,6 +41,8 @@ class Tokenizer:
             raise FileNotFoundError(
                 f"no tokenizer at {folder}: {path} does not exist; data_prep/train_tokenizer.py writes it"
             ) from error
+        except NotADirectoryError as error:
+            raise InputError(f"{folder} is a file: give the tokenizer's folder, which holds {MODEL_NAME}") from error
         self.sha256 = hashlib.sha256(model).hexdigest()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)

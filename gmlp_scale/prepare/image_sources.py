@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import logging
 import math
 import struct
 import tarfile
@@ -23,6 +24,8 @@ from gmlp_scale.prepare.tar_members import StrictTarInfo
 
 if TYPE_CHECKING:
     import pyarrow
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX_IMAGES, _IDX_LABELS = 2051, 2049  # the magic numbers of images and labels
@@ -60,7 +63,8 @@ class ImageSource:
 def open_source(path: str) -> ImageSource:
     """The images at a path, which may be
 
-    - a folder or a tar file of class folders or, as ImageNet has, of a tar file for each class;
+    - a folder or a tar file of class folders or, as ImageNet has, of a tar file for each class; names that begin with a
+      dot, such as .ipynb_checkpoints, are left out;
     - a Parquet file or a folder of them;
     - an IDX file of images beside its file of labels.
 
@@ -101,11 +105,21 @@ def _read_bytes(ref: ImageRef) -> bytes:
         return file.read(ref.size)
 
 
+def _is_image(path: Path) -> bool:
+    """By the path's ending. Hidden files, and those in a hidden folder, are none of the user's images."""
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.parent.name.startswith(".")
+
+
 def _folder_files(folder: Path) -> Iterator[tuple[str, str, int, int]]:
-    for path in sorted(folder.glob("*/*")):
-        if path.suffix.lower() in SUFFIXES:
+    num_deeper = 0
+    for path in sorted(folder.glob("[!.]*/*")):
+        if _is_image(path):
             yield path.parent.name, str(path), 0, path.stat().st_size
-    for path in sorted(folder.glob("*.tar")):
+        elif path.is_dir():
+            num_deeper += sum(map(_is_image, path.rglob("*")))
+    if num_deeper:
+        log.warning("%s: %d images lie deeper than CLASS/NAME and are left out", folder, num_deeper)
+    for path in sorted(folder.glob("[!.]*.tar")):
         with open(path, "rb") as content:
             yield from _images_of_class(content, path.stem, str(path), 0)
 
@@ -114,9 +128,9 @@ def _tar_members(path: str) -> Iterator[tuple[str, str, int, int]]:
     with _opened_tar(path) as tar:
         for member in tar:
             name = Path(member.name)
-            if member.isreg() and name.suffix == ".tar":
+            if member.isreg() and name.suffix == ".tar" and not name.name.startswith("."):
                 yield from _images_of_class(tar.extractfile(member), name.stem, path, member.offset_data)
-            elif member.isreg() and name.suffix.lower() in SUFFIXES and name.parent.name:
+            elif member.isreg() and _is_image(name) and name.parent.name:
                 yield name.parent.name, path, member.offset_data, member.size
 
 
@@ -126,7 +140,7 @@ def _images_of_class(content: BinaryIO, class_name: str, path: str, first: int) 
     with _opened_tar(path, content) as tar:
         for member in tar:
             name = Path(member.name)
-            is_image = member.isreg() and name.suffix.lower() in SUFFIXES
+            is_image = member.isreg() and _is_image(name)
             folders.update([name.parent] * is_image)
             if name.suffix == ".cls" or len(folders) > 1:
                 raise InputError(

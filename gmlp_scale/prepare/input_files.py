@@ -1,15 +1,17 @@
 """Finding and reading input files: JSON lines, Parquet, text and webdataset's tar files, by glob or URL.
 
+A UTF-8 byte-order mark, as some Windows programs write at a file's start, is no part of a text.
 A record that cannot be read comes out as a BadRecord with its place, never as an exception, and is never left out.
 A file that ends too early or is damaged raises BadFileError after the records that could be read.
 """
 
+import codecs
+import glob
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import BinaryIO
 
 import orjson
@@ -62,14 +64,21 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
 
 def _files_of(source: str, option: str) -> list[InputFile]:
     filesystem, pattern = open_filesystem(source)
-    matches = with_retries(partial(filesystem.glob, pattern, detail=True), f"listing {source}")
-    files = [
-        InputFile(filesystem.unstrip_protocol(path).removeprefix("file://"), info["size"])
-        for path, info in sorted(matches.items())
-        if info["type"] == "file"
-    ]
+
+    def look() -> dict[str, dict]:
+        if "[" in pattern and filesystem.exists(pattern):  # a name with a bracket, which glob takes for a choice
+            return {pattern: filesystem.info(pattern)}
+        return filesystem.glob(pattern, detail=True)
+
+    matches = with_retries(look, f"listing {source}")
+    urls = {path: filesystem.unstrip_protocol(path).removeprefix("file://") for path in sorted(matches)}
+    files = [InputFile(url, matches[path]["size"]) for path, url in urls.items() if matches[path]["type"] == "file"]
+    folders = [url for path, url in urls.items() if matches[path]["type"] == "directory"]
+    if not files and folders:
+        raise InputError(f"{option} {source}: {folders[0]} is a folder: give '{glob.escape(folders[0])}/*.jsonl.gz'")
     if not files:
-        raise InputError(f"{option} {source} matches no file")
+        hint = "; in a glob [[] stands for a bracket in a name" if "[" in source else ""
+        raise InputError(f"{option} {source} matches no file{hint}")
     # A table's labels must not become text to train on; texts to look for may stand beside labels.
     readable = {suffix: kind for suffix, kind in SUFFIXES.items() if kind != "table" or option == "--decontaminate"}
     unreadable = [file.url for file in files if file.kind not in readable.values()]
@@ -100,9 +109,12 @@ class FileReader:
         self._part = part
         self._num_parts = num_parts
         self._raw: BinaryIO | None = None
+        self._fraction_read: float | None = None  # of a Parquet file's rows: its columns are not read in their order
 
     @property
     def bytes_read(self) -> int:
+        if self._fraction_read is not None:
+            return int(self._file.num_bytes * self._fraction_read)
         return self._raw.tell() if self._raw and not self._raw.closed else 0
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
@@ -135,7 +147,7 @@ class FileReader:
 
     def _parse(self, content: bytes, line: int) -> Record | BadRecord:
         try:
-            document = orjson.loads(content)
+            document = orjson.loads(content.removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError:
             return BadRecord(line, "broken JSON" if _is_utf8(content) else "invalid UTF-8", _excerpt(content))
         text = document.get(self._text_field) if isinstance(document, dict) else None
@@ -147,10 +159,9 @@ class FileReader:
         import pyarrow
         import pyarrow.parquet
 
-        line = num_lines = 0
+        line, self._fraction_read = 0, 0.0
         try:
             table = pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True)
-            num_lines = table.metadata.num_rows
             names = table.schema_arrow.names
             if self._text_field not in names:
                 raise InputError(
@@ -160,13 +171,13 @@ class FileReader:
             for batch in table.iter_batches(batch_size=256, columns=[self._text_field]):
                 for text in batch.column(0).to_pylist():
                     line += 1
+                    self._fraction_read = line / table.metadata.num_rows
                     if self._is_own(line):
                         yield self._check_value(text, line)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
                 raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
-            bytes_read = self._file.num_bytes * line // max(1, num_lines)  # a guess: the records lie in their order
-            raise BadFileError(self._file, bytes_read, str(error)) from error
+            raise BadFileError(self._file, self.bytes_read, str(error)) from error
 
     def _check_value(self, text: object, line: int) -> Record | BadRecord:
         if not isinstance(text, str):
@@ -211,7 +222,7 @@ class FileReader:
 
     def _decode(self, content: bytes, line: int) -> Record | BadRecord:
         try:
-            return Record(content.decode(), line)
+            return Record(content.decode("utf-8-sig"), line)
         except UnicodeDecodeError:
             return BadRecord(line, "invalid UTF-8", _excerpt(content))
 
@@ -238,8 +249,8 @@ def check_bad_files(bad_files: list[dict], max_bad_files: int) -> None:
             for bad in bad_files[:3]
         )
         raise InputError(
-            f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again, or "
-            "raise --max-bad-files to do without the rest of each"
+            f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again (a job "
+            "that has begun then needs another --output), or raise --max-bad-files to do without the rest of each"
         )
 
 

@@ -59,12 +59,10 @@ class JobFolder:
             self.write("job.json", settings)
         elif known != settings:
             names = [name for name in {**known, **settings} if known.get(name) != settings.get(name)]
-            changes = "; ".join(
-                f"{name} was {_brief(known.get(name))}, is {_brief(settings.get(name))}" for name in names
-            )
+            changes = "; ".join(_change(name, known.get(name), settings.get(name)) for name in names)
             raise InputError(
-                f"--output {self.output} holds a job with other settings ({changes}): choose another folder, or "
-                "give the old settings to go on with that job"
+                f"--output {self.output} holds a job with other settings ({changes}): give another --output, or "
+                "the old settings and inputs to go on with that job"
             )
 
     def write(self, name: str, content: object) -> None:
@@ -84,6 +82,25 @@ class JobFolder:
     def total_counts(self, step: str) -> Counter:
         """What a pipeline step counted, summed over the tasks."""
         return sum(map(Counter, self.read_all("counts", f"{step}-")), Counter())
+
+
+def _change(name: str, before: object, now: object) -> str:
+    """What has changed, in words; of the input files the first that differs."""
+    if name == "inputs" and before and now and all(isinstance(item, list) for item in before + now):
+        return _change_of_files(dict(before), dict(now))
+    return f"{name} was {_brief(before)}, is {_brief(now)}"
+
+
+def _change_of_files(before: dict[str, int], now: dict[str, int]) -> str:
+    """before, now: the bytes of each file."""
+    for file in {**before, **now}:
+        if file not in now:
+            return f"{file} is no longer an input"
+        if file not in before:
+            return f"{file} is a new input"
+        if before[file] != now[file]:
+            return f"{file} had {before[file]:,} bytes, has {now[file]:,}"
+    return "the inputs are in another order"
 
 
 def _brief(value: object) -> str:

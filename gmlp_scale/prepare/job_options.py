@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ValidationError, model_validator
 
+from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import redacted
@@ -86,6 +87,10 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
     def num_tasks(self) -> int:
         """Unless given, one for each file; for a data set of the hub as many as it has files."""
         return self.tasks or (self.hub_stream().num_shards if self.hub_data_set else len(self.files))
+
+    @property
+    def rows_per_shard(self) -> int:
+        return max(1, self.shard_bytes // (self.sequence_length * ROW_DTYPE.itemsize))
 
     def hub_stream(self):
         """The data set of the hub as a datasets.IterableDataset."""

@@ -1,12 +1,13 @@
 """The passes of a tokenizing job, in order: decontamination, deduplication, then tokenizing into shards."""
 
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 from datatrove.pipeline.base import PipelineStep
 
-from gmlp_scale.errors import UserError
+from gmlp_scale.errors import InputError, UserError
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
 from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, slurm_executor
 from gmlp_scale.prepare.job_folder import JobFolder
@@ -41,6 +42,8 @@ def _bytes_to_read(one: Pass, options: JobOptions) -> int:
 
 def _submit(passes: list[Pass], options: JobOptions, job: JobFolder) -> bool:
     """Submit the passes that are not done, each to start after the one before. Returns whether all were done."""
+    if not shutil.which("sbatch"):
+        raise InputError("--executor slurm finds no sbatch: run it on a machine of the cluster that can submit jobs")
     before = job.read("slurm.json")
     if before and is_in_slurm_queue(before["slurm_job"]):
         raise UserError(

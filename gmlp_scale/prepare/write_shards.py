@@ -26,6 +26,10 @@ class PackedRows:
         self._row_tokens = sequence_length - 1
         self._waiting: list[np.ndarray] = []
 
+    def rows_filled(self, num_tokens: int) -> float:
+        """How many rows a document of so many tokens fills."""
+        return (num_tokens + 1) / self._row_tokens
+
     def add(self, ids: np.ndarray) -> None:
         self._waiting += [ids.astype(ROW_DTYPE), np.array([SEP_ID], ROW_DTYPE)]
 
@@ -51,6 +55,10 @@ class DocumentRows:
     def __init__(self, sequence_length: int):
         self._row_tokens = sequence_length - 2
         self._rows: list[np.ndarray] = []
+
+    def rows_filled(self, num_tokens: int) -> int:
+        """How many rows a document of so many tokens fills."""
+        return -(-num_tokens // self._row_tokens)
 
     def add(self, ids: np.ndarray) -> None:
         for start in range(0, len(ids), self._row_tokens):
@@ -85,7 +93,7 @@ class SplitOutput:
             split,
             f"{split}-{rank:05d}",
             sequence_length=options.sequence_length,
-            rows_per_shard=max(1, options.shard_bytes // (options.sequence_length * ROW_DTYPE.itemsize)),
+            rows_per_shard=options.rows_per_shard,
         )
         self._split = split
         self.counts = Counter()

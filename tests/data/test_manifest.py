@@ -17,6 +17,8 @@ def test_manifest_round_trip_and_mistakes(write_shards, tmp_path):
         Manifest.load(tmp_path / "nowhere")
 
     path = folder / "manifest.json"
+    with pytest.raises(ShardError, match=r"manifest\.json is a file: give the folder of the shards"):
+        Manifest.load(path)
     text = path.read_text()
     for old, new, message in [
         ('"train": 11', '"train": 12', "the shards sum to"),

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.errors import InputError
 
 SENTENCE = "the cat and a dog went over to see what some people of that town had done with their old ship at sea"
 WORDS = SENTENCE.split()
@@ -94,6 +95,8 @@ def test_what_is_not_our_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer at"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"hello")
+    with pytest.raises(InputError, match=r"tokenizer\.model is a file: give the tokenizer's folder"):
+        Tokenizer(tmp_path / "tokenizer.model")
     with pytest.raises(ValueError, match="not a SentencePiece model"):
         Tokenizer(tmp_path)
     import sentencepiece

@@ -60,6 +60,7 @@ def test_verify_shards_names_each_bad_shard(shards):
     assert f"BAD {renamed.name}: shard {renamed.name} is corrupt: member 'train-" in printed
     assert "the vocabulary has 300" in printed and f"BAD {held.name}: " in printed
     assert "tokenizer/tokenizer.model: has sha256" in printed and "the manifest says 1111" in printed
+    assert "manifest.json is a file: give the folder" in run("verify_shards.py", shards / "manifest.json", code=2)
     text = (shards / "manifest.json").read_text()
     (shards / "manifest.json").write_text(text.replace('"vocab_size": 300', '"vocab_size": 400'))
     assert "its own checksum does not hold" in run("verify_shards.py", shards, code=2)
@@ -82,6 +83,9 @@ def test_train_tokenizer_mistakes(corpus, tmp_path):
     script = ("train_tokenizer.py", "--input", f"{corpus}/*.gz", "--output")
     assert "must be between" in run(*script, tmp_path / "a", "--vocab-size", 100, code=2)
     assert "cannot be trained" in run(*script, tmp_path / "a", "--vocab-size", 30_000, code=2)
+    assert "--sample-bytes is 0; it must be at least 1" in run(*script, tmp_path / "a", "--sample-bytes", 0, code=2)
+    for seed in (-1, 1 << 64):
+        assert f"--seed is {seed}; it must be at least 0" in run(*script, tmp_path / "a", "--seed", seed, code=2)
     assert "holds no text in field 'body'" in run(*script, tmp_path / "a", "--text-field", "body", code=2)
     assert not (tmp_path / "a").exists()
     broken = corpus / "part-1.jsonl.gz"
@@ -106,6 +110,8 @@ def test_inspect_batch_prints_the_rows_that_training_sees(shards):
     (in_mixture,) = re.findall(r"position 8 .*", run(*command, 2, "--rows", 1, *overrides))
     assert f"source {shards.name}  " in in_mixture
     assert in_mixture.replace(f"source {shards.name}  ", "") in printed
+    for rows in (0, -2):
+        assert f"--rows is {rows}; it must be at least 1" in run(*command, 2, "--rows", rows, *overrides, code=2)
     overrides[1] = "model.vocab_size=999"
     assert "vocab_size is 999, the shards have 400" in run(*command, 0, *overrides, code=2)
 

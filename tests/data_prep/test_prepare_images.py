@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -198,7 +199,14 @@ def test_mistakes_are_one_clear_message(folder, tmp_path, capsys):
     assert "not a whole, uncompressed tar" in message("--input", tmp_path / "torn.tar", "--heldout-fraction", 0.1)
     assert "have the class 'dog'" in message("--input", folder, "--heldout", other)
     assert "--heldout is --input" in message("--input", folder, "--heldout", folder)
+    assert "--heldout is --input" in message("--input", folder, "--heldout", f"{folder}/../photos/")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert "have the same checksum. Give held-out images other" in message("--input", folder, "--heldout", copy)
+    shutil.rmtree(tmp_path / "shards")
     assert "leaves 24 of 24" in message("--input", folder, "--heldout-fraction", 0.01)
+    with pytest.raises(SystemExit):
+        prepare("--input", folder, "--heldout-fraction", 0.1, "--output", tmp_path / "shards", "--max-bad-images", -1)
+    assert "--max-bad-images is -1; it must be at least 0" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="prepare_images"):
         ImageManifest.load(tmp_path / "shards")
 

@@ -73,6 +73,21 @@ def test_other_settings_on_one_output_are_refused(corpus, tokenize, tmp_path):
     tokenize(f"{corpus}/*.gz", tmp_path / "out")
     message = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--tasks", 2, "--packing", "document", code=2)
     assert 'packing was "packed", is "document"' in message and "tasks was 3, is 2" in message
+    hub = tokenize("hf:c4:en:train", tmp_path / "out", "--tasks", 3, code=2)
+    assert 'is ["hf:c4:en:train"]' in hub
+    first, second, third = sorted(corpus.iterdir())
+    size = third.stat().st_size
+    message = tokenize(f"{corpus}/part-[12]*", tmp_path / "out", "--tasks", 3, code=2)
+    assert f"settings ({first} is no longer an input): give another --output, or the old" in message
+    message = tokenize(first, tmp_path / "out", "--input", first, third, second, code=2)
+    assert "(the inputs are in another order)" in message
+    write_jsonl(corpus / "part-3.jsonl.gz", make_texts(9))
+    message = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--tasks", 3, code=2)
+    assert f"{corpus}/part-3.jsonl.gz is a new input" in message
+    (corpus / "part-3.jsonl.gz").unlink()
+    write_jsonl(third, make_texts(9))
+    message = tokenize(f"{corpus}/*.gz", tmp_path / "out", code=2)
+    assert f"({third} had {size:,} bytes, has {third.stat().st_size:,}): give another --output" in message
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("mine")
     assert "is not the output of a job" in tokenize(f"{corpus}/*.gz", tmp_path / "other", code=2)
@@ -108,6 +123,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
     command = (f"{corpus}/part-[01].jsonl.gz", tmp_path / "out", "--tasks", 3)
     message = tokenize(*command, code=2)
     assert f"broken files: 1, --max-bad-files is 0: {broken} after " in message
+    assert "Fetch them again (a job that has begun then needs another --output), or raise" in message
     assert not (tmp_path / "out/manifest.json").exists()
     assert f"bad files                            {broken} it ends in the middle" in tokenize(
         *command, "--max-bad-files", 1
@@ -256,20 +272,27 @@ def test_mistakes_are_one_clear_error(corpus, tokenize, tokenizer_dir, tmp_path)
                   "--output", out, code=2)  # fmt: skip
     assert "no tokenizer at" in message
     assert not out.exists()
+    slurm = ("--executor", "slurm", "--slurm-partition", "cpu")
+    message = tokenize(f"{corpus}/*.gz", out, *slurm, environment={"PATH": str(tmp_path)}, code=2)
+    assert "--executor slurm finds no sbatch" in message
     options = {"input": ("http://user:password@host/a.jsonl",), "tokenizer": "t", "sequence_length": 32, "output": "o"}
     with pytest.raises(ValueError, match="--executor slurm keeps the job's options in a file"):
         JobOptions.checked(options | {"executor": "slurm", "slurm_partition": "cpu"})
 
 
-def test_dry_run_estimates_and_writes_nothing(corpus, tokenize, tmp_path):
-    printed = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--dry-run")
+@pytest.mark.parametrize("packing", ["packed", "document"])
+def test_dry_run_estimates_and_writes_nothing(packing, corpus, tokenize, tmp_path):
+    options = ("--packing", packing, "--tasks", 4)
+    printed = tokenize(f"{corpus}/*.gz", tmp_path / "out", *options, "--dry-run")
     assert not (tmp_path / "out").exists()
-    estimates = dict(line.rsplit(maxsplit=1) for line in printed.strip().splitlines())
-    assert estimates["  estimated documents"].replace(",", "") == "900"
-    tokenize(f"{corpus}/*.gz", tmp_path / "out")
+    estimates = dict(line.replace(",", "").rsplit(maxsplit=1) for line in printed.strip().splitlines())
+    assert estimates["  estimated documents"] == "900"
+    tokenize(f"{corpus}/*.gz", tmp_path / "out", *options)
     report = json.loads((tmp_path / "out/report.json").read_text())
     rows = report["train_rows"] + report["heldout_rows"]
-    assert abs(int(estimates["  estimated rows"].replace(",", "")) - rows) <= 6
+    assert abs(int(estimates["  estimated rows"]) - rows) <= (8 if packing == "packed" else 0)
+    splits = Manifest.load(tmp_path / "out").splits
+    assert abs(int(estimates["  estimated shards"]) - len(splits.train) - len(splits.heldout)) <= 2
 
 
 def test_dry_run_estimates_from_the_beginning_of_long_files(tokenize, tmp_path):

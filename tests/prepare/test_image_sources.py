@@ -2,6 +2,7 @@
 ones."""
 
 import gzip
+import shutil
 import struct
 import tarfile
 from pathlib import Path
@@ -48,6 +49,23 @@ def test_a_folder_may_have_a_tar_file_for_each_class(folder, tmp_path):
     assert [(source.read(ref), ref.label) for ref in source.images] == [
         (expected.read(ref), ref.label) for ref in expected.images
     ]
+
+
+@pytest.mark.parametrize("pack", [lambda source, target: source, tar_of_folder])
+def test_hidden_names_are_no_classes_and_no_images(pack, folder, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "photos")
+    shutil.copytree(source / "ant", source / ".ipynb_checkpoints")
+    (source / "bee/._0.jpg").write_bytes(b"macOS's note on 0.jpg")
+    (source / "._ant.tar").write_bytes(b"macOS's note on ant.tar")
+    found = open_source(str(pack(source, tmp_path / "photos.tar")))
+    assert found.classes == ("ant", "bee", "cat") and len(found.images) == 9
+
+
+def test_images_that_lie_deeper_than_their_class_are_counted_in_a_warning(folder, tmp_path, caplog):
+    shutil.copytree(folder, tmp_path / "photos/nested")
+    with pytest.raises(InputError, match="holds no images; needed: CLASS/NAME"):
+        open_source(str(tmp_path / "photos"))
+    assert caplog.messages == [f"{tmp_path}/photos: 9 images lie deeper than CLASS/NAME and are left out"]
 
 
 def test_a_tar_file_of_several_classes_is_not_taken_for_one_class(folder, tmp_path):

@@ -1,3 +1,4 @@
+import codecs
 import gzip
 import io
 import json
@@ -64,6 +65,14 @@ def test_parquet(tmp_path):
     ]
     with pytest.raises(InputError, match="no column 'text'; it has body, n: choose one with --text-field"):
         read(tmp_path / "a.parquet")
+
+
+def test_the_bytes_read_of_parquet_grow_with_the_rows(tmp_path):
+    """pyarrow reads the footer first and whole column chunks ahead."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{n} {n**9}" for n in range(1000)]}), tmp_path / "a.parquet")
+    (file,) = find_inputs([f"{tmp_path}/a.parquet"])
+    reader = FileReader(file, text_field="text", max_record_bytes=1000)
+    assert [reader.bytes_read for _ in reader] == [file.num_bytes * row // 1000 for row in range(1, 1001)]
 
 
 def tar_file(path, members: dict[str, bytes]) -> None:
@@ -177,6 +186,16 @@ def test_text_files_keep_every_character_and_are_cut_at_line_ends(tmp_path):
     assert [record.reason for record in read(tmp_path / "bad.txt")] == ["invalid UTF-8"]
 
 
+def test_a_byte_order_mark_costs_no_document_and_stays_in_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + lines())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(codecs.BOM_UTF8 + b"the text"))
+    members = {"0.txt": b"first", "1.json": b'{"text": "second"}', "2.jsonl": lines(["third", "fourth"])}
+    tar_file(tmp_path / "a.tar", {name: codecs.BOM_UTF8 + content for name, content in members.items()})
+    assert [record.text for record in read(tmp_path / "a.jsonl")] == TEXTS
+    assert [record.text for record in read(tmp_path / "a.txt.gz")] == ["the text"]
+    assert [record.text for record in read(tmp_path / "a.tar")] == ["first", "second", "third", "fourth"]
+
+
 def test_a_text_without_line_ends_is_cut_between_characters(tmp_path):
     text = "a" + "é" * 700_000
     for name, content in (("a.txt", text.encode()), ("a.txt.gz", gzip.compress(text.encode(), 1))):
@@ -273,6 +292,20 @@ def test_tasks_share_the_files(num_files, num_tasks):
     for file in files:
         parts = [(part, num_parts) for one, part, num_parts in taken if one == file]
         assert sorted(parts) == [(part, len(parts)) for part in range(len(parts))]
+
+
+def test_folders_and_names_with_brackets(tmp_path):
+    folder = tmp_path / "texts [2024]"
+    folder.mkdir()
+    (folder / "a [1].jsonl").write_bytes(lines())
+    assert [file.url for file in find_inputs([f"{folder}/a [1].jsonl"])] == [f"{folder}/a [1].jsonl"]
+    assert find_inputs([f"{tmp_path}/texts [[]2024]/*.jsonl"]) == find_inputs([f"{folder}/a [1].jsonl"])
+    with pytest.raises(InputError, match=r"matches no file; in a glob \[\[\] stands for a bracket in a name"):
+        find_inputs([f"{folder}/*.jsonl"])
+    for source in (folder, f"{folder}/", f"{tmp_path}/tex*"):
+        with pytest.raises(InputError) as error:
+            find_inputs([str(source)])
+        assert f"{folder} is a folder: give '{tmp_path}/texts [[]2024]/*.jsonl.gz'" in str(error.value)
 
 
 def test_sources_that_are_not_there_or_not_readable(tmp_path):
