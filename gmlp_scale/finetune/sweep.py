@@ -10,7 +10,8 @@ import statistics
 
 import torch
 
-from gmlp_scale.continuing import check_continues
+from gmlp_scale.config import ConfigError
+from gmlp_scale.continuing import check_unchanged, with_defaults
 from gmlp_scale.files import read_file, redacted, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
@@ -190,7 +191,13 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     content = world.broadcast(_read_scores(path) if world.is_main else None)
     if content is None:
         return None
-    check_continues(run, path, content, {"config": run.to_json(), "data": inputs.fingerprint}, step=content["step"])
+    changed = [
+        *check_unchanged(with_defaults(content["config"], run), run.to_json(), run.free_on_resume),
+        *(f"data {line}" for line in check_unchanged(content["data"], inputs.fingerprint)),
+    ]
+    if changed:  # whatever may change on resume: a table does not compare runs of several recipes
+        needed = "it is finished and cannot go on: give name=... anew, or the old values and data"
+        raise ConfigError(f"{path} belongs to another run", changed, needed)
     if content.get("tests", {}) != inputs.tests_fingerprint:
         return None
     log.info("%s is done", run.run_folder)

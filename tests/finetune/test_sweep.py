@@ -17,7 +17,7 @@ from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.remote_checkpoints import saved_steps
 from gmlp_scale.trained import read_export
-from tests.finetune.small_recipes import sentiment_run
+from tests.finetune.small_recipes import sentiment_run, write_sentiment
 
 
 def small(tmp_path, export, *overrides):
@@ -63,6 +63,18 @@ def test_grid_then_seeds_and_nothing_twice(tmp_path, export, world, monkeypatch)
     assert sweep(run, inputs, world, num_seeds=3, grid=True) == table and trained == []
     with pytest.raises(ConfigError, match=r"scores.json belongs to another run"):
         sweep(small(tmp_path, export, "dropout=0.3"), inputs, world, num_seeds=1, grid=True)
+
+
+def test_a_finished_run_of_another_recipe_or_other_data_is_never_in_the_table(tmp_path, export, world):
+    first = small(tmp_path, export)
+    sweep(first, read_inputs(first), world, num_seeds=1, grid=False)
+    longer = small(tmp_path, export, "train.num_steps=3", "train.allow_changed_on_resume=[train.num_steps]")
+    with pytest.raises(ConfigError, match=r"num_steps: .* with 2; the run says 3\n.*cannot go on: give name="):
+        sweep(longer, read_inputs(longer), world, num_seeds=2, grid=False)
+    write_sentiment(tmp_path / "train.tsv", 50)
+    with pytest.raises(ConfigError, match="data train_sha256: "):
+        sweep(first, read_inputs(first), world, num_seeds=2, grid=False)
+    assert json.loads((first.run_dir / "table.json").read_text())["seeds"] == [0]
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, export, world, monkeypatch):
