@@ -202,7 +202,8 @@ def _scores(run: FinetuneConfig, inputs: Inputs, world: World, *, may_diverge: b
     except NotFiniteError as error:
         if not may_diverge:
             raise NotFiniteError(f"{run.name}: {error}") from None
-        log.warning("%s counts as the worst point: %s", run.name, error)
+        if world.is_main:
+            log.warning("%s counts as the worst point: %s", run.name, error)
         content = {"scores": {}, "diverged": str(error), "config": run.to_json()}
         content |= {"data": inputs.fingerprint, "tests": inputs.tests_fingerprint}
         world.on_main(lambda: write_text(f"{run.run_folder}/scores.json", json.dumps(content, indent=2) + "\n"))
