@@ -12,10 +12,11 @@ from tests.finetune.small_recipes import RECIPES
 from tests.tasks.official_glue import write_glue
 
 TINY = (
-    "data.sequence_length=16", "train.num_epochs=null", "train.num_steps=2", "train.global_batch_size=4",
+    "data.sequence_length=16", "train.num_epochs=null", "train.num_steps=2",
     "train.micro_batch_size=4", "train.device=cpu", "train.precision=float32", "train.evaluate_every_steps=2",
-    "optimizer.warmup_fraction=0", "grid.global_batch_size=[4]", "name=tiny",
+    "optimizer.warmup_fraction=0", "name=tiny",
 )  # fmt: skip
+BATCH = "train.global_batch_size=4"
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_all_of_glue_and_nothing_twice(launch, tmp_path, monkeypatch):
         return real(run, inputs, world)
 
     monkeypatch.setattr(sweep_module, "finetune", finetune)
-    code, out, error = launch("--from-mnli")
+    code, out, error = launch("--from-mnli", BATCH)
     assert code == 0, error
     folder = tmp_path / "tiny"
     (member,) = [path for path in (folder / "mnli").iterdir() if path.is_dir()]
@@ -63,7 +64,7 @@ def test_all_of_glue_and_nothing_twice(launch, tmp_path, monkeypatch):
         assert [line.split("\t")[0] for line in lines] == ["index", "0", "1", "2", "3"]
 
     trained.clear()
-    assert launch("--from-mnli")[:2] == (0, out) and trained == []
+    assert launch("--from-mnli", BATCH)[:2] == (0, out) and trained == []
 
     def best_later(run, inputs, world):
         content = finetune(run, inputs, world)
@@ -71,7 +72,7 @@ def test_all_of_glue_and_nothing_twice(launch, tmp_path, monkeypatch):
         return content
 
     monkeypatch.setattr(sweep_module, "finetune", best_later)
-    code, _, error = launch("--from-mnli", "--seeds", "2")
+    code, _, error = launch("--from-mnli", BATCH, "--seeds", "2")
     assert code == 0, error
     assert [place for place, _ in trained] == [str(folder / task) for task in ("mnli", *others)]
     assert from_mnli == {place.rpartition("/")[2] for place, model in trained if model == str(member / "last")}
@@ -116,7 +117,7 @@ def test_what_is_missing_or_given_twice_is_told_at_once(launch, tmp_path):
 
 
 def test_dry_run_reads_every_task(launch, tmp_path):
-    code, out, _ = launch("--dry-run", "--grid", "--seeds", "2")
+    code, out, _ = launch("--dry-run", "--grid", "--seeds", "2", "grid.global_batch_size=[4]")
     assert code == 0 and not (tmp_path / "tiny").exists()
     assert [line for line in out.splitlines() if line.startswith("task:")] == [f"task: {task}" for task in FOLDERS]
     assert out.count("runs                    5: ") == 8 and "test_mismatched         4 examples" in out
