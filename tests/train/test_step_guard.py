@@ -140,6 +140,9 @@ def test_what_the_recipe_lacks_is_not_offered(tmp_path, world):
     guard = _guard(tmp_path, world, batch_printer="", may_skip=False)
     with pytest.raises(NotFiniteError, match=r"of the data order\. The update .*, or train in float32\.$"):
         _see(guard, 200, math.nan, math.nan)
+    guard = _guard(tmp_path, world, may_skip=False, precision="float32")
+    with pytest.raises(NotFiniteError, match=r", or set optimizer\.gradient_clipping\.$"):
+        _see(guard, 200, math.nan, math.nan)
 
 
 def test_updates_left_out_in_a_row_stop_the_run(monkeypatch, tmp_path, world):
