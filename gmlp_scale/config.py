@@ -81,6 +81,8 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     purpose: ClassVar[str]
     """What a run of the recipe does, as messages say it."""
     free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
+    batch_printer: ClassVar[str] = ""
+    """The script that prints the batch of a step, as messages name it; empty if there is none."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
@@ -239,6 +241,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """One run of masked language modelling."""
 
     purpose: ClassVar[str] = "pretraining on text"
+    batch_printer: ClassVar[str] = "data_prep/inspect_batch.py"
 
     init_from: Annotated[str | None, BeforeValidator(plain_path)] = None
     """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and

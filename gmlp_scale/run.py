@@ -161,7 +161,14 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         start_up.finish("checkpoint")
         metrics = _build_metrics(task, budget.config, world, start_step, start_up)
         stack.callback(metrics.close)
-        guard = StepGuard(task.train, world, config.run_dir, checkpoint.recent_losses if checkpoint else [])
+        guard = StepGuard(
+            task.train,
+            world,
+            config.run_dir,
+            checkpoint.recent_losses if checkpoint else [],
+            batch_printer=config.batch_printer,
+            may_skip="train.on_not_finite" in config.fields(),
+        )
         stack.callback(guard.close)
         start_up.finish("metrics")
         progress = train(

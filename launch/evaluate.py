@@ -57,7 +57,9 @@ def main() -> int:
 
 def _evaluate(options: argparse.Namespace, world: World) -> None:
     """Prints and writes the figures, also where what follows the evaluation fails."""
-    probe_config = load_probe(options.finetune_probe, options.overrides) if options.finetune_probe else None
+    probe_config = None
+    if options.finetune_probe:
+        probe_config = load_probe(options.finetune_probe, options.overrides, options.run)
     if options.export:
         models = [read_export(options.export)]
     else:

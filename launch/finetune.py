@@ -9,6 +9,7 @@ torchrun --nproc_per_node 8 launch/finetune.py --config configs/finetune/squad_v
 import argparse
 import sys
 
+from gmlp_scale.config import ConfigError
 from gmlp_scale.files import local_path
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
@@ -19,6 +20,11 @@ from gmlp_scale.recipe_file import load_config
 from gmlp_scale.run import start_world_of
 from gmlp_scale.telling import command
 from gmlp_scale.world import World, launched_world_size
+
+_OF_GRID = {
+    "train.global_batch_size": "grid.global_batch_size",
+    "optimizer.peak_learning_rate": "grid.peak_learning_rate",
+}
 
 
 @command
@@ -48,6 +54,8 @@ def main() -> int:
         parser.error("--seeds is a positive number")
     if options.from_mnli and not options.glue:
         parser.error("--from-mnli needs --glue")
+    if options.grid:
+        _refuse_fields_of_grid(options.config, options.overrides)
     world_size = options.ranks or launched_world_size()
     if options.glue:
         runs = glue_runs(options.config, options.overrides, options.glue)
@@ -63,6 +71,18 @@ def main() -> int:
     with start_world_of(runs[0]) as world:
         _finetune(runs, world, options)
     return 0
+
+
+def _refuse_fields_of_grid(recipe: str, overrides: list[str]) -> None:
+    """Raises ConfigError for each field that --grid would replace by its own values."""
+    given = [override.partition("=") for override in overrides]
+    mistakes = [
+        f"{field}={value}: --grid takes {of_grid}; give {of_grid}=[{value}], or leave --grid out"
+        for field, _, value in given
+        if (of_grid := _OF_GRID.get(field))
+    ]
+    if mistakes:
+        raise ConfigError(recipe, mistakes)
 
 
 def _is_sweep(options: argparse.Namespace) -> bool:

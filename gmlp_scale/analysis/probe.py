@@ -11,24 +11,39 @@ from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.recipe_file import load_config, package_recipes
+from gmlp_scale.saved_run import read_recipe
+from gmlp_scale.tasks.records import missing_file
 from gmlp_scale.world import World
 
 BUDGET = ("train.num_epochs=null", "train.num_steps=200", "train.evaluate_every_steps=200")
 _OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.device", "train.stop_after_step")
 
 
-def load_probe(task: str, overrides: list[str]) -> FinetuneConfig:
+def load_probe(task: str, overrides: list[str], run_folder: str | Path) -> FinetuneConfig:
     """The task's finetuning recipe with BUDGET in place of its own length; `overrides` win over both.
 
     It is the package's recipe with the task's name, else GLUE's.
 
     Raises:
-        ConfigError: the recipe or an override has a mistake, or an override sets what a probe decides itself.
+        ConfigError: the recipe or an override has a mistake, an override sets what a probe decides itself, the rows
+            are longer than those of the run at `run_folder`, or files of the data are missing.
+        TrainedModelError: there is no such run.
     """
     recipe = task if task in package_recipes() else "glue"
     if own := [override for override in overrides if override.partition("=")[0] in _OWN]:
         raise ConfigError(recipe, [f"{override}: a probe decides this by itself; leave it out" for override in own])
-    return load_config(FinetuneConfig, recipe, [*BUDGET, *overrides, f"task={task}"])
+    config = load_config(FinetuneConfig, recipe, [*BUDGET, *overrides, f"task={task}"])
+    mistakes, longest = [], read_recipe(run_folder).model.sequence_length
+    if config.data.sequence_length > longest:
+        found = f"found {config.data.sequence_length}; the run at {run_folder} takes at most {longest}"
+        mistakes.append(f"data.sequence_length: {found}")
+    for part in ("train", *config.parts):
+        if missing := missing_file(config.data.source(part), part, config.task_row.hub):
+            mistakes.append(missing)
+    if mistakes:
+        raise ConfigError(recipe, mistakes)
+    config.rows_per_rank(1)
+    return config
 
 
 def add_probe_scores(content: dict[str, Any], run_folder: str | Path, config: FinetuneConfig, world: World) -> None:

@@ -16,7 +16,6 @@ from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import member, sweep
 from gmlp_scale.recipe_file import load_config
-from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.world import World
 
@@ -40,8 +39,8 @@ def glue_runs(recipe: str, overrides: list[str], folder: Path) -> list[FinetuneC
     """The recipe's run for each task, in a folder of the task inside the recipe's folder. Test files are optional.
 
     Raises:
-        ConfigError: the recipe or an override has a mistake, or an override sets what `folder` decides.
-        DataError: a file is missing.
+        ConfigError: the recipe or an override has a mistake, an override sets what `folder` decides, or files are
+            missing.
     """
     if own := [override for override in overrides if override.partition("=")[0] in _OWN]:
         raise ConfigError(recipe, [f"{override}: --glue decides this; leave it out" for override in own])
@@ -49,7 +48,7 @@ def glue_runs(recipe: str, overrides: list[str], folder: Path) -> list[FinetuneC
     found = [(part, path) for of_task in sources.values() for part, path in of_task.items()]
     missing = [f"{path} is missing" for part, path in found if not part.startswith("test") and not path.exists()]
     if missing:
-        raise DataError(f"--glue {folder}", [*missing, "needed: GLUE's folders as they are downloaded, CoLA to RTE"])
+        raise ConfigError(f"--glue {folder}", missing, "needed: GLUE's folders as they are downloaded, CoLA to RTE")
     runs = []
     for task, paths in sources.items():
         given = [f"data.{part}={json.dumps(str(path))}" for part, path in paths.items() if path.exists()]
@@ -72,8 +71,8 @@ def run_glue(runs: list[FinetuneConfig], world: World, *, num_seeds: int, grid: 
     stopped.
 
     Args:
-        from_mnli: MNLI comes first, and the tasks of FROM_MNLI start from its last weights, of the seed with the best
-            dev score, instead of from the recipe's model.
+        from_mnli: MNLI comes first, and the tasks of FROM_MNLI start from its last weights, of the recipe's seed,
+            instead of from the recipe's model. More seeds leave that start as it is.
 
     Raises:
         One of errors.USER_ERRORS.
@@ -86,10 +85,9 @@ def run_glue(runs: list[FinetuneConfig], world: World, *, num_seeds: int, grid: 
         if table is None:
             return None
         tables[run.task] = table
-        best_folder = _best_seed(run, table).run_folder
         if run.task == "mnli":
-            mnli_folder = best_folder
-        world.on_main(functools.partial(_write_submission, run, best_folder))
+            mnli_folder = _at_picked_point(run, table, run.seed).run_folder
+        world.on_main(functools.partial(_write_submission, run, _best_seed(run, table).run_folder))
     content = build_glue_table(tables, from_mnli=from_mnli)
     world.on_main(lambda: _write_glue_table(runs[0].output_dir, content))
     return content
@@ -99,6 +97,10 @@ def _best_seed(run: FinetuneConfig, table: dict) -> FinetuneConfig:
     """The sweep's run with the best dev score at the point that the grid picked; the first of equals."""
     by_seed = table["scores"][run.task_row.main_score]["by_seed"]
     seed = table["seeds"][by_seed.index(max(by_seed))]
+    return _at_picked_point(run, table, seed)
+
+
+def _at_picked_point(run: FinetuneConfig, table: dict, seed: int) -> FinetuneConfig:
     return member(run, table["global_batch_size"], table["peak_learning_rate"], seed)
 
 

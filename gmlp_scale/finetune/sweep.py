@@ -10,7 +10,8 @@ import statistics
 
 import torch
 
-from gmlp_scale.continuing import check_continues
+from gmlp_scale.config import ConfigError
+from gmlp_scale.continuing import check_unchanged, with_defaults
 from gmlp_scale.files import read_file, redacted, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
@@ -18,6 +19,7 @@ from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
 from gmlp_scale.tasks.table import TASKS
+from gmlp_scale.train.step_guard import NotFiniteError
 from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
@@ -50,26 +52,31 @@ def member(run: FinetuneConfig, global_batch_size: int, peak_learning_rate: floa
 def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, grid: bool) -> dict | None:
     """Runs the grid with the recipe's seed, picks the point with the best dev score, and runs the other seeds there.
 
-    A run counts by the dev score of its last weights, not of its best evaluation. Returns the content of table.json,
-    or None if a run was stopped.
+    A run counts by the dev score of its last weights, not of its best evaluation. A point whose loss or gradient norm
+    is not finite counts as the worst, if there are others. Returns the content of table.json, or None if a run was
+    stopped.
 
     Raises:
-        One of errors.USER_ERRORS, such as ConfigError if a finished run had another recipe or other data.
+        One of errors.USER_ERRORS, such as ConfigError if a finished run had another recipe or other data, and
+        NotFiniteError if every point diverges, or another seed at the best one.
     """
-    tried = []
-    for candidate in members(run, grid=grid):
-        scores = _finished(candidate, inputs, world) or finetune(candidate, inputs, world)
+    tried, points = [], members(run, grid=grid)
+    for point in points:
+        scores = _scores(point, inputs, world, may_diverge=len(points) > 1)
         if scores is None:
             return None
         tried.append(scores)
     main_score = run.task_row.main_score
-    picked = max(tried, key=lambda scores: scores["scores"]["dev"][main_score])  # the first of equals
+    finite = [scores for scores in tried if scores["scores"]]
+    if not finite:
+        raise NotFiniteError(f"{run.run_folder}: all points of the grid diverged; give a lower grid.peak_learning_rate")
+    picked = max(finite, key=lambda scores: scores["scores"]["dev"][main_score])  # the first of equals
     batch_size = picked["config"]["train"]["global_batch_size"]
     rate = picked["config"]["optimizer"]["peak_learning_rate"]
     seeds = [picked]
     for seed in range(run.seed + 1, run.seed + num_seeds):
         other = member(run, batch_size, rate, seed)
-        scores = _finished(other, inputs, world) or finetune(other, inputs, world)
+        scores = _scores(other, inputs, world, may_diverge=False)
         if scores is None:
             return None
         seeds.append(scores)
@@ -134,7 +141,8 @@ def to_markdown(table: dict) -> str:
     if len(table["grid"]) > 1:
         lines += ["", f"| batch | rate | dev {task.main_score} |", "| --- | --- | --- |"]
         for point in table["grid"]:
-            score = task.shown(task.main_score, point["scores"][task.main_score])
+            scores = point["scores"]
+            score = task.shown(task.main_score, scores[task.main_score]) if scores else "diverged"
             lines.append(f"| {point['global_batch_size']} | {point['peak_learning_rate']:g} | {score} |")
     return "\n".join(lines) + "\n"
 
@@ -181,6 +189,27 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     return "\n".join(lines)
 
 
+def _scores(run: FinetuneConfig, inputs: Inputs, world: World, *, may_diverge: bool) -> dict | None:
+    """The content of scores.json of a run, which is trained unless it is done; None if it was stopped.
+
+    A run that `may_diverge` is done then too: its scores.json has no scores. Otherwise NotFiniteError names it.
+    """
+    content = _finished(run, inputs, world)
+    if content and (content["scores"] or may_diverge):
+        return content
+    try:
+        return finetune(run, inputs, world)
+    except NotFiniteError as error:
+        if not may_diverge:
+            raise NotFiniteError(f"{run.name}: {error}") from None
+        if world.is_main:
+            log.warning("%s counts as the worst point: %s", run.name, error)
+        content = {"scores": {}, "diverged": str(error), "config": run.to_json()}
+        content |= {"data": inputs.fingerprint, "tests": inputs.tests_fingerprint}
+        world.on_main(lambda: write_text(f"{run.run_folder}/scores.json", json.dumps(content, indent=2) + "\n"))
+        return content
+
+
 def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     """The content of scores.json of a run that is done. ConfigError if it had another recipe, model or data.
 
@@ -190,7 +219,13 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     content = world.broadcast(_read_scores(path) if world.is_main else None)
     if content is None:
         return None
-    check_continues(run, path, content, {"config": run.to_json(), "data": inputs.fingerprint}, step=content["step"])
+    changed = [
+        *check_unchanged(with_defaults(content["config"], run), run.to_json(), run.free_on_resume),
+        *(f"data {line}" for line in check_unchanged(content["data"], inputs.fingerprint)),
+    ]
+    if changed:  # whatever may change on resume: a table does not compare runs of several recipes
+        needed = "it is finished and cannot go on: give name=... anew, or the old values and data"
+        raise ConfigError(f"{path} belongs to another run", changed, needed)
     if content.get("tests", {}) != inputs.tests_fingerprint:
         return None
     log.info("%s is done", run.run_folder)

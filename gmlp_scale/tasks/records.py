@@ -71,11 +71,11 @@ def read_records(source: str, part: str, hub: Hub, tsv: TsvForm = PLAIN_TSV) -> 
         FileNotFoundError: there is no such file.
         DataError: its form is not known, or it is damaged.
     """
+    if mistake := missing_file(source, part, hub):
+        raise FileNotFoundError(mistake)
     path = Path(source)
-    if path.is_dir() or (not path.exists() and _HUB_NAME.fullmatch(source) and path.suffix not in _SUFFIXES):
-        return _read_hub(source, part, hub)
     if not path.is_file():
-        raise FileNotFoundError(f"data.{part}: {source} does not exist; give a file, or a hub name such as {hub.name}")
+        return _read_hub(source, part, hub)
     match path.suffix:
         case ".tsv":
             return _read_tsv(path, part, tsv)
@@ -86,6 +86,15 @@ def read_records(source: str, part: str, hub: Hub, tsv: TsvForm = PLAIN_TSV) -> 
         case ".json":
             return _read_squad_json(path)
     raise DataError(source, [f"has the suffix {path.suffix!r}; known are {', '.join(_SUFFIXES)}"])
+
+
+def missing_file(source: str, part: str, hub: Hub) -> str | None:
+    """What to tell of a source that is no file, though nothing that `datasets` loads either. None if it is one."""
+    path = Path(source)
+    is_hub_name = not path.exists() and _HUB_NAME.fullmatch(source) and path.suffix not in _SUFFIXES
+    if path.is_file() or path.is_dir() or is_hub_name:
+        return None
+    return f"data.{part}: {source} does not exist; give a file, or a hub name such as {hub.name}"
 
 
 def require_columns(source: str, record: Record, alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:

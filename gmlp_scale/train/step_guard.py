@@ -46,11 +46,24 @@ class SpikeError(UserError):
 class StepGuard:
     """Sees every step before its update and every report after it.
 
-    recent_losses: the attribute of this name, at the checkpoint that the run resumes from.
+    Args:
+        recent_losses: the attribute of this name, at the checkpoint that the run resumes from.
+        batch_printer: the script that prints the batch of a step of this recipe, or "" if there is none.
+        may_skip: whether the recipe has `train.on_not_finite`.
     """
 
-    def __init__(self, config: TrainConfig, world: World, run_dir: Path, recent_losses: list[tuple[int, float]]):
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        run_dir: Path,
+        recent_losses: list[tuple[int, float]],
+        *,
+        batch_printer: str,
+        may_skip: bool,
+    ):
         self.config, self.world = config, world
+        self.batch_printer, self.may_skip = batch_printer, may_skip
         path = run_dir / "skipped_steps.jsonl"
         self.recent_losses = recent_losses
         """(step, loss) of the last steps whose updates were made."""
@@ -95,13 +108,13 @@ class StepGuard:
         what = self._describe_spike(report, limit) if is_spike else self._describe_not_finite(report)
         is_recorded = report.step in self._recorded
         if self.config.on_not_finite == "stop" and not is_spike and not is_recorded:
-            raise NotFiniteError(f"{what}. {_BEYOND_NOT_FINITE}")
+            raise NotFiniteError(f"{what}. {self._beyond_not_finite()}")
         self._num_in_a_row += 1
         self._warn(f"{what}. Its update was left out{' as before the run stopped' if is_recorded else ''}")
         if not is_recorded:
             self._write(report, "spike" if is_spike else "not finite")
         if self._num_in_a_row == MOST_IN_A_ROW:
-            raise NotFiniteError(f"{what}. It is number {MOST_IN_A_ROW} in a row. {_BEYOND_NOT_FINITE}")
+            raise NotFiniteError(f"{what}. It is number {MOST_IN_A_ROW} in a row. {self._beyond_not_finite()}")
 
     def _tell_spike(self, report: StepReport, limit: float) -> None:
         what = self._describe_spike(report, limit)
@@ -152,15 +165,20 @@ class StepGuard:
         per_rank = num_rows // self.world.size
         starts = {rank: first + rank * per_rank for rank in bad_ranks}
         places = [f"the loss on rank {rank} (positions {p} to {p + per_rank - 1})" for rank, p in starts.items()]
+        shown = f" ({self.batch_printer} --step {report.step - 1} shows it)" if self.batch_printer else ""
         return (
             f"step {report.step}: {' and '.join(places) or 'the gradient norm, though not the loss of any rank,'} is "
-            f"not finite. The batch is positions {first} to {first + num_rows - 1} of the data order "
-            f"(data_prep/inspect_batch.py --step {report.step - 1} shows it)"
+            f"not finite. The batch is positions {first} to {first + num_rows - 1} of the data order{shown}"
         )
 
+    def _beyond_not_finite(self) -> str:
+        """What is left to try, of what the recipe has."""
+        ways = ["Lower optimizer.peak_learning_rate", "set optimizer.gradient_clipping"]
+        if self.config.precision != "float32":
+            ways.append("train in float32")
+        if self.may_skip and self.config.on_not_finite == "stop":
+            ways.append("set train.on_not_finite=skip to go on without such updates")
+        return f"The update was left out and nothing was saved since. {', '.join(ways[:-1])}, or {ways[-1]}."
 
-_BEYOND_NOT_FINITE = (
-    "The update was left out and nothing was saved since. Lower optimizer.peak_learning_rate, set "
-    "optimizer.gradient_clipping, train in float32, or set train.on_not_finite=skip to go on without such updates."
-)
+
 _BEYOND_A_SPIKE = "Nothing was saved since. Look at the batch; train.on_spike=skip goes on without its update."

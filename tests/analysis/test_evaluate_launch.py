@@ -122,6 +122,19 @@ def test_the_probe_finetunes_each_checkpoint(runs, run_dir, launched, tmp_path):
     ]}  # fmt: skip
 
 
+def test_a_probe_s_mistakes_are_told_before_anything_is_evaluated(runs, run_dir, launched, tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.evaluate.evaluate_models", None)
+    options = ["--run", run_dir, "--shards", runs / "shards", "--finetune-probe", "sst2"]
+    dev = write_sentiment(tmp_path / "dev.tsv", 10)
+    code, printed, error = launched(main, *options, "data.train=nope.tsv", f"data.dev={dev}", "data.test=no/t.tsv")
+    assert (code, printed) == (2, "") and "3 mistakes" in error
+    assert f"data.sequence_length: found 128; the run at {run_dir} takes at most 32" in error
+    assert "data.train: nope.tsv does not exist" in error and "data.test: no/t.tsv does not exist" in error
+    data = [f"data.train={dev}", f"data.dev={dev}", "data.sequence_length=32"]
+    code, _, error = launched(main, *options, *data, "train.micro_batch_size=5")
+    assert code == 2 and "train.micro_batch_size: found 5" in error
+
+
 def test_mistakes_are_one_message_and_leave_with_2(runs, run_dir, launched, tmp_path):
     shards = ["--shards", runs / "shards"]
     export_pretrained(run_dir, 4, tmp_path / "hf")

@@ -66,6 +66,15 @@ def test_mistakes_leave_with_2_before_anything_is_started(launch, tmp_path):
         launch("--seeds", "0")
 
 
+def test_grid_refuses_the_fields_that_it_sets_itself(launch):
+    fields = ("optimizer.peak_learning_rate=5e-4", "train.global_batch_size=8")
+    code, _, error = launch("--dry-run", "--grid", *fields)
+    assert code == 2 and "2 mistakes" in error
+    needed = "--grid takes grid.peak_learning_rate; give grid.peak_learning_rate=[5e-4], or leave --grid out"
+    assert needed in error and "give grid.global_batch_size=[8], or leave --grid out" in error
+    assert launch("--dry-run", "--seeds", "2", *fields)[0] == 0
+
+
 def test_mistakes_that_a_start_finds_leave_with_2_and_nothing_behind(launch, tmp_path):
     (tmp_path / "wrong.tsv").write_text("sentence\tlabel\nx\t7\n")
     code, _, error = launch(f"data.dev={tmp_path / 'wrong.tsv'}")

@@ -12,10 +12,11 @@ from tests.finetune.small_recipes import RECIPES
 from tests.tasks.official_glue import write_glue
 
 TINY = (
-    "data.sequence_length=16", "train.num_epochs=null", "train.num_steps=2", "train.global_batch_size=4",
+    "data.sequence_length=16", "train.num_epochs=null", "train.num_steps=2",
     "train.micro_batch_size=4", "train.device=cpu", "train.precision=float32", "train.evaluate_every_steps=2",
-    "optimizer.warmup_fraction=0", "grid.global_batch_size=[4]", "name=tiny",
+    "optimizer.warmup_fraction=0", "name=tiny",
 )  # fmt: skip
+BATCH = "train.global_batch_size=4"
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_all_of_glue_and_nothing_twice(launch, tmp_path, monkeypatch):
         return real(run, inputs, world)
 
     monkeypatch.setattr(sweep_module, "finetune", finetune)
-    code, out, error = launch("--from-mnli")
+    code, out, error = launch("--from-mnli", BATCH)
     assert code == 0, error
     folder = tmp_path / "tiny"
     (member,) = [path for path in (folder / "mnli").iterdir() if path.is_dir()]
@@ -63,7 +64,18 @@ def test_all_of_glue_and_nothing_twice(launch, tmp_path, monkeypatch):
         assert [line.split("\t")[0] for line in lines] == ["index", "0", "1", "2", "3"]
 
     trained.clear()
-    assert launch("--from-mnli")[:2] == (0, out) and trained == []
+    assert launch("--from-mnli", BATCH)[:2] == (0, out) and trained == []
+
+    def best_later(run, inputs, world):
+        content = finetune(run, inputs, world)
+        content["scores"]["dev"][run.task_row.main_score] = 1.0
+        return content
+
+    monkeypatch.setattr(sweep_module, "finetune", best_later)
+    code, _, error = launch("--from-mnli", BATCH, "--seeds", "2")
+    assert code == 0, error
+    assert [place for place, _ in trained] == [str(folder / task) for task in ("mnli", *others)]
+    assert from_mnli == {place.rpartition("/")[2] for place, model in trained if model == str(member / "last")}
 
 
 def test_the_usual_table():
@@ -96,13 +108,16 @@ def test_what_is_missing_or_given_twice_is_told_at_once(launch, tmp_path):
     (tmp_path / "glue" / "QQP" / "test.tsv").unlink()  # test files are optional
     code, _, error = launch()
     assert code == 2 and "CoLA/train.tsv is missing" in error and "RTE/dev.tsv is missing" in error
-    assert "QQP" not in error.replace("CoLA to RTE", "")
+    assert "QQP" not in error
+    code, _, error = launch("--glue", str(tmp_path / "wrong"))
+    assert code == 2 and error.count(" is missing\n") == 17 and ": 17 mistakes\n" in error
+    assert "\nneeded: GLUE's folders as they are downloaded, CoLA to RTE" in error
     code, _, error = launch("data.train=x.tsv")
     assert code == 2 and "data.train=x.tsv: --glue decides this; leave it out" in error
 
 
 def test_dry_run_reads_every_task(launch, tmp_path):
-    code, out, _ = launch("--dry-run", "--grid", "--seeds", "2")
+    code, out, _ = launch("--dry-run", "--grid", "--seeds", "2", "grid.global_batch_size=[4]")
     assert code == 0 and not (tmp_path / "tiny").exists()
     assert [line for line in out.splitlines() if line.startswith("task:")] == [f"task: {task}" for task in FOLDERS]
     assert out.count("runs                    5: ") == 8 and "test_mismatched         4 examples" in out

@@ -16,8 +16,9 @@ from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.remote_checkpoints import saved_steps
+from gmlp_scale.train.step_guard import NotFiniteError
 from gmlp_scale.trained import read_export
-from tests.finetune.small_recipes import sentiment_run
+from tests.finetune.small_recipes import sentiment_run, write_sentiment
 
 
 def small(tmp_path, export, *overrides):
@@ -63,6 +64,39 @@ def test_grid_then_seeds_and_nothing_twice(tmp_path, export, world, monkeypatch)
     assert sweep(run, inputs, world, num_seeds=3, grid=True) == table and trained == []
     with pytest.raises(ConfigError, match=r"scores.json belongs to another run"):
         sweep(small(tmp_path, export, "dropout=0.3"), inputs, world, num_seeds=1, grid=True)
+
+
+def test_a_finished_run_of_another_recipe_or_other_data_is_never_in_the_table(tmp_path, export, world):
+    first = small(tmp_path, export)
+    sweep(first, read_inputs(first), world, num_seeds=1, grid=False)
+    longer = small(tmp_path, export, "train.num_steps=3", "train.allow_changed_on_resume=[train.num_steps]")
+    with pytest.raises(ConfigError, match=r"num_steps: .* with 2; the run says 3\n.*cannot go on: give name="):
+        sweep(longer, read_inputs(longer), world, num_seeds=2, grid=False)
+    write_sentiment(tmp_path / "train.tsv", 50)
+    with pytest.raises(ConfigError, match="data train_sha256: "):
+        sweep(first, read_inputs(first), world, num_seeds=2, grid=False)
+    assert json.loads((first.run_dir / "table.json").read_text())["seeds"] == [0]
+
+
+def test_a_point_that_diverges_counts_as_the_worst(tmp_path, export, world, monkeypatch, caplog):
+    trained = count_runs(monkeypatch)
+    monkeypatch.setattr("gmlp_scale.finetune.sweep.log.propagate", True)
+    run = small(tmp_path, export, "grid.global_batch_size=[8]", "grid.peak_learning_rate=[1e30, 1e-3]")
+    inputs = read_inputs(run)
+    table = sweep(run, inputs, world, num_seeds=2, grid=True)
+    assert trained == ["batch_8_rate_1e+30_seed_0", "batch_8_rate_0.001_seed_0", "batch_8_rate_0.001_seed_1"]
+    assert "batch_8_rate_1e+30_seed_0 counts as the worst point: step 2: " in caplog.text
+    assert table["peak_learning_rate"] == 1e-3 and table["grid"][0]["scores"] == {}
+    assert "| 8 | 1e+30 | diverged |" in (run.run_dir / "table.md").read_text()
+    trained.clear()
+    assert sweep(run, inputs, world, num_seeds=2, grid=True) == table and trained == []
+
+    run = small(tmp_path, export, "grid.global_batch_size=[8]", "grid.peak_learning_rate=[1e30, 1e31]")
+    with pytest.raises(NotFiniteError, match=r"sst2: all points .* give a lower grid\.peak_learning_rate"):
+        sweep(run, inputs, world, num_seeds=1, grid=True)
+    run = small(tmp_path, export, "train.global_batch_size=8", "optimizer.peak_learning_rate=1e30")
+    with pytest.raises(NotFiniteError, match=r"^batch_8_rate_1e\+30_seed_0: step 2: .*\.gradient_clipping\.$"):
+        sweep(run, inputs, world, num_seeds=2, grid=False)
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, export, world, monkeypatch):

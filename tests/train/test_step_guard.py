@@ -92,9 +92,10 @@ def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path, tr
     trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 2)
 
 
-def _guard(tmp_path, world, **settings) -> StepGuard:
+def _guard(tmp_path, world, batch_printer="print_batch.py", may_skip=True, **settings) -> StepGuard:
     config = TrainConfig(**{"num_steps": 10**6, "global_batch_size": 8, "micro_batch_size": 8, **settings})
-    return StepGuard(config, world, tmp_path, [(step, 4.0 + 0.01 * (step % 3)) for step in range(1, 200)])
+    recent_losses = [(step, 4.0 + 0.01 * (step % 3)) for step in range(1, 200)]
+    return StepGuard(config, world, tmp_path, recent_losses, batch_printer=batch_printer, may_skip=may_skip)
 
 
 @pytest.fixture
@@ -128,18 +129,27 @@ def test_what_stops_a_run(monkeypatch, tmp_path, world, trials):
     guard = _guard(tmp_path, world, on_spike="stop")
     with pytest.raises(SpikeError, match=r"step 200: .*on_spike=skip goes on"):
         _see(guard, 200, 9.0)
-    with pytest.raises(NotFiniteError, match=r"step 201: the loss on rank 0 .*on_not_finite=skip"):
+    with pytest.raises(NotFiniteError, match=r"step 201: .* rank 0 .*print_batch.py --step 200 .*on_not_finite=skip"):
         _see(guard, 201, math.nan, math.nan)
     with pytest.raises(NotFiniteError, match="the gradient norm, though not the loss of any rank"):
         _see(guard, 202, 4.0, math.inf)
     trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 3)
 
 
+def test_what_the_recipe_lacks_is_not_offered(tmp_path, world):
+    guard = _guard(tmp_path, world, batch_printer="", may_skip=False)
+    with pytest.raises(NotFiniteError, match=r"of the data order\. The update .*, or train in float32\.$"):
+        _see(guard, 200, math.nan, math.nan)
+    guard = _guard(tmp_path, world, may_skip=False, precision="float32")
+    with pytest.raises(NotFiniteError, match=r", or set optimizer\.gradient_clipping\.$"):
+        _see(guard, 200, math.nan, math.nan)
+
+
 def test_updates_left_out_in_a_row_stop_the_run(monkeypatch, tmp_path, world):
     guard = _guard(tmp_path, world, on_not_finite="skip")
     for step in range(200, 200 + MOST_IN_A_ROW - 1):
         _see(guard, step, math.nan, math.nan)
-    with pytest.raises(NotFiniteError, match=f"number {MOST_IN_A_ROW} in a row"):
+    with pytest.raises(NotFiniteError, match=rf"number {MOST_IN_A_ROW} in a row\..* float32\.$"):
         _see(guard, 200 + MOST_IN_A_ROW - 1, math.nan, math.nan)
 
 
