@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.data_config import DataConfig, load_manifests
-from gmlp_scale.data.mixture import Mixture, mixture_mistakes
+from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.files import is_url, open_filesystem, redacted
@@ -90,6 +90,11 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
     seed: int = Field(ge=0, lt=2**32)
     """For the initial weights, the order of the rows, the masks and dropout. [no unit]"""
+
+    @property
+    def data_changes(self) -> list[int]:
+        """The numbers of finished steps after which the recipe changes what its rows are like."""
+        return []
 
     @property
     def run_folder(self) -> str:
@@ -173,6 +178,9 @@ def _budget_mistakes(run: "PretrainingRecipe") -> Iterable[str]:
     found = f"train.time_budget_seconds: found {run.train.time_budget_seconds:g}"
     if run.optimizer.schedule != "stable" or not run.optimizer.decay_steps:
         yield f"{found}; needed: null, or optimizer.schedule=stable with optimizer.decay_steps above 0"
+    elif run.optimizer.decay_steps > run.train.num_steps - 2:
+        needed = "optimizer.decay_steps of at most train.num_steps - 2, as the steps before the decay tell the speed"
+        yield f"{found} with optimizer.decay_steps = {run.optimizer.decay_steps}; needed: {needed}"
     if run.branch_from:
         yield f"{found} with branch_from; needed: null, as the other run's steps are not of this run's time"
 
@@ -252,6 +260,11 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     optimizer: OptimizerConfig
     engine: EngineConfig
     checkpoint: CheckpointConfig
+
+    @property
+    def data_changes(self) -> list[int]:
+        """As in Recipe: other masking, or sources that begin or end."""
+        return [*self.data.masked_fractions.starts, *changing_steps(self.data.sources)]
 
     def build_model(self) -> MaskedLanguageModel:
         return build_model(self.model, seed=None)

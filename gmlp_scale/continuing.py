@@ -122,7 +122,9 @@ def _check_same_rows_before(config: Recipe, before: dict, step: int) -> None:
     if not isinstance(config, PretrainingRecipe):
         return
     old = Piecewise(before["train"]["global_batch_size"])
-    if config.train.batch_sizes.before(step) != old.before(step):
+    new = config.train.batch_sizes
+    starts = [start for start in (*old.starts, *new.starts) if start < step]
+    if any(new.at(start) != old.at(start) for start in starts):
         pieces = [[start, rows] for start, rows in zip(old.starts, old.values, strict=True) if start < step]
         line = f"train.global_batch_size: other batches before step {step} than the checkpoint's"
         pieces.append([step, config.train.batch_sizes.last])

@@ -168,6 +168,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             checkpoint.recent_losses if checkpoint else [],
             batch_printer=config.batch_printer,
             may_skip="train.on_not_finite" in config.fields(),
+            data_changes=config.data_changes,
         )
         stack.callback(guard.close)
         start_up.finish("metrics")

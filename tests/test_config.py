@@ -90,6 +90,10 @@ def test_missing_field_is_named(tmp_path):
         (["train.global_batch_size=[[0,8],[20,4]]"], "a change at step 20; needed: changes below train.num_steps = 20"),
         (["train.global_batch_size=[[0,8],[5,6]]"], "found 4; must divide train.global_batch_size = 8, then 6 from"),
         (
+            ["train.time_budget_seconds=60", "optimizer.schedule=stable", "optimizer.decay_steps=19"],
+            "with optimizer.decay_steps = 19; needed: optimizer.decay_steps of at most train.num_steps - 2",
+        ),
+        (
             ["train.time_budget_seconds=60"],
             "train.time_budget_seconds: found 60; needed: null, or optimizer.schedule=sta",
         ),

@@ -97,6 +97,8 @@ def test_batches_may_change_from_the_checkpoint_on_but_not_before():
     old, allowed = "train.global_batch_size=[[0,8],[5,16]]", "train.allow_changed_on_resume=[train.global_batch_size]"
     assert not told_of([old], ["train.global_batch_size=[[0,8],[5,16],[6,32]]", allowed])
     told = told_of([old], ["train.global_batch_size=32", allowed])
+    as_many_rows = "train.global_batch_size=[[0,4],[3,12]]"
+    assert "other batches before step 6" in told_of(["train.global_batch_size=8"], [as_many_rows, allowed])
     assert "other batches before step 6" in told and "train.global_batch_size='[[0, 8], [5, 16], [6, 32]]'" in told
 
 

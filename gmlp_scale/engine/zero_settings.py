@@ -22,11 +22,16 @@ def required_settings(stage: int, world_size: int, train: TrainConfig, gradient_
             "check_grad_overflow": False,  # the host would wait for it; we do it
             # Stage 1 would leave a gradient in the memory of a CUDA graph, which the next micro-batch overwrites.
             "immediate_grad_update": True,
+            # Masters and moments are float32.
+            "bf16_master_weights_and_grads": False,
+            "bf16_optimizer_states": False,
         },
+        "torch_autocast": {"enabled": False},  # bf16 above decides it
         "timers": {"throughput": {"enabled": False}},  # the host would wait for the device in every micro-batch
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": stage},
+        # With round_robin_gradients DeepSpeed says of masters that they are other parameters'.
+        "zero_optimization": {"stage": stage, "round_robin_gradients": False},
     }
 
 

@@ -7,6 +7,7 @@ resumed run leaves it out too.
 import logging
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ class StepGuard:
         recent_losses: the attribute of this name, at the checkpoint that the run resumes from.
         batch_printer: the script that prints the batch of a step of this recipe, or "" if there is none.
         may_skip: whether the recipe has `train.on_not_finite`.
+        data_changes: the numbers of finished steps after which the recipe changes its data.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class StepGuard:
         *,
         batch_printer: str,
         may_skip: bool,
+        data_changes: Sequence[int],
     ):
         self.config, self.world = config, world
         self.batch_printer, self.may_skip = batch_printer, may_skip
+        self.data_changes = data_changes
         path = run_dir / "skipped_steps.jsonl"
         self.recent_losses = recent_losses
         """(step, loss) of the last steps whose updates were made."""
@@ -98,23 +102,26 @@ class StepGuard:
         """
         limit = self._limits.pop(report.step)
         # Sums over ranks may differ in the last digit from the device's own, which decided.
-        is_spike = report.loss > limit or math.isclose(report.loss, limit)
+        is_spike = math.isfinite(report.loss) and (report.loss > limit or math.isclose(report.loss, limit))
         if report.is_finite:
-            self.recent_losses = [*self.recent_losses, (report.step, report.loss)][-NUM_RECENT:]
+            recent = [*self.recent_losses, (report.step, report.loss)]
+            self.recent_losses = recent[-NUM_RECENT - LAG_ON_GPU :]
             self._num_in_a_row = 0
             if is_spike:
                 self._tell_spike(report, limit)
             return
+        is_spike = is_spike and self.config.on_spike == "skip"
         what = self._describe_spike(report, limit) if is_spike else self._describe_not_finite(report)
+        beyond = _BEYOND_SPIKES if is_spike else self._beyond_not_finite()
         is_recorded = report.step in self._recorded
         if self.config.on_not_finite == "stop" and not is_spike and not is_recorded:
-            raise NotFiniteError(f"{what}. {self._beyond_not_finite()}")
+            raise NotFiniteError(f"{what}. {beyond}")
         self._num_in_a_row += 1
         self._warn(f"{what}. Its update was left out{' as before the run stopped' if is_recorded else ''}")
         if not is_recorded:
             self._write(report, "spike" if is_spike else "not finite")
-        if self._num_in_a_row == MOST_IN_A_ROW:
-            raise NotFiniteError(f"{what}. It is number {MOST_IN_A_ROW} in a row. {self._beyond_not_finite()}")
+            if self._num_in_a_row >= MOST_IN_A_ROW:
+                raise NotFiniteError(f"{what}. It is number {self._num_in_a_row} in a row. {beyond}")
 
     def _tell_spike(self, report: StepReport, limit: float) -> None:
         what = self._describe_spike(report, limit)
@@ -132,7 +139,9 @@ class StepGuard:
 
     def _limit(self, step: int) -> float:
         # What a GPU's host has not read yet is left out on every device, so that a resumed run decides the same.
-        known = [loss for at, loss in self.recent_losses if at < step - LAG_ON_GPU]
+        # Other data have other losses.
+        since = max((change for change in self.data_changes if change < step), default=0)
+        known = [loss for at, loss in self.recent_losses if since < at < step - LAG_ON_GPU][-NUM_RECENT:]
         if len(known) < FEWEST_RECENT:
             return math.inf
         median = statistics.median(known)
@@ -182,3 +191,7 @@ class StepGuard:
 
 
 _BEYOND_A_SPIKE = "Nothing was saved since. Look at the batch; train.on_spike=skip goes on without its update."
+_BEYOND_SPIKES = (
+    "The updates were left out and nothing was saved since. Look at the batches, lower optimizer.peak_learning_rate, "
+    "or set train.on_spike=log to train on them."
+)

@@ -42,9 +42,10 @@ def test_a_file_of_the_users_own_is_merged(tmp_path):
 
 def test_a_file_that_contradicts_the_recipe_is_refused_with_every_field(tmp_path):
     own = {
-        "zero_optimization": {"stage": 3, "overlap_comm": True},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "round_robin_gradients": True},
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "bf16_optimizer_states": True},
+        "torch_autocast": {"enabled": True},
         "optimizer": {"type": "Adam"},
     }
     config = ZeroConfig(stage=2, deepspeed_config=_file(tmp_path, own))
@@ -55,6 +56,8 @@ def test_a_file_that_contradicts_the_recipe_is_refused_with_every_field(tmp_path
     assert "gradient_clipping: found 1.0; the recipe says 0.5" in message
     assert "bf16.enabled: found True; the recipe says False" in message
     assert "optimizer: the recipe's own sections decide it" in message
+    for name in ("zero_optimization.round_robin_gradients", "bf16.bf16_optimizer_states", "torch_autocast.enabled"):
+        assert f"{name}: found True; the recipe says False" in message
     assert "overlap_comm" not in message
 
 

@@ -5,6 +5,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,10 +93,14 @@ def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path, tr
     trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 2)
 
 
-def _guard(tmp_path, world, batch_printer="print_batch.py", may_skip=True, **settings) -> StepGuard:
+RECIPE_FACTS = {"batch_printer": "print_batch.py", "may_skip": True, "data_changes": [0]}
+
+
+def _guard(tmp_path, world, recipe_facts=RECIPE_FACTS, **settings) -> StepGuard:
     config = TrainConfig(**{"num_steps": 10**6, "global_batch_size": 8, "micro_batch_size": 8, **settings})
     recent_losses = [(step, 4.0 + 0.01 * (step % 3)) for step in range(1, 200)]
-    return StepGuard(config, world, tmp_path, recent_losses, batch_printer=batch_printer, may_skip=may_skip)
+    tmp_path.mkdir(exist_ok=True)
+    return StepGuard(config, world, tmp_path, recent_losses, **recipe_facts)
 
 
 @pytest.fixture
@@ -133,14 +138,20 @@ def test_what_stops_a_run(monkeypatch, tmp_path, world, trials):
         _see(guard, 201, math.nan, math.nan)
     with pytest.raises(NotFiniteError, match="the gradient norm, though not the loss of any rank"):
         _see(guard, 202, 4.0, math.inf)
-    trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 3)
+    for on_spike in ("log", "skip", "stop"):
+        guard = _guard(tmp_path, world, on_spike=on_spike)
+        with pytest.raises(NotFiniteError, match="rank 0"):  # also above every limit
+            _see(guard, 203, math.inf, math.inf)
+    with pytest.raises(NotFiniteError, match="the gradient norm"):
+        _see(guard, 204, 60.0, math.inf)
+    trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 7)
 
 
 def test_what_the_recipe_lacks_is_not_offered(tmp_path, world):
-    guard = _guard(tmp_path, world, batch_printer="", may_skip=False)
+    guard = _guard(tmp_path, world, {**RECIPE_FACTS, "batch_printer": "", "may_skip": False})
     with pytest.raises(NotFiniteError, match=r"of the data order\. The update .*, or train in float32\.$"):
         _see(guard, 200, math.nan, math.nan)
-    guard = _guard(tmp_path, world, may_skip=False, precision="float32")
+    guard = _guard(tmp_path, world, {**RECIPE_FACTS, "may_skip": False}, precision="float32")
     with pytest.raises(NotFiniteError, match=r", or set optimizer\.gradient_clipping\.$"):
         _see(guard, 200, math.nan, math.nan)
 
@@ -151,6 +162,50 @@ def test_updates_left_out_in_a_row_stop_the_run(monkeypatch, tmp_path, world):
         _see(guard, step, math.nan, math.nan)
     with pytest.raises(NotFiniteError, match=rf"number {MOST_IN_A_ROW} in a row\..* float32\.$"):
         _see(guard, 200 + MOST_IN_A_ROW - 1, math.nan, math.nan)
+    guard.close()
+    # With the cause mended the run goes on; without, it ends at the first new one.
+    guard = _guard(tmp_path, world, on_not_finite="skip")
+    for step in range(200, 200 + MOST_IN_A_ROW):
+        assert _see(guard, step, 4.0).isnan()
+    with pytest.raises(NotFiniteError, match=rf"number {MOST_IN_A_ROW + 1} in a row"):
+        _see(guard, 200 + MOST_IN_A_ROW, math.nan, math.nan)
+    assert _see(guard, 200 + MOST_IN_A_ROW, 4.0).isfinite()
+    guard = _guard(tmp_path / "spikes", world, on_spike="skip")
+    with pytest.raises(NotFiniteError, match=r"in a row.*on_spike=log"):
+        for step in range(200, 200 + MOST_IN_A_ROW):
+            _see(guard, step, 60.0)
+
+
+def test_losses_before_a_planned_change_of_the_data_are_no_measure_of_those_after_it(tmp_path, world):
+    for data_changes, is_left_out in (([0, 199], False), ([0, 198], False), ([0, 150, 200], True), ([0], True)):
+        facts = {**RECIPE_FACTS, "data_changes": data_changes}
+        guard = _guard(tmp_path / str(data_changes), world, facts, on_spike="skip")
+        assert _see(guard, 200, 9.0).isnan() == is_left_out
+    config = load_run_config(SMOKE, ["data.masked_fraction=[[0,0.3],[7,0.15]]"])
+    assert config.data_changes == [0, 7, 0]
+
+
+def test_a_resumed_run_has_the_limits_of_one_that_never_stopped(tmp_path, world):
+    """A device's host reads reports with a lag, but has read all when a checkpoint is written."""
+    losses = np.random.default_rng(0).normal(4, 0.1, 400)
+    limits = {}
+    for stops in ((), (250,)):
+        guard, unread = _guard(tmp_path, world), None
+        guard.recent_losses = []
+        for step, loss in enumerate(losses, start=1):
+            guard.marked(torch.tensor(loss), torch.tensor(loss), step)
+            limits.setdefault(step, set()).add(guard._limits[step])
+            reports = [unread] if unread else []
+            unread = StepReport(step, loss, 1.0, 1e-3, own_loss=loss)
+            if step in stops:
+                reports, unread = [*reports, unread], None
+            for report in reports:
+                guard.see(report)
+            if step in stops:
+                resumed = _guard(tmp_path, world)
+                resumed.recent_losses = guard.recent_losses
+                guard = resumed
+    assert all(len(found) == 1 for found in limits.values())
 
 
 def test_a_line_that_a_kill_cut_short_spoils_no_later_one(tmp_path, world):
