@@ -8,11 +8,11 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 import torch
@@ -32,6 +32,13 @@ from gmlp_scale.rendezvous import describe_absent, first_line, join_store
 from gmlp_scale.roll_call import RollCall
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StopSignalled(Exception):
+    """A stop signal ended what can be done again after a resume, such as an evaluation."""
+
 
 _HOST_BYTES = 64
 """The longest name of a host that Linux allows."""
@@ -185,6 +192,13 @@ class World:
         values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(values, torch.tensor([value]), group=self._host_group)
         return [v.item() for v in values]
+
+    def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, of which all ranks have equally many. StopSignalled on all ranks once any has a stop signal."""
+        for item in items:
+            if any(self.gather(int(self.is_stop_signalled))):
+                raise StopSignalled
+            yield item
 
     def broadcast(self, value: Any) -> Any:
         """Returns rank 0's value, which must be small and JSON-able, on every rank."""

@@ -169,7 +169,8 @@ class Characters:
         starts = np.arange(0, crops.num_rows, crops.length)[: self.train.num_evaluation_rows]
         totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, characters
         firsts = range(0, len(starts), num_rows * world.size)
-        for first in progress_bar(firsts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main):
+        shown = progress_bar(firsts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main)
+        for first in world.until_stopped(shown):
             own = starts[first + world.rank * num_rows :][:num_rows]
             # Every rank predicts equally often; one that has no crop left counts none of its own.
             batch = crops.batch(own if len(own) else starts[:1]).to(world.device)

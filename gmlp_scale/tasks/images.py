@@ -137,7 +137,7 @@ class Images:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
-        batches = self._loader.heldout_batches(self.train.num_evaluation_rows)
+        batches = world.until_stopped(self._loader.heldout_batches(self.train.num_evaluation_rows))
         return {f"eval/{name}": value for name, value in evaluate_images(engine.predict, batches, world).items()}
 
     def finish(self, engine: Engine, world: World, step: int) -> None:

@@ -80,7 +80,7 @@ class Pretraining:
             leave=False,
             disable=not world.is_main,
         )
-        return evaluate(engine.predict, batches, world).by_tag()
+        return evaluate(engine.predict, world.until_stopped(batches), world).by_tag()
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
         """Does nothing: the last checkpoint is the result."""

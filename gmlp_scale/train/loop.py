@@ -41,10 +41,12 @@ class Progress:
 
     step: int
     num_steps: int
+    lacks_evaluation: bool = False
+    """A stop signal cut off the evaluation of `step`. The same command begins with it."""
 
     @property
     def finished(self) -> bool:
-        return self.step == self.num_steps
+        return self.step == self.num_steps and not self.lacks_evaluation
 
 
 def due(step: int, every: int) -> bool:
@@ -72,7 +74,7 @@ def train(
 ) -> Progress:
     """Trains from `start_step` finished steps to the end of the schedule, `stop_after_step` or a stop signal.
 
-    In all three cases it leaves a complete checkpoint of the last finished step.
+    In all three cases it leaves a complete checkpoint of the last finished step. A stop signal cuts off an evaluation.
 
     Args:
         config, optimizer: the attributes of `budget` with these names.
@@ -84,12 +86,19 @@ def train(
             Nothing that is not finite was saved.
         RecheckError: on every rank, with the ranks that compute wrongly.
     """
-    step, last_step = start_step, config.last_step
+    step, last_step, lacks_evaluation = start_step, config.last_step, False
+
+    def save() -> None:
+        world.note(f"the save of step {step}")
+        with metrics.clock_stopped():
+            metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, guard.recent_losses, budget.record())
+
     reports = StepReports(world)
     stragglers = Stragglers(world, engine.module, loader)
     if start_step and evaluation_due(start_step, config) and not metrics.is_evaluated:
         # A kill after the save cut it off, or this is a branch, whose curve begins here.
-        metrics.log_evaluation(start_step, evaluate)
+        if not metrics.log_evaluation(start_step, evaluate):
+            return Progress(start_step, config.num_steps, lacks_evaluation=True)
         metrics.start_up.finish("evaluation")
     metrics.start_clock(loader.wait_seconds)
     batches = staged(loader.steps(start_step, last_step), world.device)
@@ -129,18 +138,15 @@ def train(
             metrics.config, last_step = config, config.last_step
         leaving = reports.is_stop or step == last_step
         if is_save_due or leaving:  # before the evaluation, which may fail or take longer than a stopped job has left
-            world.note(f"the save of step {step}")
-            with metrics.clock_stopped():
-                metrics.checkpoint_stall_seconds += checkpointer.save(
-                    engine, step, guard.recent_losses, budget.record()
-                )
-        if is_evaluation_due:
-            metrics.log_evaluation(step, evaluate)
+            save()
+        if is_evaluation_due and not metrics.log_evaluation(step, evaluate):
+            save()  # does nothing if it is saved already
+            leaving = lacks_evaluation = True
         if leaving:
             break
     world.note("the end of the last save")
     checkpointer.wait()
-    return Progress(step, config.num_steps)
+    return Progress(step, config.num_steps, lacks_evaluation)
 
 
 def accumulate(

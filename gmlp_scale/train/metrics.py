@@ -22,7 +22,7 @@ from gmlp_scale.train.events import picture_summary, recipe_summaries
 from gmlp_scale.train.log_files import EventsFile, MetricsFile
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.tracker import WandbRun
-from gmlp_scale.world import World
+from gmlp_scale.world import StopSignalled, World
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -166,17 +166,21 @@ class Metrics:
         self.checkpoint_stall_seconds = 0.0
         self.start_clock(data_wait_seconds)
 
-    def log_evaluation(self, step: int, evaluate: Callable[[int], dict[str, float]]) -> None:
-        """Evaluates, outside the clock, and writes the values."""
+    def log_evaluation(self, step: int, evaluate: Callable[[int], dict[str, float]]) -> bool:
+        """Evaluates, outside the clock, and writes the values. False, and nothing is written, after a stop signal."""
         self.world.note(f"the evaluation after step {step}")
         began = time.perf_counter()
         with self.clock_stopped():
-            values = evaluate(step)
+            try:
+                values = evaluate(step)
+            except StopSignalled:
+                return False
         self.evaluation_seconds = time.perf_counter() - began
         self._write(step, values)
         if self.world.is_main:
             shown = "  ".join(f"{tag} {value:.4f}" for tag, value in values.items())
             log.info("step %d  %s  (%s)", step, shown, _duration(self.evaluation_seconds))
+        return True
 
     def add_picture(self, step: int, tag: str, figure: "Figure") -> None:
         """Adds a picture to TensorBoard, on rank 0."""

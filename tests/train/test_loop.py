@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmlp_scale import bars
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.engine.single import SingleEngine
 from gmlp_scale.recipe_file import load_run_config
 from gmlp_scale.run import run_task
 from gmlp_scale.tasks.pretraining import Pretraining
@@ -161,6 +162,29 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_on_resume(killed_at, monkeypa
     whole, killed = (read_metrics(tmp_path / name / "smoke" / "metrics.jsonl") for name in ("whole", "killed"))
     assert [_unhurried(line) for line in killed] == [_unhurried(line) for line in whole]
     assert sorted(evaluated) == sorted([3, NUM_STEPS, killed_at])
+
+
+@pytest.mark.parametrize("stopped_at", [3, NUM_STEPS])
+def test_a_stop_signal_cuts_an_evaluation_off_which_is_made_on_resume(stopped_at, monkeypatch, tmp_path):
+    every = ["train.evaluate_every_steps=3", "train.micro_batch_size=1"]
+    assert run_loop(contextlib.nullcontext, tmp_path / "whole", *every) == NUM_STEPS
+    predict, num_predicted = SingleEngine.predict, 0
+
+    def counted(self, batch):
+        nonlocal num_predicted
+        num_predicted += 1
+        return predict(self, batch)
+
+    first = 1 if stopped_at == 3 else 3  # of an evaluation's two batches
+    with monkeypatch.context() as patch:
+        patch.setattr(SingleEngine, "predict", counted)
+        patch.setattr(World, "is_stop_signalled", property(lambda self: num_predicted >= first))
+        assert run_loop(contextlib.nullcontext, tmp_path / "stopped", *every) == stopped_at
+    assert num_predicted == first
+    assert [step_of(folder.name) for folder in step_folders(tmp_path / "stopped/smoke/checkpoints")] == [stopped_at]
+    assert run_loop(contextlib.nullcontext, tmp_path / "stopped", *every) == NUM_STEPS
+    whole, stopped = (read_metrics(tmp_path / name / "smoke" / "metrics.jsonl") for name in ("whole", "stopped"))
+    assert [_unhurried(line) for line in stopped] == [_unhurried(line) for line in whole]
 
 
 @pytest.mark.parametrize("reports, decided_at", [(StepReports, 3), (ReadAStepLate, 4)])
