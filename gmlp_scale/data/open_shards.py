@@ -24,7 +24,12 @@ _SHARDS_AT_A_TIME = 8
 
 @dataclass(frozen=True)
 class SkipCorruptShards:
-    """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share."""
+    """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share.
+
+    A resumed run skips the recorded shards from its first step on, also those that were written again meanwhile. So it
+    has the rows of a run that never stopped, on any number of ranks, if the shards were corrupt when they were first
+    read. One that was sound until some step, or failed for one rank only, is skipped at the repeated steps by all.
+    """
 
     record: Path
     max_shards: int
@@ -33,17 +38,29 @@ class SkipCorruptShards:
 
     def note(self, error: CorruptShardError) -> None:
         """Record a corrupt shard. Raises ShardError if all ranks together have now met too many."""
-        names, name = self._recorded_names(), self.prefix + error.name
-        if name not in names:
-            log.warning("shard %s is corrupt and skipped: %s", name, error.found)
+        name = self.prefix + error.name
+        if name not in self._recorded():
+            log.warning(
+                "shard %s is corrupt and skipped: %s. A resumed run skips it too: to use it again, write or copy it "
+                "again and delete its lines in %s",
+                name,
+                error.found,
+                self.record,
+            )
             self._append({"shard": name, "found": error.found})
-            names.add(name)
-        if len(names) > self.max_shards:
+        self.names()
+
+    def names(self) -> set[str]:
+        """The names of the source's recorded shards. Raises ShardError if those of all sources are too many."""
+        recorded = self._recorded()
+        if len(recorded) > self.max_shards:
+            name, found = list(recorded.items())[-1]
             raise ShardError(
-                f"{len(names)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
-                f"{self.record}, the last was {name} ({error.found}). Write or copy them again, or raise "
-                "data.max_corrupt_shards"
-            ) from error
+                f"{len(recorded)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
+                f"{self.record}, the last was {name} ({found}). Write or copy them again and delete their lines there, "
+                "or raise data.max_corrupt_shards"
+            )
+        return {name.removeprefix(self.prefix) for name in recorded if name.startswith(self.prefix)}
 
     def _append(self, entry: dict[str, str]) -> None:
         """Adds a line with a single write, so that the ranks' lines do not mix."""
@@ -54,10 +71,12 @@ class SkipCorruptShards:
         finally:
             os.close(descriptor)
 
-    def _recorded_names(self) -> set[str]:
+    def _recorded(self) -> dict[str, str]:
+        """What was found, by the shard's name."""
         if not self.record.exists():
-            return set()
-        return {json.loads(line)["shard"] for line in self.record.read_text().splitlines()}
+            return {}
+        entries = map(json.loads, self.record.read_text().splitlines())
+        return {entry["shard"]: entry["found"] for entry in entries}
 
 
 class OpenShards:
@@ -80,7 +99,10 @@ class OpenShards:
         self._open: OrderedDict[int, ShardRows] = OrderedDict()
         self._coming: dict[int, Future[ShardRows | None]] = {}
         self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
-        self._corrupt: set[int] = set()
+        recorded = skip_corrupt.names() if skip_corrupt else set()
+        self._corrupt = {index for index, shard in enumerate(shards) if shard.name in recorded}
+        if self._corrupt:
+            log.info("%d shards are skipped, as recorded in %s", len(self._corrupt), skip_corrupt.record)
 
     def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> np.ndarray:
         """The rows with these indices within the shards with these indices, uint16 [B, N].
