@@ -2,12 +2,11 @@
 
 import json
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ _SHARDS_AT_A_TIME = 8
 """Opened by threads: copying and hashing release Python's lock, and a first batch may open dozens of shards."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SkipCorruptShards:
     """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share.
 
@@ -35,6 +34,9 @@ class SkipCorruptShards:
     max_shards: int
     prefix: str = ""
     """Stands before the names in the record, to tell a mixture's sources apart."""
+    _unwritten: dict[str, str] = field(default_factory=dict, init=False)
+    """What the disk refused: what was found, by the shard's name."""
+    _is_failing: bool = field(default=False, init=False)
 
     def note(self, error: CorruptShardError) -> None:
         """Record a corrupt shard. Raises ShardError if all ranks together have now met too many."""
@@ -47,7 +49,8 @@ class SkipCorruptShards:
                 error.found,
                 self.record,
             )
-            self._append({"shard": name, "found": error.found})
+            self._unwritten[name] = error.found
+            self.write()
         self.names()
 
     def names(self) -> set[str]:
@@ -62,21 +65,49 @@ class SkipCorruptShards:
             )
         return {name.removeprefix(self.prefix) for name in recorded if name.startswith(self.prefix)}
 
-    def _append(self, entry: dict[str, str]) -> None:
-        """Adds a line with a single write, so that the ranks' lines do not mix."""
-        self.record.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    def write(self) -> None:
+        """Adds what the record still lacks. Raises nothing: a failure is told once, until a write succeeds again."""
         try:
-            os.write(descriptor, (json.dumps(entry) + "\n").encode())
-        finally:
-            os.close(descriptor)
+            for name, found in list(self._unwritten.items()):
+                _append_line(self.record, json.dumps({"shard": name, "found": found}))
+                del self._unwritten[name]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning(
+                    "%s cannot be written (%s): free room there. Training goes on, and what is missing is written at "
+                    "the first step that there is room for",
+                    self.record,
+                    error.strerror,
+                )
+            self._is_failing = True
+
+    def close(self) -> None:
+        """Tries a last time to write what the record still lacks."""
+        self.write()
+        if self._unwritten:
+            names = ", ".join(self._unwritten)
+            log.warning("%s lacks %s, which a resumed run reads if they are sound by then", self.record, names)
 
     def _recorded(self) -> dict[str, str]:
-        """What was found, by the shard's name."""
-        if not self.record.exists():
-            return {}
-        entries = map(json.loads, self.record.read_text().splitlines())
-        return {entry["shard"]: entry["found"] for entry in entries}
+        """What was found, by the shard's name. Lines that a full disk or a kill cut short are left out."""
+        recorded = {}
+        for line in self.record.read_bytes().splitlines() if self.record.exists() else ():
+            with suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(line)
+                recorded[entry["shard"]] = entry["found"]
+        return recorded | self._unwritten
+
+
+def _append_line(path: Path, line: str) -> None:
+    """Adds a line with a single write, so that the ranks' lines do not mix. It begins anew after one cut short."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        file.seek(max(0, file.tell() - 1))
+        start = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        content = start + line.encode() + b"\n"
+        while content:  # a second write tells why the first was short
+            content = content[file.write(content) :]
 
 
 class OpenShards:
@@ -118,6 +149,8 @@ class OpenShards:
             shard, num_rows = self._sound_shard(index)
             rows_BN[places] = shard.read(row_indices_B[places] % num_rows)
         self._close_oldest()
+        if self._skip_corrupt:
+            self._skip_corrupt.write()
         return rows_BN
 
     def open_ahead(self, shards: Sequence[int]) -> None:
@@ -134,6 +167,8 @@ class OpenShards:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(cancel_futures=True)
+        if self._skip_corrupt:
+            self._skip_corrupt.close()
 
     def _sound_shard(self, index: int) -> tuple[ShardRows, int]:
         for candidate in (*range(index, len(self._shards)), *range(index)):

@@ -248,6 +248,19 @@ def test_a_resumed_run_skips_recorded_shards_that_were_repaired(write_shards, ma
     assert not all(same(join(anew.micro_batches(step)), batches[step]) for step in range(20))
 
 
+def test_a_record_that_cannot_be_written_is_written_at_a_later_step(write_shards, make_loader, tmp_path):
+    folder, _ = write_shards([20] * 4)
+    names = corrupt(folder, 1, 2)
+    (tmp_path / "run").write_text("a file where the run folder should be")
+    loader = make_loader(folder, data=SKIP)
+    for step in range(10):
+        loader.micro_batches(step)
+    (tmp_path / "run").unlink()
+    loader.micro_batches(10)
+    lines = (tmp_path / "run" / "corrupt_shards.jsonl").read_text().splitlines()
+    assert {json.loads(line)["shard"] for line in lines} == set(names)
+
+
 def test_more_corrupt_shards_than_allowed_end_the_run(write_shards, make_loader, tmp_path, trials):
     folder, _ = write_shards([20] * 6)
     names = corrupt(folder, 0, 2, 4)
