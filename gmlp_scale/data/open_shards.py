@@ -2,12 +2,11 @@
 
 import json
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,42 +21,93 @@ _SHARDS_AT_A_TIME = 8
 """Opened by threads: copying and hashing release Python's lock, and a first batch may open dozens of shards."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SkipCorruptShards:
-    """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share."""
+    """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share.
+
+    A resumed run skips the recorded shards from its first step on, also those that were written again meanwhile. So it
+    has the rows of a run that never stopped, on any number of ranks, if the shards were corrupt when they were first
+    read. One that was sound until some step, or failed for one rank only, is skipped at the repeated steps by all.
+    """
 
     record: Path
     max_shards: int
     prefix: str = ""
     """Stands before the names in the record, to tell a mixture's sources apart."""
+    _unwritten: dict[str, str] = field(default_factory=dict, init=False)
+    """What the disk refused: what was found, by the shard's name."""
+    _is_failing: bool = field(default=False, init=False)
 
     def note(self, error: CorruptShardError) -> None:
         """Record a corrupt shard. Raises ShardError if all ranks together have now met too many."""
-        names, name = self._recorded_names(), self.prefix + error.name
-        if name not in names:
-            log.warning("shard %s is corrupt and skipped: %s", name, error.found)
-            self._append({"shard": name, "found": error.found})
-            names.add(name)
-        if len(names) > self.max_shards:
+        name = self.prefix + error.name
+        if name not in self._recorded():
+            log.warning(
+                "shard %s is corrupt and skipped: %s. A resumed run skips it too: to use it again, write or copy it "
+                "again and delete its lines in %s",
+                name,
+                error.found,
+                self.record,
+            )
+            self._unwritten[name] = error.found
+            self.write()
+        self.names()
+
+    def names(self) -> set[str]:
+        """The names of the source's recorded shards. Raises ShardError if those of all sources are too many."""
+        recorded = self._recorded()
+        if len(recorded) > self.max_shards:
+            name, found = list(recorded.items())[-1]
             raise ShardError(
-                f"{len(names)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
-                f"{self.record}, the last was {name} ({error.found}). Write or copy them again, or raise "
-                "data.max_corrupt_shards"
-            ) from error
+                f"{len(recorded)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
+                f"{self.record}, the last was {name} ({found}). Write or copy them again and delete their lines there, "
+                "or raise data.max_corrupt_shards"
+            )
+        return {name.removeprefix(self.prefix) for name in recorded if name.startswith(self.prefix)}
 
-    def _append(self, entry: dict[str, str]) -> None:
-        """Adds a line with a single write, so that the ranks' lines do not mix."""
-        self.record.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    def write(self) -> None:
+        """Adds what the record still lacks. Raises nothing: a failure is told once, until a write succeeds again."""
         try:
-            os.write(descriptor, (json.dumps(entry) + "\n").encode())
-        finally:
-            os.close(descriptor)
+            for name, found in list(self._unwritten.items()):
+                _append_line(self.record, json.dumps({"shard": name, "found": found}))
+                del self._unwritten[name]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning(
+                    "%s cannot be written (%s): free room there. Training goes on, and what is missing is written at "
+                    "the first step that there is room for",
+                    self.record,
+                    error.strerror,
+                )
+            self._is_failing = True
 
-    def _recorded_names(self) -> set[str]:
-        if not self.record.exists():
-            return set()
-        return {json.loads(line)["shard"] for line in self.record.read_text().splitlines()}
+    def close(self) -> None:
+        """Tries a last time to write what the record still lacks."""
+        self.write()
+        if self._unwritten:
+            names = ", ".join(self._unwritten)
+            log.warning("%s lacks %s, which a resumed run reads if they are sound by then", self.record, names)
+
+    def _recorded(self) -> dict[str, str]:
+        """What was found, by the shard's name. Lines that a full disk or a kill cut short are left out."""
+        recorded = {}
+        for line in self.record.read_bytes().splitlines() if self.record.exists() else ():
+            with suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(line)
+                recorded[entry["shard"]] = entry["found"]
+        return recorded | self._unwritten
+
+
+def _append_line(path: Path, line: str) -> None:
+    """Adds a line with a single write, so that the ranks' lines do not mix. It begins anew after one cut short."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        file.seek(max(0, file.tell() - 1))
+        start = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        content = start + line.encode() + b"\n"
+        while content:  # a second write tells why the first was short
+            content = content[file.write(content) :]
 
 
 class OpenShards:
@@ -80,7 +130,10 @@ class OpenShards:
         self._open: OrderedDict[int, ShardRows] = OrderedDict()
         self._coming: dict[int, Future[ShardRows | None]] = {}
         self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
-        self._corrupt: set[int] = set()
+        recorded = skip_corrupt.names() if skip_corrupt else set()
+        self._corrupt = {index for index, shard in enumerate(shards) if shard.name in recorded}
+        if self._corrupt:
+            log.info("%d shards are skipped, as recorded in %s", len(self._corrupt), skip_corrupt.record)
 
     def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> np.ndarray:
         """The rows with these indices within the shards with these indices, uint16 [B, N].
@@ -96,6 +149,8 @@ class OpenShards:
             shard, num_rows = self._sound_shard(index)
             rows_BN[places] = shard.read(row_indices_B[places] % num_rows)
         self._close_oldest()
+        if self._skip_corrupt:
+            self._skip_corrupt.write()
         return rows_BN
 
     def open_ahead(self, shards: Sequence[int]) -> None:
@@ -112,6 +167,8 @@ class OpenShards:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(cancel_futures=True)
+        if self._skip_corrupt:
+            self._skip_corrupt.close()
 
     def _sound_shard(self, index: int) -> tuple[ShardRows, int]:
         for candidate in (*range(index, len(self._shards)), *range(index)):
