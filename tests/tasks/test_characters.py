@@ -72,7 +72,9 @@ def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
             return values
 
         cpu = torch.device("cpu")
-        world = SimpleNamespace(rank=rank, size=size, is_main=rank == 0, device=cpu, sum=sum_of_rank)
+        world = SimpleNamespace(
+            rank=rank, size=size, is_main=rank == 0, device=cpu, sum=sum_of_rank, until_stopped=iter
+        )
         try:
             task.evaluate(engine, world, 0)
         except ZeroDivisionError:  # of the rank without crops

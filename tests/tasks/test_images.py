@@ -92,7 +92,7 @@ def test_two_ranks_and_other_micro_batches_have_the_losses_of_one_process(shards
 
 def test_the_label_counts_among_the_likeliest_one_and_five(shards):
     task = Images(recipe(shards, "data.num_workers=0", "train.num_evaluation_rows=5"))
-    world = SimpleNamespace(rank=0, size=1, is_main=True, device=torch.device("cpu"), sum=list)
+    world = SimpleNamespace(rank=0, size=1, is_main=True, device=torch.device("cpu"), sum=list, until_stopped=iter)
     loader = task.open_loader(world)
     labels = torch.cat([batch.labels_B[:counted] for batch, counted in loader.heldout_batches(5)])
     probabilities = torch.tensor([0.1, 0.7, 0.2])
