@@ -42,10 +42,10 @@ runs on the same shards.
 """
 
 _PICTURE = """
-![W of every block of {name}](science.png)
+![W of two blocks of {name}](science.png)
 
 ```bash
-python launch/plot_model.py matrices --run outputs/science/{name} --output docs/science.png
+python launch/plot_model.py matrices --run outputs/science/{name} --blocks 0 5 --output docs/science.png
 ```"""
 
 _COMMANDS = """## Commands

@@ -105,7 +105,7 @@ def test_a_table_that_was_stopped_goes_on_and_does_nothing_twice(shards, tmp_pat
         assert "launch/pretrain.py --config compare_gmlp " in text and f"name={best}" in text
     shares = [json.loads(content).get("toeplitz_share", 0) for name, content in every.items() if "dense" in name]
     assert all(0 < share < 1 for share in shares)
-    assert f"plot_model.py matrices --run outputs/science/{best} --output" in text  # of gmlp_dense
+    assert f"plot_model.py matrices --run outputs/science/{best} --blocks 0 5" in text  # of gmlp_dense
 
     shutil.copytree(output / "results", tmp_path / "copied/results")
     without_a_field = tmp_path / f"copied/results/{best}.json"  # as if the field were newer than the result
