@@ -29,7 +29,7 @@ def check_continues(
         misfit: what Checkpoint.misfit says of the run's model. No setting can allow other parameters.
     """
     allowed = tuple(config.train.allow_changed_on_resume)
-    config_before = with_defaults(before["config"], config)
+    config_before = _with_defaults(before["config"], config)
     _check_same_optimizer(config, place, config_before)
     if is_branch:
         _check_same_start(config, place, config_before)
@@ -54,7 +54,15 @@ def check_continues(
         log.warning("%s may differ from the checkpoint's (train.allow_changed_on_resume)", field)
 
 
-def with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
+def changed_fields(stored: dict[str, Any], config: Recipe, *also_free: str) -> list[str]:
+    """One line for each field in which a finished run's resolved config, `stored`, is not `config`'s.
+
+    Whatever train.allow_changed_on_resume says: a finished run does not go on. `also_free`: fields that may differ.
+    """
+    return check_unchanged(_with_defaults(stored, config), config.to_json(), (*config.free_on_resume, *also_free))
+
+
+def _with_defaults(stored: dict[str, Any], config: Recipe) -> dict[str, Any]:
     """A checkpoint's resolved config with the defaults of fields that are newer than it, and with `config`'s engine."""
     try:
         return type(config).model_validate(stored | {"engine": config.engine}).to_json()

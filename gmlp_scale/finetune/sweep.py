@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from gmlp_scale.config import ConfigError
-from gmlp_scale.continuing import check_unchanged, with_defaults
+from gmlp_scale.continuing import changed_fields, check_unchanged
 from gmlp_scale.files import read_file, redacted, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
@@ -220,10 +220,10 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     if content is None:
         return None
     changed = [
-        *check_unchanged(with_defaults(content["config"], run), run.to_json(), run.free_on_resume),
+        *changed_fields(content["config"], run),
         *(f"data {line}" for line in check_unchanged(content["data"], inputs.fingerprint)),
     ]
-    if changed:  # whatever may change on resume: a table does not compare runs of several recipes
+    if changed:
         needed = "it is finished and cannot go on: give name=... anew, or the old values and data"
         raise ConfigError(f"{path} belongs to another run", changed, needed)
     if content.get("tests", {}) != inputs.tests_fingerprint:

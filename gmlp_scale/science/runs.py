@@ -17,7 +17,7 @@ import numpy as np
 from gmlp_scale.analysis.arrays import spatial_matrices
 from gmlp_scale.analysis.heldout import evaluate_models
 from gmlp_scale.config import ConfigError, RunConfig
-from gmlp_scale.continuing import check_unchanged, with_defaults
+from gmlp_scale.continuing import changed_fields
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.files import create_file, read_file, write_text
 from gmlp_scale.models.gmlp import GmlpConfig
@@ -99,8 +99,7 @@ class Table:
             content = json.loads(read_file(self.place(run)))
         except FileNotFoundError:
             return None
-        before = with_defaults(content["config"], run)
-        if changed := check_unchanged(before, run.to_json(), (*run.free_on_resume, "train.precision")):
+        if changed := changed_fields(content["config"], run, "train.precision"):
             needed = "needed are the fields of before, or another --output"
             raise ConfigError(f"{self.place(run)} is of another run", changed, needed)
         return content
