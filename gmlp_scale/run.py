@@ -5,7 +5,8 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, Met
 
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from gmlp_scale.train.remote_folder import RemoteFolder
 from gmlp_scale.train.run_folder import claimed
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.time_budget import TimeBudget
-from gmlp_scale.world import World, lone_world, start_world
+from gmlp_scale.world import StopSignalled, World, lone_world, start_world
 
 log = logging.getLogger(__name__)
 
@@ -187,10 +188,12 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             seed=config.seed,
         )
         if progress.finished:
-            task.finish(engine, world, progress.step)
-            log.info("finished at step %d: %s", progress.step, config.run_folder)
-        else:
-            log.info("stopped after step %d of %d; the same command resumes", progress.step, progress.num_steps)
+            with suppress(StopSignalled):
+                task.finish(engine, world, progress.step)
+                log.info("finished at step %d: %s", progress.step, config.run_folder)
+                return progress
+            progress = replace(progress, lacks_evaluation=True)
+        log.info("stopped after step %d of %d; the same command resumes", progress.step, progress.num_steps)
         return progress
 
 

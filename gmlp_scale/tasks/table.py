@@ -154,11 +154,12 @@ def summarize_all(
     """What scoring needs from every row's logits, float32 [num_rows, summary_size], on every rank.
 
     The ranks take batches in turn. Every rank takes the same number of batches, since an engine may need all ranks to
-    predict; the rows that fill up the last batches are left out.
+    predict; the rows that fill up the last batches are left out. Raises StopSignalled on all ranks.
     """
     summaries = np.zeros((rows.num_rows, rows.summary_size))
     starts = range(0, rows.num_rows, batch_size * world.size)
-    for start in progress_bar(starts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main):
+    bar = progress_bar(starts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main)
+    for start in world.until_stopped(bar):
         row_indices = np.arange(batch_size) + start + world.rank * batch_size
         batch = rows.batch(np.minimum(row_indices, rows.num_rows - 1))
         with torch.no_grad():

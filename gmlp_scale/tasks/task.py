@@ -38,10 +38,10 @@ class Task(Protocol):
         """Fills a new run's weights in place: the same on every rank."""
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
-        """The values to log after `step`, by tag."""
+        """The values to log after `step`, by tag. StopSignalled cuts it off; the resumed run begins with it."""
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
-        """Writes the task's results after the schedule's last step."""
+        """Writes the task's results after the schedule's last step. StopSignalled cuts it off, as an evaluation."""
 
 
 def epochs(task: Task, step: int) -> dict[str, float]:

@@ -9,11 +9,13 @@ import torch
 
 from gmlp_scale.config import ConfigError
 from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.engine.single import SingleEngine
 from gmlp_scale.finetune.finetuning import Finetuning, finetune
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.trained import read_export
+from gmlp_scale.world import World
 from tests.finetune.small_recipes import sentiment_run, tiny_run
 
 
@@ -66,6 +68,34 @@ def test_resumed_run_is_the_run_that_was_never_stopped(tmp_path, export, world):
     one, other = read_export(parts.run_dir / "last").weights, read_export(whole.run_dir / "last").weights
     assert all(torch.equal(one[name], other[name]) for name in other)
     assert scores["best"] == json.loads((whole.run_dir / "scores.json").read_text())["best"]
+
+
+@pytest.mark.parametrize("num_batches, stopped_at", [(8, 10), (18, 12)], ids=["an evaluation", "the scores at the end"])
+def test_a_stop_signal_cuts_scoring_off_which_begins_again_on_resume(
+    tmp_path, export, world, monkeypatch, num_batches, stopped_at
+):
+    (tmp_path / "test.tsv").write_text("sentence\nthe good film\n")
+    whole, parts = (
+        sentiment_run(tmp_path, export, f"name={name}", f"data.test={tmp_path / 'test.tsv'}")
+        for name in ("whole", "parts")
+    )
+    expected = go(whole, world)
+    predict, num_predicted = SingleEngine.predict, 0
+
+    def counted(self, batch):
+        nonlocal num_predicted
+        num_predicted += 1
+        return predict(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SingleEngine, "predict", counted)
+        patch.setattr(World, "is_stop_signalled", property(lambda self: num_predicted >= num_batches))
+        assert go(parts, world) is None
+    assert num_predicted == num_batches and list(logged(parts, "train/loss"))[-1] == stopped_at
+    found = go(parts, world)
+    assert {**found, "config": None} == {**expected, "config": None}
+    for tag in ("train/loss", "eval/loss"):
+        assert logged(parts, tag) == logged(whole, tag)
 
 
 def test_a_finished_run_writes_its_results_again_and_trains_no_more(tmp_path, export, world):
