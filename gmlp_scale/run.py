@@ -5,7 +5,7 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, Met
 
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -187,14 +187,21 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             start_step=start_step,
             seed=config.seed,
         )
-        if progress.finished:
-            with suppress(StopSignalled):
-                task.finish(engine, world, progress.step)
-                log.info("finished at step %d: %s", progress.step, config.run_folder)
-                return progress
+        return _finish(task, engine, world, progress)
+
+
+def _finish(task: Task, engine: Engine, world: World, progress: Progress) -> Progress:
+    """Writes the results of a run that came to its end. Returns how far it is, which a stop signal may change."""
+    if progress.finished:
+        try:
+            task.finish(engine, world, progress.step)
+        except StopSignalled:
             progress = replace(progress, lacks_evaluation=True)
+    if progress.finished:
+        log.info("finished at step %d: %s", progress.step, task.config.run_folder)
+    else:
         log.info("stopped after step %d of %d; the same command resumes", progress.step, progress.num_steps)
-        return progress
+    return progress
 
 
 def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> RemoteFolder | None:

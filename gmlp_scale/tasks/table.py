@@ -154,7 +154,7 @@ def summarize_all(
     """What scoring needs from every row's logits, float32 [num_rows, summary_size], on every rank.
 
     The ranks take batches in turn. Every rank takes the same number of batches, since an engine may need all ranks to
-    predict; the rows that fill up the last batches are left out. Raises StopSignalled on all ranks.
+    predict; the rows that fill up the last batches are left out. A stop signal raises StopSignalled.
     """
     summaries = np.zeros((rows.num_rows, rows.summary_size))
     starts = range(0, rows.num_rows, batch_size * world.size)
