@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from gmlp_scale.bars import progress_bar
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import write_file
-from gmlp_scale.telling import command
+from gmlp_scale.storage.files import write_file
 
 _SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 _PASSED_OVER = {"tests", "test", "testing", "__pycache__", "licenses"}

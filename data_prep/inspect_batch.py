@@ -12,10 +12,10 @@ import sys
 from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.recipe_file import load_run_config
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import build_loader
-from gmlp_scale.telling import command
 
 
 @command

@@ -14,7 +14,7 @@ import sys
 import time
 
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.files import read_file, redacted, write_file, write_text
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS
 from gmlp_scale.prepare.estimate import estimate
 from gmlp_scale.prepare.job_folder import JobFolder
@@ -22,7 +22,7 @@ from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.report import check_input, make_report, print_table, write_manifest
 from gmlp_scale.prepare.run_job import run_passes
 from gmlp_scale.prepare.write_shards import PACKINGS
-from gmlp_scale.telling import command
+from gmlp_scale.storage.files import read_file, redacted, write_file, write_text
 
 
 def parse_options() -> JobOptions:

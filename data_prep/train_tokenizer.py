@@ -13,14 +13,14 @@ import json
 import sys
 import time
 
-from gmlp_scale.bars import progress_bar
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import open_filesystem, redacted, with_retries, write_text
 from gmlp_scale.prepare.input_files import FileReader, InputFile, Record, find_inputs, records_before_fault
-from gmlp_scale.repeating import repeating
-from gmlp_scale.telling import command
+from gmlp_scale.storage.files import open_filesystem, redacted, with_retries, write_text
+from gmlp_scale.storage.repeating import repeating
 
 _READ_PER_SAMPLED_BYTE = 10
 _MAX_RECORD_BYTES = 4_000_000

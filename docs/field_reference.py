@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gmlp_scale.config import RunConfig
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.tasks.characters import CharactersConfig
 from gmlp_scale.tasks.images import ImagesConfig
 

@@ -17,10 +17,10 @@ The exit code is 0 if the run would go, 1 if it would fail, 2 if the recipe has 
 import argparse
 import sys
 
+from gmlp_scale.distributed.logs import command, set_up_logging
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.doctor.checkup import Checkup
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.telling import command, set_up_logging
-from gmlp_scale.world import start_world
+from gmlp_scale.recipe.reader import load_run_config
 
 
 @command

@@ -36,12 +36,12 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 import gmlp_scale
-from gmlp_scale.config import PretrainingRecipe
-from gmlp_scale.files import print_error
-from gmlp_scale.process import STOP_SIGNALS
-from gmlp_scale.run import load_recipe
-from gmlp_scale.telling import command
-from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
+from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of, saved_steps
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.process import STOP_SIGNALS
+from gmlp_scale.recipe.config import PretrainingRecipe
+from gmlp_scale.storage.files import print_error
+from gmlp_scale.train.run import load_recipe
 from gmlp_scale.train.time_budget import num_steps_of
 
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
@@ -53,7 +53,7 @@ FAILS_AGAIN = 2
 ENDED_ELSEWHERE = 3
 """The exit code of this command if another host ended the run. That host's code decides whether to start again."""
 HEARD_AFTER_SECONDS = 15.0
-"""How long until all hosts know of the end: a rank tells an error after 10 (telling.py), or misses others after 5."""
+"""How long until all hosts know of the end: a rank tells an error after 10 (logs.py), or misses others after 5."""
 
 
 class _Agent(LocalElasticAgent):
@@ -162,7 +162,7 @@ def _start_rank_server() -> None:
     for the ranks of a host that has joined."""
     for number in (signal.SIGUSR1, signal.SIGHUP):  # multiprocessing's tracker of resources inherits this
         signal.signal(number, signal.SIG_IGN)
-    multiprocessing.set_forkserver_preload(["gmlp_scale.rank_server"])
+    multiprocessing.set_forkserver_preload(["gmlp_scale.train.rank_server"])
     first = multiprocessing.get_context(_Agent.start_method).Process(target=int)
     first.start()
     first.join()
@@ -187,7 +187,7 @@ def _without_traceback(line: logging.LogRecord) -> bool:
 def _tell(error: ChildFailedError) -> int:
     """Prints why the ranks failed and returns the exit code."""
     ended_it = [failure for failure in error.failures.values() if failure.exitcode == FAILS_AGAIN]
-    told = [failure.message["message"] for failure in ended_it if isinstance(failure.message, dict)]  # by telling.py
+    told = [failure.message["message"] for failure in ended_it if isinstance(failure.message, dict)]  # by logs.py
     print_error(told[0] if told else error)
     return FAILS_AGAIN if ended_it else 1
 

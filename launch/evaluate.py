@@ -16,13 +16,13 @@ import sys
 
 from gmlp_scale.analysis.heldout import evaluate_models, table, write_curve
 from gmlp_scale.analysis.probe import add_probe_scores, load_probe
+from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
+from gmlp_scale.checkpoint.trained import read_export
+from gmlp_scale.distributed.logs import command, set_up_logging
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import write_text
-from gmlp_scale.saved_run import read_all_steps, read_run
+from gmlp_scale.storage.files import write_text
 from gmlp_scale.tasks.table import TASKS
-from gmlp_scale.telling import command, set_up_logging
-from gmlp_scale.trained import read_export
-from gmlp_scale.world import World, start_world
 
 
 @command

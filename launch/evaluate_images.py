@@ -13,12 +13,12 @@ import torch
 
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import TrainedClassifier, read_image_run, read_timm
-from gmlp_scale.files import local_path, write_text
+from gmlp_scale.storage.files import local_path, write_text
 from gmlp_scale.tasks.images import evaluate_images
-from gmlp_scale.telling import command
-from gmlp_scale.world import World, start_world
 
 
 @command

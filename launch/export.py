@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from gmlp_scale.checkpoint.format import folder_name
+from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.export.card import Publication
 from gmlp_scale.export.folder import check_is_free, export_checkpoint
 from gmlp_scale.export.hub import open_repository, push
-from gmlp_scale.files import local_path
-from gmlp_scale.saved_run import read_all_steps, read_run
-from gmlp_scale.telling import command
-from gmlp_scale.train.checkpoint import folder_name
+from gmlp_scale.storage.files import local_path
 
 
 @command

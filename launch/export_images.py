@@ -8,10 +8,10 @@ python launch/export_images.py --timm gmlp_s16_224.safetensors --output exports/
 import argparse
 import sys
 
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.export.folder import check_is_free
 from gmlp_scale.export.image_models import read_image_run, read_timm, write_image_export, write_timm
-from gmlp_scale.files import local_path
-from gmlp_scale.telling import command
+from gmlp_scale.storage.files import local_path
 
 
 @command

@@ -7,9 +7,9 @@ import argparse
 import sys
 
 from gmlp_scale.analysis.fill_mask import MASK, describe, fill
+from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.saved_run import read_run
-from gmlp_scale.telling import command
 
 
 @command

@@ -9,17 +9,17 @@ torchrun --nproc_per_node 8 launch/finetune.py --config configs/finetune/squad_v
 import argparse
 import sys
 
-from gmlp_scale.config import ConfigError
-from gmlp_scale.files import local_path
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.world import World, launched_world_size
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
-from gmlp_scale.recipe_file import load_config
-from gmlp_scale.run import start_world_of
-from gmlp_scale.telling import command
-from gmlp_scale.world import World, launched_world_size
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_config
+from gmlp_scale.storage.files import local_path
+from gmlp_scale.train.run import start_world_of
 
 _OF_GRID = {
     "train.global_batch_size": "grid.global_batch_size",

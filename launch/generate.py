@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from gmlp_scale.analysis.generate import generate, read_model
-from gmlp_scale.telling import command
+from gmlp_scale.distributed.logs import command
 
 
 @command

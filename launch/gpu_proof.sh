@@ -37,7 +37,7 @@ part() {
     known+=" $name "
     if ((${#chosen[@]})) && [[ " environment ${chosen[*]} " != *" $name "* ]]; then return; fi
     if ((left < seconds)); then
-        "$python" launch/gpu_proof.py record "$out" "$name" --not-run "needs $seconds s, and $left s were left"
+        "$python" benchmarks/gpu_proof.py record "$out" "$name" --not-run "needs $seconds s, and $left s were left"
         return
     fi
     limit=$((deadline - began > seconds ? deadline - began : seconds))
@@ -48,20 +48,20 @@ part() {
     wait "$running"
     code=$?
     running=
-    "$python" launch/gpu_proof.py record "$out" "$name" --code "$code" --seconds $((SECONDS - began)) --limit "$limit" \
+    "$python" benchmarks/gpu_proof.py record "$out" "$name" --code "$code" --seconds $((SECONDS - began)) --limit "$limit" \
         --command "$*" --printed "$out/running.jsonl" || failed=1
     rm "$out/running.jsonl"
 }
 
 check() { # NAME SECONDS RECIPE OVERRIDES...
-    part "$1" "$2" "$python" launch/gpu_proof.py "$1" --config "configs/pretrain/$3.yaml" engine.kind=single "${@:4}" "${shape[@]}"
+    part "$1" "$2" "$python" benchmarks/gpu_proof.py "$1" --config "configs/pretrain/$3.yaml" engine.kind=single "${@:4}" "${shape[@]}"
 }
 benchmark() { # NAME SECONDS PART RECIPE OPTIONS...
-    part "$1" "$2" "$python" launch/benchmark.py --parts "$3" --config "configs/pretrain/$4.yaml" --rounds 3 \
+    part "$1" "$2" "$python" benchmarks/run.py --parts "$3" --config "configs/pretrain/$4.yaml" --rounds 3 \
         "output_dir=$scratch" "${@:5}" "${shape[@]}"
 }
 kernels() { # RECIPE
-    part "kernels_$1" 40 "${interpreter[@]}" "$python" launch/benchmark_kernels.py --config "configs/pretrain/$1.yaml" \
+    part "kernels_$1" 40 "${interpreter[@]}" "$python" benchmarks/kernels.py --config "configs/pretrain/$1.yaml" \
         --rounds 3 "${shape[@]}" "${on_cpu[@]}"
 }
 
@@ -75,9 +75,9 @@ if $tiny; then
 fi
 
 # Every part has a process of its own; importing torch and starting CUDA take 5 to 10 s of its time.
-part environment 20 "$python" launch/gpu_proof.py environment "${without_gpu[@]}"
+part environment 20 "$python" benchmarks/gpu_proof.py environment "${without_gpu[@]}"
 ((failed)) && exit 1
-part gpu_tests 40 "$python" launch/gpu_proof.py gpu_tests
+part gpu_tests 40 "$python" benchmarks/gpu_proof.py gpu_tests
 benchmark step_gmlp_base 45 step gmlp_base --no-peers
 check engines 60 gmlp_base "${few_blocks[@]}" train.compile=false
 check recipe 50 gmlp_base

@@ -7,9 +7,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import local_path
-from gmlp_scale.telling import command
+from gmlp_scale.storage.files import local_path
 from gmlp_scale.train.log_files import read_metrics
 
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from gmlp_scale.analysis import arrays, pictures
 from gmlp_scale.analysis.tensorboard import add_picture
+from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.checkpoint.trained import TrainedModel, read_export
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import read_image_run
-from gmlp_scale.files import local_path
-from gmlp_scale.filters import draw_filters
-from gmlp_scale.saved_run import read_run
-from gmlp_scale.telling import command
-from gmlp_scale.trained import TrainedModel, read_export
+from gmlp_scale.storage.files import local_path
+from gmlp_scale.train.filters import draw_filters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

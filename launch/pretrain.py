@@ -8,11 +8,11 @@ torchrun --nproc_per_node 8 launch/pretrain.py --config configs/pretrain/gmlp_ba
 import argparse
 import sys
 
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.world import launched_world_size
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import describe_fit
-from gmlp_scale.run import check_start, load_recipe, pretrain
-from gmlp_scale.telling import command
-from gmlp_scale.world import launched_world_size
+from gmlp_scale.train.run import check_start, load_recipe, pretrain
 
 
 @command

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 
 from gmlp_scale.analysis.run_records import RunRecord, read_run_records
 from gmlp_scale.analysis.run_report import Filters, filter_paths, page
+from gmlp_scale.checkpoint.saved_run import read_weights
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import USER_ERRORS
-from gmlp_scale.files import redacted, write_text
-from gmlp_scale.filters import spatial_filters
-from gmlp_scale.saved_run import read_weights
-from gmlp_scale.telling import command
+from gmlp_scale.storage.files import redacted, write_text
+from gmlp_scale.train.filters import spatial_filters
 
 
 @command

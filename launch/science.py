@@ -10,14 +10,14 @@ It first prints what is left to do and how long that takes. Several processes wi
 import argparse
 import sys
 
+from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import write_text
-from gmlp_scale.run import start_world_of
 from gmlp_scale.science.budget import budget
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
 from gmlp_scale.science.runs import Table, like_the_first_start, train_all
-from gmlp_scale.telling import command
+from gmlp_scale.storage.files import write_text
+from gmlp_scale.train.run import start_world_of
 
 
 @command

@@ -15,7 +15,7 @@ import pytest
 # reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from gmlp_scale import claim
+from gmlp_scale.storage import claim
 
 # transformers copies the code of an export to one folder for all processes of a user: two suites would mix theirs up.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="gmlp_scale-modules-")

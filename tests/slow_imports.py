@@ -10,7 +10,7 @@ for name in (
     "torch._dynamo",  # by the first optimizer
     "torch.utils.tensorboard",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "gmlp_scale.run",
+    "gmlp_scale.train.run",
     "data_prep.tokenize_corpus",
     "pyarrow.compute",
     "pandas",  # by pyarrow's first array

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale import telling
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
+from gmlp_scale.distributed import logs
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.run import pretrain
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables, run_ranks
 from tests.written_shards import VOCAB_SIZE
@@ -75,7 +75,7 @@ def start(overrides: list[str], world_size: int = 1, signals: dict[int, int] | N
 
 def _send_at_step_4(signals: dict[int, int]) -> None:
     torch.set_num_threads(1)
-    telling.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
+    logs.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
     evaluate = Pretraining.evaluate
 
     def signalled(task, engine, world, step):

@@ -8,7 +8,7 @@ import numpy as np
 from gmlp_scale.data.manifest import Splits
 from gmlp_scale.data.shards import Manifest, ShardWriter
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
-from gmlp_scale.files import write_text
+from gmlp_scale.storage.files import write_text
 
 VOCAB_SIZE = 1000
 

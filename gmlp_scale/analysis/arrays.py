@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gmlp_scale.checkpoint.saved_run import read_recipe
+from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.export.image_models import TrainedClassifier
-from gmlp_scale.filters import spatial_filters
 from gmlp_scale.models.gmlp import GmlpBlock, GmlpConfig
 from gmlp_scale.models.toeplitz import toeplitz
 from gmlp_scale.plan.describe import count_parameters
-from gmlp_scale.saved_run import read_recipe
+from gmlp_scale.train.filters import spatial_filters
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import TrainedModel, TrainedModelError
 
 
 @torch.no_grad()

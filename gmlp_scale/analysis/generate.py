@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from gmlp_scale.config import ConfigError
+from gmlp_scale.checkpoint.saved_run import read_recipe, read_weights
+from gmlp_scale.checkpoint.trained import copy_weights
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
-from gmlp_scale.saved_run import read_recipe, read_weights
+from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.characters import CharactersConfig
-from gmlp_scale.trained import copy_weights
 
 _LEAST_TEMPERATURE = 1e-3
 """Divided by a much smaller number, logits are infinite, and their softmax is NaN."""

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from gmlp_scale.analysis.tensorboard import replace_scalars
-from gmlp_scale.bars import progress_bar
+from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.manifest import ShardError
-from gmlp_scale.files import redacted
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.world import World
+from gmlp_scale.storage.files import redacted
+from gmlp_scale.tasks.evaluate import Evaluation, evaluate, unigram_predictor
 from gmlp_scale.tasks.pretraining import build_loader
-from gmlp_scale.train.evaluate import Evaluation, evaluate, unigram_predictor
-from gmlp_scale.trained import TrainedModel, TrainedModelError
-from gmlp_scale.world import World
 
 _FIGURES = ("loss", "perplexity", "accuracy")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gmlp_scale.analysis.arrays import PowerLaw, RunSize
-from gmlp_scale.filters import figure_of
+from gmlp_scale.train.filters import figure_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

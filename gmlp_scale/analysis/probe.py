@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from gmlp_scale.analysis.tensorboard import add_scalars
-from gmlp_scale.config import ConfigError
+from gmlp_scale.checkpoint.saved_run import read_recipe
+from gmlp_scale.distributed.world import World
 from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.recipe_file import load_config, package_recipes
-from gmlp_scale.saved_run import read_recipe
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_config, package_recipes
 from gmlp_scale.tasks.records import missing_file
-from gmlp_scale.world import World
 
 BUDGET = ("train.num_epochs=null", "train.num_steps=200", "train.evaluate_every_steps=200")
 _OWN = ("model", "task", "name", "output_dir", "engine.kind", "train.device", "train.stop_after_step")

@@ -15,13 +15,13 @@ from typing import Any
 import yaml
 
 from gmlp_scale.analysis.tensorboard import start_steps
-from gmlp_scale.config import flatten
+from gmlp_scale.checkpoint.format import CheckpointError, folder_name, read_done
+from gmlp_scale.checkpoint.remote_checkpoints import saved_steps
+from gmlp_scale.checkpoint.trained import PREFIX
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import read_file, redacted
-from gmlp_scale.train.checkpoint import CheckpointError, folder_name, read_done
+from gmlp_scale.recipe.config import flatten
+from gmlp_scale.storage.files import read_file, redacted
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.train.remote_checkpoints import saved_steps
-from gmlp_scale.trained import PREFIX
 
 log = logging.getLogger(__name__)
 

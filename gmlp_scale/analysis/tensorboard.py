@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gmlp_scale.files import delete_file, download_file, is_url, list_files, upload_file
+from gmlp_scale.storage.files import delete_file, download_file, is_url, list_files, upload_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

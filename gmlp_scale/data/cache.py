@@ -10,7 +10,7 @@ from filelock import FileLock
 from fsspec import AbstractFileSystem
 
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
-from gmlp_scale.files import is_local, open_filesystem, redacted, with_retries
+from gmlp_scale.storage.files import is_local, open_filesystem, redacted, with_retries
 
 _SHARE_FREED_AT_ONCE = 0.1
 """The share of the limit that is freed at once. A full cache lists its folder only when this much is used up again:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import check_seal, read_file, sealed
+from gmlp_scale.storage.files import check_seal, read_file, sealed
 
 log = logging.getLogger(__name__)
 

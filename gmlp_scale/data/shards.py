@@ -20,7 +20,7 @@ from pydantic import Field
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.manifest import CorruptShardError, Sha256, Shard, ShardList, Split, Splits, read_verified
-from gmlp_scale.files import write_file
+from gmlp_scale.storage.files import write_file
 
 ROW_DTYPE = np.dtype("<u2")
 ROWS_PER_BLOCK = 256

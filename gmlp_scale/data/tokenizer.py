@@ -17,7 +17,7 @@ import numpy as np
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, PAD_ID, SPECIAL_TOKENS, UNK_ID
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import read_file, write_file
+from gmlp_scale.storage.files import read_file, write_file
 
 MODEL_NAME = "tokenizer.model"
 NUM_BYTE_TOKENS = 256

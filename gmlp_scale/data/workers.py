@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.errors import UserError
-from gmlp_scale.process import STOP_SIGNALS
 
 
 def made_ahead(

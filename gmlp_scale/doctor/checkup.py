@@ -13,22 +13,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from gmlp_scale.config import RunConfig
+from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.distributed.world import World
 from gmlp_scale.doctor import machines, places, training
-from gmlp_scale.engine.known_sums import WIRE_SHARES, try_collective
+from gmlp_scale.engine.collective_check import WIRE_SHARES, try_collective
 from gmlp_scale.errors import USER_ERRORS, LostRankError, UserError
-from gmlp_scale.files import is_url, redacted
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.run import check_packages, starting_point
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.storage.files import is_url, redacted
+from gmlp_scale.storage.run_folder import claimed
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.tasks.start_weights import with_decided_start
-from gmlp_scale.train.remote_checkpoints import checkpoints_of
-from gmlp_scale.train.run_folder import claimed
+from gmlp_scale.train.run import check_packages, starting_point
 from gmlp_scale.train.stragglers import SLOW_FACTOR
-from gmlp_scale.world import World
 
 SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
 OUTCOMES = ("ok", "slow", "FAILS")

@@ -7,9 +7,9 @@ from collections import Counter
 
 import torch
 
+from benchmarks.device_facts import said_by, version_of
 from gmlp_scale import __version__
-from gmlp_scale.benchmark.device_facts import said_by, version_of
-from gmlp_scale.world import World
+from gmlp_scale.distributed.world import World
 
 MUST_BE_EQUAL = ("device", "driver", "gmlp_scale", "python", "torch", "cuda", "nccl", "deepspeed")
 SMI = {"driver": "driver_version", "MHz": "clocks.sm", "of MHz": "clocks.max.sm", "C": "temperature.gpu"}

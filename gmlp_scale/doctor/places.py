@@ -5,13 +5,13 @@ import shutil
 import time
 from pathlib import Path
 
-from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import Shard, ShardError
-from gmlp_scale.files import delete_file, is_local, is_url, list_files, open_filesystem, read_file, write_file
+from gmlp_scale.distributed.world import World
 from gmlp_scale.plan.describe import short
 from gmlp_scale.plan.layouts import checkpoint_bytes
-from gmlp_scale.world import World
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.storage.files import delete_file, is_local, is_url, list_files, open_filesystem, read_file, write_file
 
 WRITTEN_BYTES = 2**28
 """All ranks together write this much, to see how fast the folder takes it."""

@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from gmlp_scale.engine.masters import Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig
@@ -28,7 +29,6 @@ from gmlp_scale.engine.single import SingleConfig, SingleEngine
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero import ZeroConfig, ZeroEngine
 from gmlp_scale.errors import InputError
-from gmlp_scale.world import World
 
 COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
 """Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default

@@ -11,12 +11,12 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.float32_vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
 from gmlp_scale.engine.muon import Muon, Span, count_in_matrices, exchanged_bytes, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
-from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
-from gmlp_scale.world import World
 
 
 class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
@@ -47,7 +47,7 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
         before its gradients are kept, so gradients count only as far as they take more than that.
 
         The buffers are one group's: its gradients before their reduction, what is being reduced (without accumulation,
-        of the group before too), and what comes back. One rank reduces nothing. tests/benchmark/test_collectives.py
+        of the group before too), and what comes back. One rank reduces nothing. tests/benchmarks/test_collectives.py
         checks the sum.
         """
         weight_bytes = 2 if precision == "bf16" else 4

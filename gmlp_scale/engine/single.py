@@ -8,12 +8,12 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
+from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.float32_vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
 from gmlp_scale.engine.muon import Muon, count_in_matrices, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
-from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
-from gmlp_scale.world import World
 
 
 class SingleConfig(BaseModel, frozen=True, extra="forbid"):

@@ -15,6 +15,8 @@ import torch
 from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
+from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.float32_vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.engine.masters import Masters, Piece, ReadSlice, model_key
 from gmlp_scale.engine.muon import count_in_matrices, exchanged_bytes, muon_matrices
 from gmlp_scale.engine.optimizer import (
@@ -26,11 +28,9 @@ from gmlp_scale.engine.optimizer import (
     differentiated,
 )
 from gmlp_scale.engine.train_config import TrainConfig
-from gmlp_scale.engine.vectors import Vectors, count_vectors_and_others, float32_vectors
 from gmlp_scale.engine.zero_masters import ZeroMasters
 from gmlp_scale.engine.zero_muon import ZeroMuon
 from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS, merged_settings, refuse_offload, required_settings
-from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
 
         At a step's peak stage 3 has gathered every parameter, as DeepSpeed's stage3_max_reuse_distance is 1e9 elements.
         The buffers are those of DeepSpeed 0.19.8, as counted in bf16: the copy that stage 1 all-reduces, and the
-        buckets of stages 2 and 3 with their copies in float32 (tests/benchmark/test_collectives.py holds the sums).
+        buckets of stages 2 and 3 with their copies in float32 (tests/benchmarks/test_collectives.py holds the sums).
         """
         num_in_vectors, num_others = count_vectors_and_others(model, precision)
         weight_bytes, master_bytes = (2, 4) if precision == "bf16" else (4, 0)

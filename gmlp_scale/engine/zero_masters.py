@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.masters import MOMENTS, Piece, ReadSlice, model_key, moment_key, read_elements
 from gmlp_scale.engine.optimizer import create_moments
 from gmlp_scale.engine.zero_muon import ZeroMuon
-from gmlp_scale.world import World
 
 
 class ZeroMasters:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.masters import MOMENTUM, Piece, ReadSlice, moment_key, read_elements
 from gmlp_scale.engine.muon import Muon, Span
 from gmlp_scale.engine.optimizer import MuonConfig
-from gmlp_scale.world import World
 
 
 class _Place(NamedTuple):

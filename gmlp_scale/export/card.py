@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from gmlp_scale.config import RunConfig
+from gmlp_scale.checkpoint.trained import Head, recipe_in
 from gmlp_scale.models import ModelConfig
+from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.train.time_budget import num_steps_of
-from gmlp_scale.trained import Head, recipe_in
 
 _USAGE: dict[Head, tuple[str, str]] = {
     "masked_language_model": ("fill-mask", '"Paris is the <mask> of France."'),
@@ -173,7 +173,7 @@ def _limits(model: ModelConfig, row_length: int | None) -> str:
 - The names of special tokens in a text, such as `<mask>`, are read as those tokens, unless the tokenizer is called with
   `split_special_tokens=True`. All other text has the ids of `tokenizer.model`, a SentencePiece model without
   normalisation and with byte fallback: nothing of a text is lost.
-- `gmlp_scale.trained.read_export` reads the folder; finetuning with gmlp_scale starts from it."""
+- `gmlp_scale.checkpoint.trained.read_export` reads the folder; finetuning with gmlp_scale starts from it."""
 
 
 def _data(details: dict[str, Any], publication: Publication) -> str:

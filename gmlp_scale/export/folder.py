@@ -8,7 +8,7 @@
     README.md              the model card
     SHA256SUMS             the checksum of every other file, as `sha256sum -c SHA256SUMS` reads it
 
-gmlp_scale/trained.py reads it back.
+gmlp_scale/checkpoint/trained.py reads it back.
 """
 
 import json
@@ -22,16 +22,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
-from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.export.card import Publication, model_card
-from gmlp_scale.export.carried_code import copy_sources
-from gmlp_scale.export.fast_tokenizer import write_tokenizer
-from gmlp_scale.files import is_url, read_file
-from gmlp_scale.models import ModelConfig
-from gmlp_scale.saved_run import read_run
-from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import (
+from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.checkpoint.trained import (
     CHECKSUMS_NAME,
     CLASS_OF_HEAD,
     MODEL_TYPE,
@@ -44,6 +36,14 @@ from gmlp_scale.trained import (
     expected_shapes,
     sha256_of,
 )
+from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
+from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.export.card import Publication, model_card
+from gmlp_scale.export.carried_code import copy_sources
+from gmlp_scale.export.fast_tokenizer import write_tokenizer
+from gmlp_scale.models import ModelConfig
+from gmlp_scale.storage.files import is_url, read_file
+from gmlp_scale.train.log_files import read_metrics
 
 _LOCAL = Publication()
 _OF_ONE_MACHINE = ("output_dir", "cache_dir", "cache_max_bytes", "deepspeed_config")

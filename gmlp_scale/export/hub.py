@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gmlp_scale.checkpoint.format import STEP_FOLDER, folder_name
 from gmlp_scale.errors import InputError
-from gmlp_scale.train.checkpoint import STEP_FOLDER, folder_name
 
 
 def open_repository(name: str) -> str:

@@ -15,16 +15,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from gmlp_scale.checkpoint.saved_run import read_recipe, read_weights
+from gmlp_scale.checkpoint.trained import MODEL_TYPE, ExportError, TrainedModelError, copy_weights
 from gmlp_scale.data.augmentation import CENTRE_CROP
 from gmlp_scale.export.carried_code import IMAGES, copy_sources
 from gmlp_scale.export.folder import new_folder, without_local_places, write_model
 from gmlp_scale.export.timm_weights import from_timm, to_timm
-from gmlp_scale.files import create_file
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.image_classifier import ImageClassifier
-from gmlp_scale.saved_run import read_recipe, read_weights
+from gmlp_scale.storage.files import create_file
 from gmlp_scale.tasks.images import ImagesConfig
-from gmlp_scale.trained import MODEL_TYPE, ExportError, TrainedModelError, copy_weights
 
 _BICUBIC = 3  # Pillow's number
 

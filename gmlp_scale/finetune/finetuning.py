@@ -1,4 +1,4 @@
-"""Finetuning as a task of gmlp_scale/run.py. Beside what every run's folder holds, it writes
+"""Finetuning as a task of gmlp_scale/train/run.py. Beside what every run's folder holds, it writes
 
 best/, last/          exports with the head: the weights with the best dev score, and the last ones
 predictions/PART/     the last weights' predictions in the benchmark's official format
@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gmlp_scale.checkpoint.trained import copy_weights
 from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.export.folder import write_export
-from gmlp_scale.files import read_file, write_text
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.models import build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.run import run_task
+from gmlp_scale.storage.files import read_file, write_text
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.metrics import StartUp
-from gmlp_scale.trained import copy_weights
-from gmlp_scale.world import World
+from gmlp_scale.train.run import run_task
 
 log = logging.getLogger(__name__)
 

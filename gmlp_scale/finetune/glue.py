@@ -10,14 +10,14 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from gmlp_scale.config import ConfigError
-from gmlp_scale.files import read_file, write_text
+from gmlp_scale.distributed.world import World
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import member, sweep
-from gmlp_scale.recipe_file import load_config
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_config
+from gmlp_scale.storage.files import read_file, write_text
 from gmlp_scale.tasks.table import TASKS
-from gmlp_scale.world import World
 
 FOLDERS = {
     "cola": "CoLA",

@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from gmlp_scale.config import ConfigError
+from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.finetune.config import FinetuneConfig
+from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.table import TaskRows
-from gmlp_scale.trained import TrainedModel, read_export
 
 log = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ import statistics
 
 import torch
 
-from gmlp_scale.config import ConfigError
-from gmlp_scale.continuing import changed_fields, check_unchanged
-from gmlp_scale.files import read_file, redacted, write_text
+from gmlp_scale.distributed.world import World
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.resume import changed_fields, check_unchanged
+from gmlp_scale.storage.files import read_file, redacted, write_text
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.train.step_guard import NotFiniteError
-from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import nn
 
-from gmlp_scale.config import PretrainingRecipe, RunConfig
+from gmlp_scale.checkpoint.format import folder_name
+from gmlp_scale.checkpoint.remote_checkpoints import saved_steps
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
-from gmlp_scale.train.checkpoint import folder_name
-from gmlp_scale.train.remote_checkpoints import saved_steps
+from gmlp_scale.recipe.config import PretrainingRecipe, RunConfig
 
 
 def count_parameters(run: PretrainingRecipe) -> int:

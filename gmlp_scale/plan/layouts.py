@@ -10,14 +10,14 @@ from math import gcd, inf
 
 from torch import nn
 
-from gmlp_scale.config import ConfigError, PretrainingRecipe, RunConfig
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.engine.muon import count_in_matrices
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.plan.describe import count_parameters, meta_model, short
+from gmlp_scale.plan.devices import Gpu
 from gmlp_scale.plan.micro_batch import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
-from gmlp_scale.train.devices import Gpu
+from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, RunConfig
 
 ENGINES: dict[str, EngineConfig] = {
     "single": SingleConfig(),

@@ -7,12 +7,12 @@ import time
 
 import torch
 
-from gmlp_scale.config import ConfigError, RunConfig
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
-from gmlp_scale.engine.vectors import round_matrices
+from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.float32_vectors import round_matrices
 from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
-from gmlp_scale.world import World
+from gmlp_scale.recipe.config import ConfigError, RunConfig
 
 log = logging.getLogger(__name__)
 

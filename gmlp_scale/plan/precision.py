@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from gmlp_scale.config import PretrainingRecipe, split_step
-from gmlp_scale.engine.vectors import round_matrices
-from gmlp_scale.files import read_file
+from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.float32_vectors import round_matrices
 from gmlp_scale.models import build_model
-from gmlp_scale.recipe_file import read_recipe_file
-from gmlp_scale.world import World
+from gmlp_scale.recipe.config import PretrainingRecipe, split_step
+from gmlp_scale.recipe.reader import read_recipe_file
+from gmlp_scale.storage.files import read_file
 
 log = logging.getLogger(__name__)
 

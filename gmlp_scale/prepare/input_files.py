@@ -18,9 +18,9 @@ import orjson
 from braceexpand import braceexpand
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import open_filesystem, with_retries
 from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
 from gmlp_scale.prepare.tar_members import text_members
+from gmlp_scale.storage.files import open_filesystem, with_retries
 
 _TEXT_PART_BYTES = 1_000_000
 

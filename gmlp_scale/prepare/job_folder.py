@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gmlp_scale.claim import hold_folder, json_names
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import open_filesystem, read_file, redacted, with_retries, write_text
+from gmlp_scale.storage.claim import hold_folder, json_names
+from gmlp_scale.storage.files import open_filesystem, read_file, redacted, with_retries, write_text
 
 
 class JobFolder:

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ValidationError, model_validator
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import redacted
 from gmlp_scale.prepare.input_files import FileReader, InputFile, find_inputs
+from gmlp_scale.storage.files import redacted
 
 
 class JobOptions(BaseModel, frozen=True, extra="forbid"):

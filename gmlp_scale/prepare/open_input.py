@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 from isal import isal_zlib
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import open_filesystem, with_retries
+from gmlp_scale.storage.files import open_filesystem, with_retries
 
 SUFFIXES = {
     ".jsonl": "json",

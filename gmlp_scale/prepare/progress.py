@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gmlp_scale.bars import progress_bar
-from gmlp_scale.repeating import repeating
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.storage.repeating import repeating
 
 
 @contextmanager

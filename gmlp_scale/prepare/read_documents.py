@@ -12,10 +12,10 @@ from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import redacted, write_text
 from gmlp_scale.prepare.input_files import BadRecord, InputFile, Record, records_before_fault
 from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.storage.files import redacted, write_text
 
 _MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
 _CHECK_AFTER_RECORDS = 10_000

@@ -6,11 +6,11 @@ from gmlp_scale.data.manifest import MANIFEST_NAME, Splits
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import is_local, write_text
 from gmlp_scale.prepare.input_files import check_bad_files
 from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.read_documents import num_bad_records
+from gmlp_scale.storage.files import is_local, write_text
 
 
 def write_manifest(job: JobFolder, options: JobOptions, tokenizer: Tokenizer) -> None:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from gmlp_scale.benchmark.step import our_step, random_batch
-from gmlp_scale.benchmark.timing import seconds_of
-from gmlp_scale.config import RunConfig
+from benchmarks.step import our_step, random_batch
+from benchmarks.timing import seconds_of
 from gmlp_scale.data.shards import Manifest
+from gmlp_scale.distributed.world import World
+from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.science.claims import PARTS, RATES
 from gmlp_scale.science.runs import HELDOUT_ROWS, Table
-from gmlp_scale.world import World
 
 
 def budget(table: Table, world: World) -> str:

@@ -16,22 +16,22 @@ import numpy as np
 
 from gmlp_scale.analysis.arrays import spatial_matrices
 from gmlp_scale.analysis.heldout import evaluate_models
-from gmlp_scale.config import ConfigError, RunConfig
-from gmlp_scale.continuing import changed_fields
+from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.data.shards import Manifest
-from gmlp_scale.files import create_file, read_file, write_text
+from gmlp_scale.distributed.world import World
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import run_task
-from gmlp_scale.saved_run import read_run
+from gmlp_scale.recipe.config import ConfigError, RunConfig
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.recipe.resume import changed_fields
 from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained, toeplitz_share
+from gmlp_scale.storage.files import create_file, read_file, write_text
+from gmlp_scale.storage.run_folder import RunFolderError
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
-from gmlp_scale.train.run_folder import RunFolderError
+from gmlp_scale.train.run import run_task
 from gmlp_scale.train.step_guard import NotFiniteError
-from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 

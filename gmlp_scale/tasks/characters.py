@@ -15,19 +15,19 @@ import torch.nn.functional as F
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from gmlp_scale.bars import progress_bar
-from gmlp_scale.config import PretrainingRecipe
+from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
-from gmlp_scale.files import read_file
 from gmlp_scale.models import CausalModelConfig, ModelConfig, build_model
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
 from gmlp_scale.piecewise import Piecewise
+from gmlp_scale.recipe.config import PretrainingRecipe
+from gmlp_scale.storage.files import read_file
+from gmlp_scale.tasks.evaluate import Evaluation
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.train.checkpoint_config import CheckpointConfig
-from gmlp_scale.train.evaluate import Evaluation
-from gmlp_scale.world import World
 
 
 class CharacterDataConfig(BaseModel, frozen=True, extra="forbid"):

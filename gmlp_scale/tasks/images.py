@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from gmlp_scale.bars import progress_bar
-from gmlp_scale.config import FREE_ON_RESUME, ConfigError, PretrainingRecipe
+from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_images_fit
 from gmlp_scale.data.image_shards import ImageManifest
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.train.checkpoint_config import CheckpointConfig
-from gmlp_scale.world import World
+from gmlp_scale.recipe.config import FREE_ON_RESUME, ConfigError, PretrainingRecipe
 
 
 class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):

@@ -5,18 +5,18 @@ from typing import Any
 
 import torch
 
-from gmlp_scale.bars import progress_bar
-from gmlp_scale.config import RunConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import ShardError
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.tasks.evaluate import evaluate
 from gmlp_scale.tasks.start_weights import read_start, start_from
-from gmlp_scale.train.evaluate import evaluate
-from gmlp_scale.world import World
 
 
 class Pretraining:

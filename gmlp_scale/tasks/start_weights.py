@@ -9,17 +9,17 @@ import logging
 import torch
 from torch import Tensor
 
-from gmlp_scale.config import ConfigError, RunConfig, split_step
+from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of, saved_steps
+from gmlp_scale.checkpoint.saved_run import open_checkpoint, read_recipe, read_run
+from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
-from gmlp_scale.files import read_file, redacted
+from gmlp_scale.distributed.world import World
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import SpatialGatingUnit
-from gmlp_scale.recipe_file import read_recipe_file
-from gmlp_scale.saved_run import open_checkpoint, read_recipe, read_run
-from gmlp_scale.train.remote_checkpoints import checkpoints_of, saved_steps
-from gmlp_scale.trained import TrainedModel, read_export
-from gmlp_scale.world import World
+from gmlp_scale.recipe.config import ConfigError, RunConfig, split_step
+from gmlp_scale.recipe.reader import read_recipe_file
+from gmlp_scale.storage.files import read_file, redacted
 
 log = logging.getLogger(__name__)
 

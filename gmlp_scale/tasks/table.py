@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmlp_scale.bars import progress_bar
+from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.world import World
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
 from gmlp_scale.tasks.records import Hub, TsvForm
 from gmlp_scale.tasks.regression import RegressionTask
 from gmlp_scale.tasks.scores import accuracy, f1, matthews, pearson, spearman
-from gmlp_scale.world import World
 
 FinetuneTask = ClassificationTask | QuestionTask
 TaskRows = ClassificationRows | QuestionRows

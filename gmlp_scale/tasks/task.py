@@ -1,14 +1,26 @@
-"""The Task protocol: what gmlp_scale/run.py needs to know of pretraining, characters, images or finetuning."""
+"""The Task protocol: what gmlp_scale/train/run.py needs to know of pretraining, characters, images or finetuning."""
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-from gmlp_scale.config import Recipe
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
+from gmlp_scale.recipe.config import Recipe
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train.loop import BatchLoader
-from gmlp_scale.world import World
+
+
+class BatchLoader(Protocol):
+    """Gives one rank its training batches."""
+
+    wait_seconds: float
+    """How long the loop has waited for batches so far."""
+
+    def steps(self, start_step: int, stop_step: int) -> Iterator[list[Any]]:
+        """The micro-batches of each step, from `start_step` finished steps until `stop_step` are finished."""
+
+    def close(self) -> None: ...
 
 
 class Task(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import read_file, redacted, write_text
+from gmlp_scale.storage.files import read_file, redacted, write_text
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary

@@ -6,13 +6,15 @@ loop runs from any step to any other. Pretraining and finetuning share it.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from gmlp_scale.checkpoint.checkpointer import Checkpointer
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.engine.optimizer import learning_rate
-from gmlp_scale.train.checkpointer import Checkpointer
+from gmlp_scale.tasks.task import BatchLoader
 from gmlp_scale.train.metrics import Metrics
 from gmlp_scale.train.profiling import profiled
 from gmlp_scale.train.recheck import recheck
@@ -20,19 +22,6 @@ from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
 from gmlp_scale.train.stragglers import Stragglers
 from gmlp_scale.train.time_budget import TimeBudget
-from gmlp_scale.world import World
-
-
-class BatchLoader(Protocol):
-    """Gives one rank its training batches."""
-
-    wait_seconds: float
-    """How long the loop has waited for batches so far."""
-
-    def steps(self, start_step: int, stop_step: int) -> Iterator[list[Any]]:
-        """The micro-batches of each step, from `start_step` finished steps until `stop_step` are finished."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gmlp_scale.distributed.world import StopSignalled, World
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.train.devices import GPUS
-from gmlp_scale.train.evaluate import perplexity
+from gmlp_scale.plan.devices import GPUS
+from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.train.events import picture_summary, recipe_summaries
 from gmlp_scale.train.log_files import EventsFile, MetricsFile
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.tracker import WandbRun
-from gmlp_scale.world import StopSignalled, World
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

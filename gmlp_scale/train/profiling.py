@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gmlp_scale.world import World
+from gmlp_scale.distributed.world import World
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
 from gmlp_scale.errors import UserError
-from gmlp_scale.world import World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

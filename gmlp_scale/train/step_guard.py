@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.errors import UserError
 from gmlp_scale.train.log_files import MetricsFile, read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReport
-from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 

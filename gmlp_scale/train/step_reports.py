@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gmlp_scale.world import World
+from gmlp_scale.distributed.world import World
 
 LAG_ON_GPU = 1
 """How many steps later a host reads a report. The GPU then has a whole step queued while its host waits for the report

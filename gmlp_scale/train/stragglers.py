@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from gmlp_scale.distributed.world import World
 from gmlp_scale.train.step_reports import StepReport
-from gmlp_scale.world import World
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.files import write_text
+from gmlp_scale.storage.files import write_text
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import random
 from pathlib import Path
 
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.run import pretrain
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
 

@@ -16,12 +16,12 @@ from gmlp_scale.analysis.arrays import (
     sentence_pair,
     spatial_matrices,
 )
+from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.checkpoint.trained import TrainedModelError, read_export
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import SequenceClassifier
-from gmlp_scale.saved_run import read_run
-from gmlp_scale.trained import TrainedModelError, read_export
 from tests.analysis.pretrained_runs import SEQUENCE_LENGTH
 
 NUM_BLOCKS = 2

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gmlp_scale.checkpoint.saved_run import read_all_steps
 from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import export_pretrained
-from gmlp_scale.saved_run import read_all_steps
 from gmlp_scale.train.log_files import read_metrics
 from launch.evaluate import main
 from tests.analysis.pretrained_runs import write_shards

@@ -6,7 +6,7 @@ import torch
 from gmlp_scale.analysis.generate import generate
 from gmlp_scale.models import build_model
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
-from gmlp_scale.run import pretrain
+from gmlp_scale.train.run import pretrain
 from launch import generate as launcher
 from tests.models.every_kind import perturb, tiny_config
 from tests.tasks.test_characters import TEXT, recipe

@@ -16,10 +16,10 @@ from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import CorruptShardError, ShardError
 from gmlp_scale.data.shards import Manifest, ShardRows
-from gmlp_scale.files import PlaceError, StoreError, read_file, with_retries, write_file
+from gmlp_scale.storage.files import PlaceError, StoreError, read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.forked import Script, fork
-from tests.test_claim import check_races
+from tests.storage.test_claim import check_races
 
 
 def upload(client, folder: Path, prefix: str) -> None:
@@ -176,7 +176,7 @@ def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_re
 
 
 def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
-    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0, 0.0))
     calls = []
 
     def fail():
@@ -197,8 +197,8 @@ def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
     ],
 )
 def test_what_no_waiting_mends_is_told_at_once(error, told, needed, monkeypatch):
-    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", ())
-    monkeypatch.setattr("gmlp_scale.files._store_has_answered", False)
+    monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", ())
+    monkeypatch.setattr("gmlp_scale.storage.files._store_has_answered", False)
 
     def fail():
         try:
@@ -211,7 +211,7 @@ def test_what_no_waiting_mends_is_told_at_once(error, told, needed, monkeypatch)
 
 
 def test_a_store_that_answered_may_be_out_of_reach_for_a_moment(monkeypatch):
-    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", (0.0,))
+    monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0,))
     assert with_retries(lambda: 1, "reading s3://b/x") == 1
     answers = iter([ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 2])
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.doctor import checkup, machines, places, training
 from gmlp_scale.doctor.checkup import Checkup
-from gmlp_scale.engine import Fsdp2Engine, known_sums
-from gmlp_scale.files import list_files
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.train.run_folder import claimed
-from gmlp_scale.world import start_world
+from gmlp_scale.engine import Fsdp2Engine
+from gmlp_scale.engine import collective_check as known_sums
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.storage.files import list_files
+from gmlp_scale.storage.run_folder import claimed
 from launch.doctor import main
+from tests.checkpoint.fake_engine import save_steps
 from tests.gloo_ranks import run_ranks
-from tests.train.fake_engine import save_steps
 from tests.whole_runs import RECIPE, SMOKE
 from tests.written_shards import write_tiny_shards
 

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from gmlp_scale.world import start_world
+from gmlp_scale.distributed.world import start_world
 from tests.engine.trained_engines import ENGINES, GMLP, start_engine, train
 from tests.gloo_ranks import rank_variables
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig, build_engine
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import build_model
-from gmlp_scale.world import start_world
 from tests.engine.trained_engines import GMLP, SIZES, micro_batches_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import FAMILIES, tiny_config

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import Fsdp2Config
 from gmlp_scale.models import build_model
-from gmlp_scale.world import World, start_world
 from tests.engine.trained_engines import AMLP, ENGINES, MUON, SIZES, pieces_of, reader, start_engine, train
 from tests.gloo_ranks import run_ranks
 

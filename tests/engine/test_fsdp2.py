@@ -1,8 +1,8 @@
 import torch
 from torch.distributed.tensor import DTensor
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import Fsdp2Config
-from gmlp_scale.world import start_world
 from tests.engine.trained_engines import GMLP, start_engine, train
 
 

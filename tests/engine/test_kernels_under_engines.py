@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
-from gmlp_scale.world import start_world
 from tests.engine.trained_engines import AMLP, micro_batches_of, start_engine, train
 from tests.triton_interpreter import run_interpreted
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine.muon import Muon, muon_matrices, orthogonalised, owners
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
-from gmlp_scale.world import start_world
 from tests.gloo_ranks import run_ranks
 
 CONFIG = MuonConfig(weight_decay=0.3, momentum=0.9, matrix_rate_ratio=0.5)

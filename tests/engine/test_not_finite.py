@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gmlp_scale.world import World, start_world
+from gmlp_scale.distributed.world import World, start_world
 from tests.engine.trained_engines import AMLP, ENGINES, MUON, SHARDED, micro_batches_of, pieces_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 

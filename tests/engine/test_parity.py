@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig
 from gmlp_scale.engine.optimizer import build_adamw, decayed_names
 from gmlp_scale.models import build_model, heads
 from gmlp_scale.models.gmlp import SpatialGatingUnit
-from gmlp_scale.world import start_world
 from tests.engine.trained_engines import (
     AMLP,
     BERT,

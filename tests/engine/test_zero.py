@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 from pydantic import ValidationError
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import ZeroConfig
 from gmlp_scale.errors import InputError
-from gmlp_scale.world import start_world
 from tests.engine.trained_engines import GMLP, MUON, Run, start_engine, train
 from tests.gloo_ranks import run_ranks
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import (
     EngineConfig,
     Fsdp2Config,
@@ -18,7 +19,6 @@ from gmlp_scale.engine import (
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.world import World
 
 # Sizes that two ranks do not divide (15, 31 and 37) are on purpose: shards are uneven and padded.
 SIZES = {"num_blocks": 3, "d_model": 15, "d_ffn": 22, "sequence_length": 16, "vocab_size": 37}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from gmlp_scale.checkpoint.trained import head_class
 from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import ModelConfig, build_model
-from gmlp_scale.trained import head_class
 from launch.export import main
 from tests.forked import ROOT, Script
 from tests.models.every_kind import KINDS, TINY, perturb

@@ -7,9 +7,9 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+from gmlp_scale.checkpoint.trained import ExportError, read_export
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export import folder as folder_module
-from gmlp_scale.trained import ExportError, read_export
 from tests.models.every_kind import KINDS, TINY
 
 HEADS = [("masked_language_model", ()), ("sequence_classification", ("no", "maybe", "yes")), ("question_answering", ())]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.data.tokenizer import train_tokenizer
-from gmlp_scale.saved_run import read_run
-from gmlp_scale.trained import read_export
 
 
 @pytest.mark.parametrize(("step", "evaluated_step"), [(None, 4), (3, 2)])

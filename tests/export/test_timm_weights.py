@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from gmlp_scale.checkpoint.trained import TrainedModelError, copy_weights
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.export.timm_weights import from_timm, to_timm
 from gmlp_scale.models import build_model
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.image_classifier import ImageClassifier
-from gmlp_scale.run import load_recipe
-from gmlp_scale.trained import TrainedModelError, copy_weights
+from gmlp_scale.train.run import load_recipe
 from tests.models.every_kind import KINDS, tiny_config
 
 SIZES = {"num_blocks": 3, "d_model": 16, "d_ffn": 96, "sequence_length": 16, "vocab_size": 7}

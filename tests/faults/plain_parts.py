@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gmlp_scale.train.checkpoint import newest_checkpoint
+from gmlp_scale.checkpoint.format import newest_checkpoint
+from tests.checkpoint.test_checkpointer_kills import KEYS, LENGTH, save_step, start_ranks
 from tests.faults.table import OURS
-from tests.train.test_checkpointer_kills import KEYS, LENGTH, save_step, start_ranks
 
 State = dict[str, Tensor]
 

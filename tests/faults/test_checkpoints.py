@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.test_checkpoint_damage import Malicious
 from tests.damage import damaged
 from tests.faults.plain_parts import PARTS, is_whole
 from tests.faults.table import OURS
 from tests.forked import fork
 from tests.gloo_ranks import rank_variables, run_ranks
-from tests.train.test_checkpoint_damage import Malicious
 
 pytestmark = pytest.mark.faults
 NUM_DAMAGES, NUM_LIMITS = 100, 10

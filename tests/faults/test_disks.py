@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.train.checkpoint import Checkpoint
 from tests.data_prep.conftest import shards_to_read, tokenizer_dir  # noqa: F401
 from tests.data_prep.corpora import make_texts, write_jsonl
 from tests.faults.test_soak import RECIPE

@@ -9,16 +9,16 @@ import tarfile
 import pytest
 import zstandard
 
+from gmlp_scale.checkpoint.format import newest_checkpoint
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.shards import Manifest
-from gmlp_scale.files import open_filesystem, read_file
 from gmlp_scale.prepare.input_files import BadRecord, FileReader, find_inputs
 from gmlp_scale.prepare.open_input import InputFile
-from gmlp_scale.train.checkpoint import newest_checkpoint
+from gmlp_scale.storage.files import open_filesystem, read_file
+from tests.checkpoint.fake_engine import save_steps
 from tests.data_prep.corpora import make_texts, write_jsonl
 from tests.gloo_ranks import run_ranks
-from tests.train.fake_engine import save_steps
 from tests.written_shards import write_tiny_shards
 
 pytestmark = pytest.mark.faults

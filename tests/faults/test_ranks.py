@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale import telling
-from gmlp_scale.train.checkpoint import Checkpoint, newest_checkpoint
+from gmlp_scale.checkpoint.format import Checkpoint, newest_checkpoint
+from gmlp_scale.distributed import logs
 from tests.faults.disturbed import disturb
 from tests.forked import Script
 from tests.gloo_ranks import free_port, rank_variables
@@ -78,7 +78,7 @@ def start(engine: str, overrides: list[str], fault: str | None = None, trace: Pa
 
 def _prepare(fault: str | None, trace: Path | None) -> None:
     torch.set_num_threads(1)
-    telling.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
+    logs.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
     if fault:
         disturb(fault, trace)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.train.checkpoint import Checkpoint
 from tests.damage import damaged
 from tests.faults.disturbed import disturb
 from tests.forked import Script

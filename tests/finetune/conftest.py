@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.world import start_world
+from gmlp_scale.distributed.world import start_world
 from tests.finetune.small_recipes import write_tiny_export
 from tests.tasks import conftest as tasks
 

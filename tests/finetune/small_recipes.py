@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.models import ModelConfig, build_model
-from gmlp_scale.recipe_file import load_config
+from gmlp_scale.recipe.reader import load_config
 
 RECIPES = Path(__file__).parents[2] / "configs" / "finetune"
 GOOD, BAD = ("good", "great", "wonderful", "charming"), ("bad", "awful", "terrible", "boring")

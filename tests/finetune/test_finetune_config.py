@@ -2,9 +2,9 @@
 
 import pytest
 
-from gmlp_scale.config import ConfigError
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.recipe_file import load_config
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.tasks.table import TASKS
 from tests.finetune.small_recipes import RECIPES
 

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from gmlp_scale import bars, run, world
+from gmlp_scale.distributed import bars, world
+from gmlp_scale.train import run
 from launch import finetune as launcher
 from tests.finetune.small_recipes import RECIPES, sentiment_run
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from gmlp_scale.config import ConfigError
+from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.single import SingleEngine
 from gmlp_scale.finetune.finetuning import Finetuning, finetune
 from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import read_export
-from gmlp_scale.world import World
 from tests.finetune.small_recipes import sentiment_run, tiny_run
 
 

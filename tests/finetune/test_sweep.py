@@ -7,17 +7,17 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from gmlp_scale.config import ConfigError
-from gmlp_scale.files import read_file, upload_file
+from gmlp_scale.checkpoint.remote_checkpoints import saved_steps
+from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.finetune import sweep as sweep_module
 from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.storage.files import read_file, upload_file
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.train.remote_checkpoints import saved_steps
 from gmlp_scale.train.step_guard import NotFiniteError
-from gmlp_scale.trained import read_export
 from tests.finetune.small_recipes import sentiment_run, write_sentiment
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from gmlp_scale.config import FREE_ON_RESUME
-from gmlp_scale.continuing import check_unchanged
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
 from gmlp_scale.models.gmlp import GmlpBlock
+from gmlp_scale.recipe.config import FREE_ON_RESUME
+from gmlp_scale.recipe.resume import check_unchanged
 from tests.triton_interpreter import run_interpreted
 
 SIZES = {"num_blocks": 1, "d_model": 8, "d_ffn": 20, "sequence_length": 12, "vocab_size": 40}

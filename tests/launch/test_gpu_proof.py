@@ -55,7 +55,7 @@ def test_a_failing_part_stops_no_other_and_all_is_told(stub, tmp_path):
     first, second, *_ = [part["limit_seconds"] for part in parts.values()]
     assert first == 20 and 40 <= second <= 60, "what environment leaves over goes to gpu_tests"
     assert [check["check"] for check in parts["engines"]["checks"]] == ["fsdp2"]
-    assert "launch/gpu_proof.py engines" in parts["engines"]["command"]
+    assert "benchmarks/gpu_proof.py engines" in parts["engines"]["command"]
     assert "| verified load over a plain read of its files | at least 0.8 | 0.81 | met |" in report
     assert "not measured: step_gmlp_base passed" in report
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "report.md", "results.jsonl"]

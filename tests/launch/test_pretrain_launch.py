@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gmlp_scale.recipe_file import load_run_config
+from gmlp_scale.recipe.reader import load_run_config
 from tests.whole_runs import NUM_STEPS, RECIPE, ROOT, SINGLE, SMOKE, events_of, finish, run_in_turn, start
 
 

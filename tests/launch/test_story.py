@@ -105,7 +105,7 @@ def test_inspected_batch_is_that_of_training(story):
     """The loader's own rows of that step, as text."""
     folder, outputs = story
     from gmlp_scale.data.tokenizer import Tokenizer
-    from gmlp_scale.recipe_file import load_run_config
+    from gmlp_scale.recipe.reader import load_run_config
     from gmlp_scale.tasks.pretraining import build_loader
 
     run = load_run_config(folder / "outputs/smoke/config.yaml")

@@ -8,19 +8,19 @@ import pytest
 import torch
 import yaml
 
-from gmlp_scale.config import ConfigError
+from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.engine.vectors import count_vectors_and_others
+from gmlp_scale.engine.float32_vectors import count_vectors_and_others
 from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import micro_batch
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
-from gmlp_scale.saved_run import read_run
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks import pretraining
 from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.run import pretrain
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 import yaml
 
-from gmlp_scale.config import ConfigError
+from gmlp_scale.checkpoint.format import newest_checkpoint
 from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import precision
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.precision import with_decided_precision
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
-from gmlp_scale.train.checkpoint import newest_checkpoint
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.run import pretrain
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 

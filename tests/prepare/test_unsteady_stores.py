@@ -3,15 +3,15 @@
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from gmlp_scale.files import write_file
 from gmlp_scale.prepare.input_files import FileReader, Record, find_inputs
 from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.storage.files import write_file
 
 
 @pytest.fixture
 def fail_once(monkeypatch):
     """fail_once(name): the store's next call of this method fails."""
-    monkeypatch.setattr("gmlp_scale.files._WAIT_SECONDS", (0.0,))
+    monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0,))
 
     def set_up(name: str) -> None:
         method, failures = getattr(MemoryFileSystem, name), [ConnectionResetError("reset")]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from scipy import stats
 
-from gmlp_scale.config import ConfigError
 from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.science.claims import (
     MODELS,
     PARTS,
@@ -27,8 +27,8 @@ from gmlp_scale.science.claims import (
 )
 from gmlp_scale.science.page import document, sentence
 from gmlp_scale.science.runs import Table
+from gmlp_scale.storage.run_folder import claimed
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train.run_folder import claimed
 from tests.forked import ROOT, Script
 from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from gmlp_scale.config import ConfigError
-from gmlp_scale.recipe_file import load_config, load_run_config
-from gmlp_scale.run import load_recipe, pretrain
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_config, load_run_config
 from gmlp_scale.tasks.characters import Characters, CharactersConfig, Text
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.run import load_recipe, pretrain
 from tests.gloo_ranks import run_ranks
 
 RECIPES = Path(__file__).parents[2] / "configs" / "characters"

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gmlp_scale.config import ConfigError
 from gmlp_scale.data.image_loader import ImageLoader
-from gmlp_scale.run import load_recipe, pretrain
+from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.run import load_recipe, pretrain
 from tests.forked import Script
 from tests.gloo_ranks import run_ranks
 from tests.written_images import prepare, write_image_folder

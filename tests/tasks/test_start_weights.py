@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from gmlp_scale import run as run_module
-from gmlp_scale.config import ConfigError
+from gmlp_scale.checkpoint import format as checkpoint_module
+from gmlp_scale.checkpoint.format import CheckpointError, newest_checkpoint
+from gmlp_scale.checkpoint.local_checkpoints import LocalCheckpoints
+from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.errors import OtherRankError
 from gmlp_scale.export.folder import export_pretrained
 from gmlp_scale.models import build_model
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
-from gmlp_scale.saved_run import read_run
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks import pretraining
 from gmlp_scale.tasks.start_weights import start_from
-from gmlp_scale.train import checkpoint as checkpoint_module
-from gmlp_scale.train.checkpoint import CheckpointError, newest_checkpoint
-from gmlp_scale.train.local_checkpoints import LocalCheckpoints
+from gmlp_scale.train import run as run_module
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.trained import TrainedModel, TrainedModelError
+from gmlp_scale.train.run import pretrain
 from tests.analysis.pretrained_runs import RECIPE, SMOKE
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import TINY, perturb, random_batch, tiny_config

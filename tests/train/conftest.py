@@ -2,7 +2,7 @@
 
 import pytest
 
-from gmlp_scale.train import checkpoint_files
+from gmlp_scale.checkpoint import checkpoint_files
 
 
 @pytest.fixture

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gmlp_scale import bars
+from gmlp_scale.checkpoint.format import Checkpoint, step_folders, step_of
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.distributed import bars
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine.single import SingleEngine
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import run_task
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train import loop
-from gmlp_scale.train.checkpoint import Checkpoint, step_folders, step_of
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.train.run import run_task
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReports
-from gmlp_scale.world import World, start_world
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import FAMILIES, KINDS
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards

@@ -6,13 +6,13 @@ import logging
 import pytest
 import torch
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.train.evaluate import perplexity
+from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
 from gmlp_scale.train.step_reports import StepReport
-from gmlp_scale.world import start_world
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import Fsdp2Config, compute_repeatably
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train import loop
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.recheck import RecheckError, checksum, recheck
-from gmlp_scale.world import World, start_world
+from gmlp_scale.train.run import pretrain
 from tests.engine.trained_engines import AMLP, BERT, ENGINES, SHARDED, micro_batches_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards

@@ -6,8 +6,8 @@ import signal
 import pytest
 import torch
 
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.train.step_reports import StepReports
-from gmlp_scale.world import start_world
 from tests.gloo_ranks import run_ranks
 
 

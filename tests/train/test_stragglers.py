@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train import stragglers
+from gmlp_scale.train.run import pretrain
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.stragglers import HeadClock, Stragglers, alone
 from tests.gloo_ranks import run_ranks

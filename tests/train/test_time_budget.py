@@ -4,12 +4,12 @@ import os
 
 import pytest
 
+from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig, learning_rate
 from gmlp_scale.export.card import Publication, model_card
-from gmlp_scale.recipe_file import load_run_config
-from gmlp_scale.run import pretrain
-from gmlp_scale.saved_run import read_run
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.run import pretrain
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.time_budget import TimeBudget
 from launch.elastic import is_finished

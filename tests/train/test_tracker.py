@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from gmlp_scale import run
-from gmlp_scale.config import ConfigError
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.errors import InputError
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.train import run
 from gmlp_scale.train.tracker import WandbRun
 
 FIELDS = {"name": "smoke", "train.num_steps": 9, "data.cache_dir": None}

@@ -1,0 +1,13 @@
+"""What benchmarks/run.py measures: the training step, the loader, checkpoints and the start, each beside its peers.
+
+Only ratios within one run are worth quoting. So all contenders of a part take turns, round by round, and a figure is
+the median over the rounds. Every part returns a dict that may hold
+    ratios   more is better: `--compare` names those that fell
+    costs    less is better: `--compare` names those that rose
+and what a reader needs to judge them. Do not compare the seconds with those of another run.
+
+The part `scaling` has no peers: it counts and times what more ranks cost (scaling.py).
+
+launch/gpu_proof.sh also runs checks, which pass or fail: device_facts says what the machine is and runs the GPU tests,
+proof has the checks, trial the short runs that they judge, and proof_report writes down all results.
+"""

@@ -1,0 +1,63 @@
+"""Times each fused kernel of gmlp_scale/kernels beside plain PyTorch, eager and under torch.compile.
+
+python benchmarks/kernels.py --config configs/pretrain/gmlp_base.yaml train.micro_batch_size=32   # on a GPU
+python benchmarks/kernels.py --config configs/pretrain/gmlp_base.yaml --device none               # anywhere
+TRITON_INTERPRET=1 python benchmarks/kernels.py --config configs/pretrain/gmlp_base.yaml --device cpu   # a try
+
+Prints JSON for one block at the recipe's shape: the seconds of every form, and the floor. The floor is the larger of
+two times: the operations over the matrix rate, and the fewest bytes over the copy rate. Both rates are measured in the
+same run. gain_of_block is the share of the compiled plain block's time that the kernel saves. On a CPU the shape is
+tiny and the kernels are interpreted: the figures then mean nothing.
+
+host_seconds is the host's shortest time to call the operator, with kernels that do nothing. compiled_for_sm_90 says
+what each kernel takes of an H100: registers and spilled bytes of a thread, shared memory of a program, and how many
+programs a multiprocessor holds at once. The gate's kernel is there in every tile that its tuner tries. --device none
+prints only these two.
+"""
+
+import argparse
+import json
+import sys
+from functools import partial
+
+import torch
+
+from benchmarks.kernel_launches import compiled_kernels, host_seconds
+from benchmarks.kernel_times import load_recipe, measure_kernels
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.errors import InputError
+from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
+
+
+@command
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a recipe of a gMLP or aMLP, whose micro-batch is timed")
+    parser.add_argument("--device", choices=["cuda", "cpu", "none"], default="cuda", help="none: times no kernel")
+    parser.add_argument("--rounds", type=int, default=7, help="timed turns of each form (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
+    options = parser.parse_intermixed_args()
+    if options.rounds < 1:
+        parser.error("--rounds is a positive number")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device: run it on a GPU, or with --device none or cpu")
+    if (options.device == "cpu") != is_interpreted():
+        raise InputError("--device cpu needs TRITON_INTERPRET=1 in the environment, other devices need it unset")
+    report = measure(options)
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def measure(options: argparse.Namespace) -> dict:
+    recipe = partial(load_recipe, options.config, options.overrides)
+    report = {}
+    if options.device != "cpu":
+        report["host_seconds"] = host_seconds(recipe(tiny=True), "cpu" if options.device == "none" else "cuda")
+        report["compiled_for_sm_90"] = compiled_kernels(recipe(tiny=False))
+    if options.device != "none":
+        report |= measure_kernels(recipe(tiny=options.device == "cpu"), torch.device(options.device), options.rounds)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

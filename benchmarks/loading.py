@@ -1,0 +1,189 @@
+"""Times the loader beside webdataset on the same shuffled rows, and its first batch far into a large data set.
+
+A rate is rows per second of CPU time of the whole process: a loader's own threads count, and other programs on the
+machine matter less. webdataset does not mask its rows, so our loader is also measured without masks.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.timing import Contender, Turn, medians, say, time_in_turns
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
+from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.hashing import hash64
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.data.open_shards import OpenShards
+from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardWriter
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.storage.files import write_text
+from gmlp_scale.tasks.pretraining import build_loader
+
+ROWS_PER_BATCH = 256
+NUM_ROWS = 2**15
+BATCHES_PER_TURN = 32
+SHUFFLED_AMONG = 10_000  # rows in webdataset's shuffle buffer
+
+C4_SHARDS, C4_ROWS_PER_SHARD = 40_000, 7_625  # 305 M rows of 512
+FAR_STEP = 1_000_000
+
+
+def measure_loading(run: RunConfig, num_rounds: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        rates = rows_per_core_second(run, num_rounds, Path(folder))
+        far_seconds = first_batch_seconds(run, Path(folder) / "c4")
+    return {
+        "rows_per_core_second": rates,
+        "first_batch": {"step": FAR_STEP, "rows": C4_SHARDS * C4_ROWS_PER_SHARD, **far_seconds},
+        "ratios": {
+            "over_webdataset": rates["gmlp_scale_unmasked"] / rates["webdataset"],
+            "masked_over_webdataset": rates["gmlp_scale"] / rates["webdataset"],
+        },
+    }
+
+
+def rows_per_core_second(run: RunConfig, num_rounds: int, folder: Path) -> dict[str, float]:
+    """Each loader's rate, by the loader's name. Each has its own process, so none pays for another's threads."""
+    write_shards(run, random_rows(run, NUM_ROWS), folder / "shards")
+    turns = {name: Contender(name, prepare_loader, name, run, folder / "shards").take_turn for name in LOADERS}
+    seconds = medians(time_in_turns(turns, num_rounds))
+    return {name: BATCHES_PER_TURN * ROWS_PER_BATCH / spent for name, spent in seconds.items()}
+
+
+def prepare_loader(name: str, run: RunConfig, shards: Path) -> tuple[Turn, dict]:
+    """A turn that returns CPU seconds."""
+    batches = LOADERS[name](run, shards)
+    take(batches, NUM_ROWS // ROWS_PER_BATCH)  # an epoch: every shard is opened, verified and in memory
+    return partial(take, batches, BATCHES_PER_TURN), {}
+
+
+def take(batches: Iterator, num_batches: int) -> float:
+    """The CPU seconds that the next batches take."""
+    started = time.process_time()
+    for _ in range(num_batches):
+        next(batches)
+    return time.process_time() - started
+
+
+def random_rows(run: RunConfig, num_rows: int) -> np.ndarray:
+    shape = (num_rows, run.model.sequence_length)
+    return np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, run.model.vocab_size, shape).astype(ROW_DTYPE)
+
+
+def write_shards(run: RunConfig, rows_RN: np.ndarray, folder: Path, num_heldout: int = 0) -> None:
+    """The first `num_heldout` rows are the held-out ones, and the others the training rows."""
+    write_manifest(
+        run,
+        _write_split("train", rows_RN[num_heldout:], folder),
+        folder,
+        heldout=_write_split("heldout", rows_RN[:num_heldout], folder) if num_heldout else (),
+    )
+
+
+def _write_split(split: str, rows_RN: np.ndarray, folder: Path) -> tuple[Shard, ...]:
+    writer = ShardWriter(folder, split, f"{split}-00000", sequence_length=rows_RN.shape[1], rows_per_shard=2**13)
+    writer.add(rows_RN)
+    return tuple(writer.close())
+
+
+def write_manifest(run: RunConfig, train: tuple[Shard, ...], folder: Path, heldout: tuple[Shard, ...] = ()) -> None:
+    manifest = Manifest(
+        sequence_length=run.model.sequence_length,
+        vocab_size=run.model.vocab_size,
+        packing=run.data.packing,
+        tokenizer_sha256="0" * 64,
+        total_rows={"train": sum(shard.rows for shard in train), "heldout": sum(shard.rows for shard in heldout)},
+        splits=Splits(train=train, heldout=heldout),
+    )
+    write_text(f"{folder}/{MANIFEST_NAME}", manifest.to_json())
+
+
+def loader_of(run: RunConfig, shards: Path) -> Loader:
+    """The run's loader, on these shards and with batches of ROWS_PER_BATCH."""
+    data = run.data.model_copy(update={"shards": str(shards), "cache_dir": None})
+    sizes = {"global_batch_size": ROWS_PER_BATCH, "micro_batch_size": ROWS_PER_BATCH}
+    train = run.train.model_copy(update=sizes)
+    here = run.model_copy(update={"data": data, "train": train, "output_dir": str(shards)})
+    return build_loader(here, rank=0, world_size=1)
+
+
+def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
+    """The time from reading the manifest to having the masked batch of step FAR_STEP, in a data set of C4's size.
+
+    Only the shards that this step reads are written; the manifest lists all of them.
+    """
+    say("first batch of a far step")
+    length = run.model.sequence_length
+    absent = [
+        Shard(
+            name=f"train/train-{number:05d}-000000.tar",
+            rows=C4_ROWS_PER_SHARD,
+            bytes=C4_ROWS_PER_SHARD * length * ROW_DTYPE.itemsize,
+            sha256="".join(f"{word:016x}" for word in hash64(number, np.arange(4))),
+        )
+        for number in range(C4_SHARDS)
+    ]
+    write_manifest(run, tuple(absent), folder)
+    loader = loader_of(run, folder)
+    rows_RN = random_rows(run, C4_ROWS_PER_SHARD)
+    for number in sorted({int(shard) for shard in loader.addresses(FAR_STEP).shard}):
+        stem = f"train-{number:05d}"
+        writer = ShardWriter(folder, "train", stem, sequence_length=length, rows_per_shard=C4_ROWS_PER_SHARD)
+        writer.add(rows_RN)
+        (absent[number],) = writer.close()
+    loader.close()
+    write_manifest(run, tuple(absent), folder)
+
+    started, cpu_started = time.perf_counter(), time.process_time()
+    loader = loader_of(run, folder)
+    loader.micro_batches(FAR_STEP)
+    seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
+    loader.close()
+    return seconds
+
+
+def gmlp_scale(run: RunConfig, shards: Path) -> Iterator:
+    return map(loader_of(run, shards).micro_batches, cycle(range(NUM_ROWS // ROWS_PER_BATCH)))
+
+
+def gmlp_scale_unmasked(run: RunConfig, shards: Path) -> Iterator:
+    """The same rows without masks, as webdataset gives them."""
+    loader = loader_of(run, shards)
+    train = loader.sources[0].manifest.splits.train
+    opened = OpenShards(
+        ShardFiles(str(shards), None, max_bytes=run.data.cache_max_bytes),
+        train,
+        run.model.sequence_length,
+        num_open=len(train),
+        skip_corrupt=None,
+    )
+    addresses = map(loader.addresses, cycle(range(NUM_ROWS // ROWS_PER_BATCH)))
+    return (opened.read(some.shard, some.row_index) for some in addresses)
+
+
+def webdataset(run: RunConfig, shards: Path) -> Iterator:
+    """Our own shards, whose members are blocks of 256 rows, through a buffer that shuffles rows."""
+    import webdataset
+
+    blocks = webdataset.WebDataset(
+        [str(path) for path in sorted(shards.glob("train/*.tar"))], shardshuffle=100, empty_check=False
+    )
+    rows = (
+        blocks.repeat().decode().to_tuple("npy").compose(lambda blocks: (row for (block,) in blocks for row in block))
+    )
+    return batched(iter(rows.shuffle(SHUFFLED_AMONG)))
+
+
+LOADERS = {"gmlp_scale": gmlp_scale, "gmlp_scale_unmasked": gmlp_scale_unmasked, "webdataset": webdataset}
+"""Each (run, shards) -> batches of ROWS_PER_BATCH shuffled rows, without end."""
+
+
+def batched(rows: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    while True:
+        yield np.stack([next(rows) for _ in range(ROWS_PER_BATCH)])

@@ -1,0 +1,151 @@
+"""Other people's models at the recipe's shape, or with its FLOPs, as training steps.
+
+A training step is forward, backward and update by torch's fused AdamW, with float32 parameters and, where the recipe
+says bf16, autocast, as their users train.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
+from gmlp_scale.errors import InputError
+from gmlp_scale.recipe.config import RunConfig
+
+WIDTH_PER_HEAD = 64
+LARGEST_FLOPS_DIFFERENCE = 0.1
+
+
+class Step(NamedTuple):
+    """One training step of one contender, and its description for the report."""
+
+    run_once: Callable[[], None]
+    description: dict[str, int | bool]
+
+
+def g_mlp_pytorch_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
+    """The g-mlp-pytorch package's gMLP of the recipe's blocks and widths, eager, as in its README: dense W, logits at
+    all positions."""
+    from g_mlp_pytorch import gMLP
+
+    model = gMLP(
+        num_tokens=run.model.vocab_size,
+        dim=run.model.d_model,
+        depth=run.model.num_blocks,
+        seq_len=run.model.sequence_length,
+        ff_mult=run.model.d_ffn // run.model.d_model,
+    )
+    labels_BN = torch.full_like(batch.token_ids_BN, -100)
+    labels_BN = labels_BN.scatter(1, batch.masked_positions_BM, batch.labels_BM)
+
+    def loss(model: nn.Module) -> Tensor:
+        logits_BNV = model(batch.token_ids_BN)
+        return F.cross_entropy(logits_BNV.flatten(0, 1).float(), labels_BN.flatten())
+
+    return _step(model, run, device, loss)
+
+
+def bert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
+    """transformers' BERT at its best: sdpa attention, torch.compile, its head on the masked positions only."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    width, num_layers, flops = transformer_size(run, mlp_weights_per_width=8)
+    config = BertConfig(
+        **_common_options(run, width, num_layers),
+        intermediate_size=4 * width,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = BertForMaskedLM(config)
+    return _transformer_step(model, model.bert, model.cls, run, device, batch, width, flops)
+
+
+def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
+    """transformers' ModernBERT at its best, as BERT above. Under sdpa its windows are masks: it computes the whole
+    attention, and its FLOPs count the whole attention."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    width, num_layers, flops = transformer_size(run, mlp_weights_per_width=4.5)
+    config = ModernBertConfig(
+        **_common_options(run, width, num_layers),
+        intermediate_size=3 * width // 2,
+        pad_token_id=0,
+        cls_token_id=2,
+        sep_token_id=3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = ModernBertForMaskedLM(config)
+    head = nn.Sequential(model.head, model.decoder)
+    return _transformer_step(model, model.model, head, run, device, batch, width, flops)
+
+
+def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[int, int, int]:
+    """(width, layers, training FLOPs of a row) of a Transformer that has the recipe's FLOPs within 10 %.
+
+    It takes the nearest possible width to 1.5 d_model (at most 1024, as in the paper's BERTs).
+
+    mlp_weights_per_width: the number of weights in one layer's MLP, divided by the width squared.
+    """
+    n = run.model.sequence_length
+    num_masked = num_masked_positions(n, run.data.masked_fractions.last)
+    wanted = run.flops_per_row().last
+    preferred = min(1.5 * run.model.d_model, 1024)
+    for width in sorted(range(WIDTH_PER_HEAD, 2049, WIDTH_PER_HEAD), key=lambda width: abs(width - preferred)):
+        layer = 6 * n * ((4 + mlp_weights_per_width) * width * width + 2 * n * width)
+        head = 6 * num_masked * (width * width + width * run.model.vocab_size)
+        num_layers = max(1, round((wanted - head) / layer))
+        flops = num_layers * layer + head
+        if abs(flops / wanted - 1) <= LARGEST_FLOPS_DIFFERENCE:
+            return width, num_layers, int(flops)
+    raise InputError(f"{run.name}: no Transformer has {wanted:.3g} FLOPs a row; choose a larger model")
+
+
+def _common_options(run: RunConfig, width: int, num_layers: int) -> dict:
+    return {
+        "vocab_size": run.model.vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": width // WIDTH_PER_HEAD,
+        "max_position_embeddings": run.model.sequence_length,
+        "attn_implementation": "sdpa",
+    }
+
+
+def _transformer_step(
+    model: nn.Module,
+    trunk: nn.Module,
+    head: nn.Module,
+    run: RunConfig,
+    device: torch.device,
+    batch: MaskedBatch,
+    width: int,
+    flops: int,
+) -> Step:
+    trunk.compile()
+
+    def loss(model: nn.Module) -> Tensor:
+        x_BND = trunk(input_ids=batch.token_ids_BN).last_hidden_state
+        x_BMD = x_BND.take_along_dim(batch.masked_positions_BM.unsqueeze(-1), dim=1)
+        return F.cross_entropy(head(x_BMD).flatten(0, 1).float(), batch.labels_BM.flatten())
+
+    known = {"width": width, "num_layers": model.config.num_hidden_layers, "compile": True}
+    return _step(model, run, device, loss, flops=flops * run.train.micro_batch_size, **known)
+
+
+def _step(model: nn.Module, run: RunConfig, device: torch.device, loss: Callable[[nn.Module], Tensor], **known) -> Step:
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    is_bf16 = run.train.precision == "bf16"
+
+    def run_once() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
+            value = loss(model)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Step(run_once, {"parameters": sum(p.numel() for p in model.parameters()), **known})

@@ -1,0 +1,250 @@
+"""What a device must show before a long run is trusted to it: the parts of launch/gpu_proof.sh that are not benchmarks.
+
+Each check trains a recipe on random rows through run_task, as launch/pretrain.py does, and judges what the runs left
+behind. It reports one finding at a time, so that a check that is cut short has reported what it found until then.
+"""
+
+import importlib.util
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.timing import medians, time_in_turns
+from benchmarks.trial import NUM_STEPS, STOP_STEP, Signalled, Trial, Verdict, bit_equality, nearness
+from gmlp_scale.checkpoint.format import Checkpoint, step_folders
+from gmlp_scale.distributed.world import World
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.metrics import StartUp, peak_memory_bytes
+from gmlp_scale.train.run import build_engine_of, run_task
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[dict], None]
+"""Takes a finding: {"check": its name, "status": passed, failed or not run, and a reason or figures}."""
+
+ENGINES = {
+    "single": ["engine.kind=single"],
+    "fsdp2": ["engine.kind=fsdp2"],
+    "zero 1": ["engine.kind=zero", "engine.stage=1"],
+    "zero 2": ["engine.kind=zero", "engine.stage=2"],
+    "zero 3": ["engine.kind=zero", "engine.stage=3"],
+}
+# The bounds of tests/engine/test_parity.py. On a CPU only small models keep to the bound of the float32 norm, since
+# torch's norm of a million elements is off by 1e-5 there.
+BETWEEN_ENGINES = {
+    "float32": {"train/loss": 1e-5, "train/grad_norm": 1e-5},
+    "bf16": {"train/loss": 3e-4, "train/grad_norm": 1e-2},
+}
+FROM_FLOAT32_TO_BF16 = {"train/loss": 3e-3}
+FROM_CPU_TO_GPU = {"train/loss": 1e-4}
+FROM_EAGER_TO_COMPILED = {"train/loss": 3e-3, "eval/loss": 3e-3}
+LONGEST_STOP = 3  # steps from a signal to the end, at most
+INTERVAL = 10
+"""Steps between two logs of `check_recipe`; it saves at every second one."""
+
+
+def check_engines(trial: Trial, report: Report) -> None:
+    """Every engine, in both precisions, trains as `single` does and goes on bit for bit where it stopped."""
+    with trial.world() as world:
+        for precision, engine in itertools.product(BETWEEN_ENGINES, ENGINES):
+            run = f"{engine} in {precision}"
+            judge(report, f"{run}: losses and norms", partial(parity, trial, world, engine, precision), engine)
+            judge(report, f"{run}: resumed", partial(resuming, trial, world, engine, precision), engine)
+    judge(report, "single in float32: losses of the CPU", partial(parity_with_cpu, trial), needs_gpu=True)
+
+
+def check_stop(trial: Trial, report: Report) -> None:
+    """A stop signal ends a run with a checkpoint, from which it goes on bit for bit."""
+    for engine in ("single", "fsdp2"):
+        judge(report, f"{engine}: SIGTERM", partial(stopping, trial, engine))
+
+
+def check_compile(trial: Trial, report: Report) -> None:
+    """Compiled blocks, and their CUDA graphs, give the losses of eager ones, in training and in evaluation."""
+    with trial.world() as world:
+        cases = [("single", "false"), ("single", "true"), ("single", "reduce-overhead")]
+        cases += [("fsdp2", "true"), ("zero 1", "true"), ("zero 1", "reduce-overhead")]
+        for engine, compile in cases:
+            verdict = partial(compiling, trial, world, engine, compile)
+            judge(report, f"{engine}: train.compile={compile}", verdict, engine, needs_gpu=compile == "reduce-overhead")
+
+
+def check_auto(trial: Trial, report: Report) -> None:
+    """train.micro_batch_size=auto finds a number that trains."""
+    judge(report, "train.micro_batch_size=auto", partial(finding_micro_batch, trial), needs_gpu=True)
+
+
+def check_recipe(trial: Trial, report: Report) -> None:
+    """The recipe as it is, for 5 INTERVALs: what a save costs, how fast its checkpoint loads, and a resume."""
+    with trial.world() as world:
+        judge(report, "training and saving", partial(saving, trial, world))
+        judge(report, "resumed", partial(resuming_after_a_cut, trial, world))
+        judge(report, "verified load", partial(verified_load, trial, world))
+
+
+CHECKS = {
+    "engines": check_engines,
+    "recipe": check_recipe,
+    "stop": check_stop,
+    "auto": check_auto,
+    "compile": check_compile,
+}
+
+
+def judge(
+    report: Report, check: str, verdict: Callable[[], Verdict], engine: str = "single", *, needs_gpu: bool = False
+) -> None:
+    """Reports what `verdict` finds, or why it cannot be found here. Whatever it raises is a failure."""
+    missing = None
+    if needs_gpu and not torch.cuda.is_available():
+        missing = "needs a GPU"
+    elif engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        missing = "deepspeed is not installed"
+    if missing:
+        report({"check": check, "status": "not run", "reason": missing})
+        return
+    started = time.perf_counter()
+    try:
+        problem, figures = verdict()
+    except Exception as error:
+        log.exception("%s", check)
+        problem, figures = f"{type(error).__name__}: {error}", {}
+    figures["seconds"] = round(time.perf_counter() - started, 2)
+    report({"check": check, "status": "failed" if problem else "passed", "reason": problem, **figures})
+
+
+def parity(trial: Trial, world: World, engine: str, precision: str) -> Verdict:
+    trial.train(world, f"{engine} {precision}", *ENGINES[engine], f"train.precision={precision}")
+    if engine != "single":
+        return nearness(trial, f"{engine} {precision}", f"single {precision}", BETWEEN_ENGINES[precision])
+    if precision == "bf16":
+        return nearness(trial, "single bf16", "single float32", FROM_FLOAT32_TO_BF16)
+    return Verdict(None, {"losses": [row["train/loss"] for row in trial.metrics("single float32")]})
+
+
+def parity_with_cpu(trial: Trial) -> Verdict:
+    here = [*ENGINES["single"], "train.precision=float32", "train.device=cpu"]
+    with trial.world(*here) as world:
+        trial.train(world, "cpu", *here)
+    return nearness(trial, "single float32", "cpu", FROM_CPU_TO_GPU)
+
+
+def resuming(trial: Trial, world: World, engine: str, precision: str) -> Verdict:
+    whole, resumed = f"{engine} {precision}", f"{engine} {precision} resumed"
+    here = [*ENGINES[engine], f"train.precision={precision}"]
+    trial.train(world, resumed, *here, f"train.stop_after_step={STOP_STEP}")
+    trial.train(world, resumed, *here)
+    return bit_equality(trial.checkpoint(whole), trial.checkpoint(resumed))
+
+
+def stopping(trial: Trial, engine: str) -> Verdict:
+    """Each run has a world of its own, since a signal ends the world's use."""
+    name, here = f"{engine} signalled", ENGINES[engine]
+    with trial.world() as world:
+        trial.train(world, f"{engine} whole", *here)
+    with trial.world(hear_stop_signals=True) as world:
+        progress = trial.train(world, name, *here, "train.stop_after_step=100", task=Signalled)
+    saved = trial.checkpoint(name).step
+    if saved != progress.step or not STOP_STEP <= saved <= STOP_STEP + LONGEST_STOP:
+        found = f"signalled in step {STOP_STEP}, stopped after step {progress.step} with a checkpoint of step {saved}"
+        return Verdict(found, {})
+    with trial.world() as world:
+        trial.train(world, name, *here, f"train.stop_after_step={NUM_STEPS}")
+    problem, figures = bit_equality(trial.checkpoint(f"{engine} whole"), trial.checkpoint(name))
+    return Verdict(problem, {"stopped_after_step": saved, **figures})
+
+
+def compiling(trial: Trial, world: World, engine: str, compile: str) -> Verdict:
+    """Fails too where torch would go on without compiled blocks or without CUDA graphs, which it does silently."""
+    name = f"{engine} {compile}"
+    # To the end of the schedule, which evaluates too.
+    ends = [f"train.num_steps={NUM_STEPS}", "train.stop_after_step=null"]
+    torch.compiler.reset()  # else the graphs of other cases count towards the limit
+    counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        trial.train(world, name, *ENGINES[engine], f"train.compile={compile}", *ends)
+    num_skips = counters["inductor"]["cudagraph_skips"]
+    if compile == "reduce-overhead" and num_skips:
+        return Verdict(f"{num_skips} graphs ran without CUDA graphs; log.txt says why", {})
+    return nearness(trial, name, "single false", FROM_EAGER_TO_COMPILED)
+
+
+def finding_micro_batch(trial: Trial) -> Verdict:
+    with trial.world() as world:
+        task = Pretraining(trial.config("auto", *ENGINES["single"], "train.micro_batch_size=auto"))
+        run_task(task, world, StartUp(time.perf_counter()))
+        peak_gib = peak_memory_bytes(world.device) / 2**30
+    return Verdict(None, {"micro_batch_size": task.train.micro_batch_size, "peak_memory_gib": peak_gib})
+
+
+def saving(trial: Trial, world: World) -> Verdict:
+    """The first save also allocates buffers, so the second one counts: it comes at the fourth log, and the fifth log
+    shows what it cost."""
+    rhythm = [f"train.log_every_steps={INTERVAL}", f"checkpoint.save_every_steps={2 * INTERVAL}"]
+    trial.train(world, "recipe", *rhythm, f"train.stop_after_step={5 * INTERVAL}")
+    rows = {row["step"] // INTERVAL: row for row in trial.metrics("recipe")}
+    keys = ("perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "perf/data_wait_fraction", "memory/peak_gib")
+    return Verdict(
+        None,
+        {
+            "first_stall_seconds": rows[3]["perf/checkpoint_stall_seconds"],
+            "stall_seconds": rows[5]["perf/checkpoint_stall_seconds"],
+            "steps_after_a_save_over_others": rows[5]["perf/step_seconds"] / rows[4]["perf/step_seconds"],
+            **{key: rows[4].get(key) for key in keys},
+        },
+    )
+
+
+def resuming_after_a_cut(trial: Trial, world: World) -> Verdict:
+    """Moves the last checkpoint away, as if the power had failed before it. The run then trains up to it again."""
+    last = step_folders(trial.config("recipe").run_dir / "checkpoints")[-1]
+    kept = trial.folder / "never stopped" / last.name
+    kept.parent.mkdir()
+    last.rename(kept)
+    trial.train(world, "recipe", f"train.stop_after_step={5 * INTERVAL}")
+    return bit_equality(Checkpoint.open(kept), trial.checkpoint("recipe"))
+
+
+def verified_load(trial: Trial, world: World) -> Verdict:
+    """Times a verified load beside a plain read of the same files. Before each, the kernel forgets the files' pages."""
+    engine = build_engine_of(Pretraining(trial.config("recipe")), world, is_new=False)
+    files = sorted(trial.checkpoint("recipe").path.glob("*.safetensors"))
+
+    def load() -> None:
+        trial.checkpoint("recipe").load_into(engine)
+        world.wait_for_device()
+
+    def read() -> None:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(read_whole, files))
+
+    turns = {"load": partial(uncached_seconds, load, files), "plain read": partial(uncached_seconds, read, files)}
+    seconds = medians(time_in_turns(turns, num_rounds=3))
+    engine.close()
+    num_bytes = sum(file.stat().st_size for file in files)
+    rates = {f"{name} bytes per second": num_bytes / spent for name, spent in seconds.items()}
+    return Verdict(None, {"load_over_plain_read": seconds["plain read"] / seconds["load"], "bytes": num_bytes, **rates})
+
+
+def uncached_seconds(call: Callable[[], None], files: list[Path]) -> float:
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def read_whole(file: Path) -> None:
+    buffer = bytearray(2**23)
+    with file.open("rb", buffering=0) as opened:
+        while opened.readinto(buffer):
+            pass

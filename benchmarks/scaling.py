@@ -1,0 +1,164 @@
+"""What more ranks cost: communication, memory and start-up on 1, 2, 4 and 8 gloo ranks with a fixed batch per rank.
+
+All ranks are processes of this machine and share its cores. So the bytes are worth quoting, and the shares where each
+rank has its own core; the seconds are not a cluster's. A rank computes on one thread, in plain PyTorch.
+
+torchrun starts this file as each rank's program.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.collectives import ENGINES, count_step
+from benchmarks.step import our_engine, random_batch
+from benchmarks.timing import say
+from gmlp_scale.distributed.world import World, start_world
+from gmlp_scale.engine import EngineConfig, Fsdp2Config
+from gmlp_scale.plan.describe import count_parameters, meta_model
+from gmlp_scale.plan.layouts import wire_bytes
+from gmlp_scale.plan.precision import with_decided_precision
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.recipe.reader import load_run_config
+
+NUMS_RANKS = (1, 2, 4, 8)
+NUM_WARM_UP_STEPS = 2
+NUM_PROFILED_STEPS = 3
+HERE = ("train.device=cpu", "train.compile=false", "engine.kind=fsdp2")
+
+
+def measure_scaling(recipe: str, overrides: list[str], num_rounds: int) -> dict:
+    """The figures by number of ranks (`1 ranks` and so on) and engine, and the costs."""
+    by_ranks = {}
+    for num_ranks in NUMS_RANKS:
+        say(f"{num_ranks} ranks")
+        by_ranks[f"{num_ranks} ranks"] = on_ranks(num_ranks, recipe, overrides, num_rounds)
+    costs = {
+        f"{engine} on {ranks}: bytes sent over the formula's": figures["sent_over_formula"]
+        for ranks, measured in by_ranks.items()
+        for engine, figures in measured["engines"].items()
+        if "sent_over_formula" in figures
+    }
+    return {**by_ranks, "costs": costs}
+
+
+def on_ranks(num_ranks: int, recipe: str, overrides: list[str], num_rounds: int) -> dict:
+    """Starts the ranks by torchrun and returns what rank 0 found. ChildProcessError if one fails."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "figures.json")
+        options = ["--config", recipe, "--rounds", str(num_rounds), "--output", str(output)]
+        command = [*launcher, "-m", __spec__.name, *options, "--started", str(time.time()), *overrides]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise ChildProcessError(f"the benchmark's {num_ranks} ranks failed: {done.stderr[-2000:]}")
+        return json.loads(output.read_text())
+
+
+def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float) -> dict:
+    """Every engine's figures, and the start-up's time. All ranks call it together.
+
+    started: when the launcher was called, in seconds of time.time().
+    """
+    engines, start_up_seconds = {}, None
+    for name, engine in ENGINES.items():
+        if mistakes := list(engine.mistakes(run.train)):
+            engines[name] = {"not run": mistakes}
+            continue
+        seconds, share, first_ended = time_steps(run, engine, world, num_rounds)
+        start_up_seconds = start_up_seconds or first_ended - started
+        engines[name] = {"step_seconds": seconds, "communication_share": share} | count(run, engine, world)
+    return {"start_up_seconds": start_up_seconds, "engines": engines}
+
+
+def time_steps(run: RunConfig, engine: EngineConfig, world: World, num_rounds: int) -> tuple[float, float, float]:
+    """(median seconds of a step, share of it in which a collective is under way, when the first step ended)."""
+    batch, built = random_batch(run, world.device), our_engine(run.model_copy(update={"engine": engine}), world)
+
+    def step() -> float:
+        began = time.perf_counter()
+        built.backward(built.module(batch), is_last=True)
+        built.step(run.optimizer.peak_learning_rate)
+        return time.perf_counter() - began
+
+    step()
+    first_ended = time.time()
+    for _ in range(NUM_WARM_UP_STEPS - 1):
+        step()
+    seconds = statistics.median(step() for _ in range(num_rounds))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        profiled_seconds = sum(step() for _ in range(NUM_PROFILED_STEPS))
+    built.close()
+    collectives = [event.time_range for event in profiled.events() if event.name.startswith(("gloo:", "c10d::"))]
+    under_way = union_length((span.start, span.end) for span in collectives) / 1e6
+    return seconds, under_way / profiled_seconds, first_ended
+
+
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of a line is covered by any of the spans (start, end)."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float]:
+    """Bytes per parameter: sent in a step, and the peak of live tensors on the rank that has the most.
+
+    All ranks call it together.
+    """
+    model, precision, num_parameters = meta_model(run), run.train.precision, count_parameters(run)
+    carried, peak = count_step(run, engine, world, num_micro_batches=1)
+    states = engine.state_bytes(model, run.optimizer, precision, world.size, accumulates=False)
+    figures = {
+        "peak_bytes_per_parameter": max(world.gather(peak)) / num_parameters,
+        "planned_states_per_parameter": sum(states.values()) / num_parameters,
+        "sixteen_bytes_model": sixteen_bytes_model(engine, precision, world.size),
+    }
+    if world.size > 1:
+        sent = wire_bytes(carried.by_kind)
+        planned = wire_bytes(engine.carried_bytes(model, run.optimizer, precision, 1, world.size))
+        figures |= {"sent_bytes_per_parameter": sent / num_parameters, "sent_over_formula": sent / planned}
+    return figures
+
+
+def sixteen_bytes_model(engine: EngineConfig, precision: str, num_ranks: int) -> float:
+    """Bytes per parameter and rank of weights, gradients and AdamW's states (Rajbhandari et al. 2020, figure 1).
+
+    They are 2, 2 and 12 in bf16, and 4, 4 and 8 in float32. Stage 1 shards the states, 2 the gradients too, 3 all.
+    """
+    weights, gradients, states = (2, 2, 12) if precision == "bf16" else (4, 4, 8)
+    stage = (3 if engine.reshard_after_forward else 2) if isinstance(engine, Fsdp2Config) else engine.stage
+    sizes = [(weights, stage >= 3), (gradients, stage >= 2), (states, stage >= 1)]
+    return sum(size / num_ranks if is_sharded else size for size, is_sharded in sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--started", type=float, required=True)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args()
+    torch.set_num_threads(1)
+    run = load_run_config(options.config, [*options.overrides, *HERE])
+    with start_world(run.engine.timeout_seconds, "cpu", init_group=True, hear_stop_signals=False) as world:
+        run = with_decided_precision(run, world)
+        figures = measure_ranks(run, world, options.rounds, options.started)
+        if world.is_main:
+            options.output.write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

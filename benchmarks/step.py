@@ -1,0 +1,185 @@
+"""The recipe's training step beside the machine's ceilings, its own variants and other people's models.
+
+A step is forward, backward and update of one micro-batch on one device, on random tokens. Other people's models
+run in their own processes.
+"""
+
+import gc
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.ceilings import captured_products, copy_call, fewest_bytes, matrix_calls
+from benchmarks.peers import Step, bert_step, g_mlp_pytorch_step, modernbert_step
+from benchmarks.time_split import time_split
+from benchmarks.timing import Contender, Turn, medians, say, time_in_turns, turns_of
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
+from gmlp_scale.distributed.world import World
+from gmlp_scale.engine import Engine
+from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
+from gmlp_scale.models import GmlpConfig, with_kernels
+from gmlp_scale.models.gmlp import FUSED_GATING
+from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
+from gmlp_scale.train.run import build_engine_of
+
+Weights = Mapping[str, Tensor]
+
+PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": modernbert_step}
+
+
+def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
+    forget_other_recipes(world.device)
+    batch = random_batch(run, world.device)
+    engine = our_engine(run, world)
+    recipe = step_of(engine, run, batch)
+    recipe.run_once()
+    peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else takes memory
+    weights = dict(engine.full_weights())  # for all variants: a core draws gmlp_xlarge's in 9 s
+    eager = plain(run, compile=False)
+    products, product_calls = captured_products(partial(run_eager_step, eager, world, batch, weights))
+    steps = {name: our_step(variant, world, batch, weights) for name, variant in variants(run, world.device).items()}
+    peers, missing = start_peers(run, world.device) if with_peers else ({}, {})
+    matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
+    calls = {"recipe": recipe.run_once} | {name: step.run_once for name, step in steps.items()}
+    calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()}
+    calls |= {"copy": copy_bytes[0]} | product_calls
+    turns = turns_of(calls, world.device) | {name: peer.take_turn for name, peer in peers.items()}
+    seconds = medians(time_in_turns(turns, num_rounds))
+
+    flops = run.flops_per_row().last * run.train.micro_batch_size
+    ceilings = {name: count / seconds[f"matrix {name}"] / 1e12 for name, (_, count) in matrix_flops.items()}
+    copy_rate = copy_bytes[1] / seconds["copy"]
+    ours = seconds["recipe"]
+    tflops = flops / ours / 1e12
+    peak = run.train.peak_tflops_per_device or peak_tflops(world.device, run.train.precision)
+    bytes_moved = fewest_bytes(run)
+    report = {
+        "rows": run.train.micro_batch_size,
+        "precision": run.train.precision,
+        "parameters": count_parameters(run),
+        "step_seconds": ours,
+        "tokens_per_second": run.train.micro_batch_size * run.model.sequence_length / ours,
+        "model_tflops": tflops,
+        "mfu": peak and tflops / peak,
+        "peak_memory_gib": peak_memory_gib,
+        "matrix_ceiling_tflops": ceilings,
+        "copy_bytes_per_second": copy_rate,
+        "operations_floor_seconds": flops / max(ceilings.values()) / 1e12,
+        "bytes_floor_seconds": bytes_moved and bytes_moved / copy_rate,
+        "isolated_products": {name: {"per_step": n, "seconds": seconds[name]} for name, n in products.items()},
+        "time_split": time_split(recipe.run_once, world.device),
+        "ratios": {"fraction_of_ceiling": tflops / max(ceilings.values())},
+        "contenders": missing,
+    }
+    alone = sum(num_times * seconds[name] for name, num_times in products.items())
+    report["ratios"]["isolated_products_over_step"] = alone / ours
+    for name, contender in (steps | peers).items():
+        equal_flops = contender.description.get("flops", flops) / flops
+        report["contenders"][name] = {"step_seconds": seconds[name], **contender.description}
+        report["ratios"][f"over_{name}"] = seconds[name] / ours / equal_flops
+    return report
+
+
+def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The peers that started, by name, and the reason for each that did not."""
+    peers, missing = {}, {}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # their processes need the memory
+    for name in PEERS:
+        say(f"building {name}")
+        try:
+            peers[name] = Contender(name, prepare_peer, name, run, device)
+        except (ImportError, ChildProcessError) as error:
+            missing[name] = str(error)
+    return peers, missing
+
+
+def forget_other_recipes(device: torch.device) -> None:
+    """Frees the memory of recipes that came before, and the code that torch compiled for them: torch would generalise
+    that code instead of compiling this recipe's anew."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
+    """A turn. After each one it gives the GPU memory in torch's cache back to the other processes."""
+    step = PEERS[name](run, device, random_batch(run, device))
+    step.run_once()  # a model that does not fit dies here, and the others are still measured
+    timed = turns_of({name: step.run_once}, device)[name]
+
+    def turn() -> float:
+        if device.type == "cuda":
+            step.run_once()  # takes the memory again
+        seconds = timed()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return seconds
+
+    return turn, step.description
+
+
+def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
+    rows, length = run.train.micro_batch_size, run.model.sequence_length
+    num_masked = num_masked_positions(length, run.data.masked_fractions.last)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(NUM_SPECIAL_TOKENS, run.model.vocab_size, (rows, length), generator=generator)
+    positions = torch.rand(rows, length, generator=generator).argsort(1)[:, :num_masked].sort(1).values
+    return MaskedBatch(ids, positions, ids.gather(1, positions), padded=run.data.padded).to(device)
+
+
+def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
+    """Variants of the recipe: not compiled; with AdamW if it has Muon; without fused kernels if it would use them."""
+    forms = {"eager": run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})}
+    if isinstance(run.optimizer, MuonConfig):
+        fields = run.optimizer.model_dump(include=set(AdamwConfig.model_fields) - {"kind"})
+        forms["adamw"] = run.model_copy(update={"optimizer": AdamwConfig(**fields)})
+    is_fused = isinstance(run.model, GmlpConfig) and run.model.gating == FUSED_GATING and run.model.kernels != "torch"
+    if is_fused and device.type == "cuda":
+        forms["plain_compiled"] = plain(run, compile=True)
+    return {name: form for name, form in forms.items() if form != run}
+
+
+def plain(run: RunConfig, *, compile: bool) -> RunConfig:
+    """The recipe in plain PyTorch operations."""
+    train = run.train.model_copy(update={"compile": compile})
+    return run.model_copy(update={"model": with_kernels(run.model, "torch"), "train": train})
+
+
+def our_engine(run: RunConfig, world: World, num_micro_batches: int = 1, weights: Weights | None = None) -> Engine:
+    """The recipe's engine.
+
+    num_micro_batches: of a step, on each rank.
+    weights: by parameter name; drawn anew if None.
+    """
+    num_rows = num_micro_batches * world.size * run.train.micro_batch_size
+    train = run.train.model_copy(update={"global_batch_size": num_rows})
+    task = Pretraining(run.model_copy(update={"train": train, "init_from": None}))
+    if weights:
+        task.initialise = partial(torch.nn.Module.load_state_dict, state_dict=weights, strict=False)
+    return build_engine_of(task, world, is_new=True)
+
+
+def our_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Weights | None = None) -> Step:
+    return step_of(our_engine(run, world, weights=weights), run, batch)
+
+
+def step_of(engine: Engine, run: RunConfig, batch: MaskedBatch) -> Step:
+    def run_once() -> None:
+        engine.backward(engine.module(batch), is_last=True)
+        engine.step(run.optimizer.peak_learning_rate)
+
+    return Step(run_once, {"compile": run.train.compile})
+
+
+def run_eager_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Weights | None = None) -> None:
+    """One step of a model that is then deleted."""
+    our_step(run, world, batch, weights).run_once()
+    gc.collect()

@@ -1,0 +1,188 @@
+"""Times the tokenizing pipeline beside the tokenizer alone, and the opening of a data set of C4's size.
+
+python benchmarks/tokenizing.py --input FILE FILE --tokenizer TOKENIZER_DIR
+
+Each contender runs in one process per file, all at the same time; the contenders take turns. `pipeline` reads,
+tokenizes, packs and writes shards. `sentencepiece` and `tokenizers` only encode texts that are in memory; `tokenizers`
+uses the tokenizer that launch/export.py writes. On a machine that others use, CPU seconds tell more than wall seconds.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.data.shards import Manifest
+from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.prepare.input_files import Record
+from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.read_documents import ReadDocuments
+from gmlp_scale.prepare.write_shards import WriteShards
+
+_TEXTS_AT_A_TIME = 100
+_SLOW_TEXTS = 300  # of each file for `tokenizers`, which is slow
+_C4_SHARDS, _C4_ROWS_PER_SHARD, _C4_STEP = 40_000, 7_625, 1_000_000  # 305 M rows
+
+
+@command
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="of documents; each a process")
+    parser.add_argument("--tokenizer", required=True, metavar="TOKENIZER_DIR", help="that train_tokenizer.py wrote")
+    parser.add_argument("--rounds", type=int, default=2, help="the best of so many counts (default: %(default)s)")
+    arguments = parser.parse_args()
+    report = {}
+    with tempfile.TemporaryDirectory() as folder:
+        options = JobOptions(
+            input=arguments.input, tokenizer=arguments.tokenizer, sequence_length=512, output=f"{folder}/out",
+            max_bad_fraction=1.0,
+        )  # fmt: skip
+        num_files = len(options.files)
+        Tokenizer(options.tokenizer)
+        for contender in (pipeline, sentencepiece, tokenizers, *(pipeline, sentencepiece) * (arguments.rounds - 1)):
+            name = contender.__name__
+            print(name, file=sys.stderr, flush=True)
+            found = summed(in_processes(contender, options, num_files))
+            report[name] = min(found, report.get(name, found), key=lambda found: found["wall_seconds"])
+        for kind in ("wall", "cpu"):
+            ours, other = (report[name][f"mb_per_{kind}_second"] for name in ("pipeline", "sentencepiece"))
+            report[f"pipeline_over_sentencepiece_by_{kind}"] = round(ours / other, 3)
+        (report["c4_sized_data_set"],) = in_processes(open_c4_sized_data_set, options, 1)
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def in_processes(contender: Callable[[JobOptions, int], dict], options: JobOptions, num_processes: int) -> list[dict]:
+    """What the contender found in each of so many fresh processes, which have the ranks 0, 1, ..."""
+    with ProcessPoolExecutor(num_processes, get_context("spawn")) as processes:
+        tasks = [processes.submit(contender, options, rank) for rank in range(num_processes)]
+        return [task.result() for task in tasks]
+
+
+def summed(parts: list[dict]) -> dict:
+    num_bytes = sum(part["bytes"] for part in parts)
+    wall, cpu = max(part["wall_seconds"] for part in parts), sum(part["cpu_seconds"] for part in parts)
+    return {
+        "wall_seconds": round(wall, 2),
+        "cpu_seconds": round(cpu, 2),
+        "mb_per_wall_second": round(num_bytes / 1e6 / wall, 3),
+        "mb_per_cpu_second": round(num_bytes / 1e6 / cpu, 3),
+        "peak_mb_of_a_process": round(max(part["peak_bytes"] for part in parts) / 1e6),
+        **{name: sum(part[name] for part in parts) for name in ("texts_with_other_ids",) if name in parts[0]},
+    }
+
+
+def pipeline(options: JobOptions, rank: int) -> dict:
+    job = JobFolder(options.output)
+    reader, writer = ReadDocuments(options, job, "progress"), WriteShards(options, job)
+    with _Stopwatch() as watch:
+        writer.run(reader.run(None, rank, options.num_tasks), rank, options.num_tasks)
+    return watch.found(bytes=job.read(f"counts/write-{rank:05d}.json")["bytes"])
+
+
+def sentencepiece(options: JobOptions, rank: int) -> dict:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{options.tokenizer}/{MODEL_NAME}")
+    texts = _texts(options, rank)
+    with _Stopwatch() as watch:
+        for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+            model.encode(texts[start : start + _TEXTS_AT_A_TIME], num_threads=1)
+    return watch.found(bytes=_num_bytes(texts))
+
+
+def tokenizers(options: JobOptions, rank: int) -> dict:
+    import tokenizers
+
+    from gmlp_scale.export.fast_tokenizer import write_tokenizer
+
+    ours = Tokenizer(options.tokenizer)
+    exported = Path(options.output) / f"exported-{rank}"
+    exported.mkdir()
+    write_tokenizer(exported, ours, 512)
+    model = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    model.encode_special_tokens = True
+    texts = _texts(options, rank)[:_SLOW_TEXTS]
+    with _Stopwatch() as watch:
+        encoded = [model.encode(text, add_special_tokens=False).ids for text in texts]
+    num_different = sum(ours.encode(text) != ids for text, ids in zip(texts, encoded, strict=True))
+    return watch.found(bytes=_num_bytes(texts), texts_with_other_ids=num_different)
+
+
+def _texts(options: JobOptions, rank: int) -> list[str]:
+    return [record.text for record in options.reader(options.files[rank]) if isinstance(record, Record)]
+
+
+def _num_bytes(texts: list[str]) -> int:
+    return sum(len(text.encode()) for text in texts)
+
+
+def open_c4_sized_data_set(options: JobOptions, rank: int) -> dict:
+    """Seconds and memory for opening shards as many as C4's and finding the rows of a late step; no shard is read."""
+    shards = tuple(
+        Shard(name=f"train/train-{number:06d}.tar", rows=_C4_ROWS_PER_SHARD, bytes=7_900_000, sha256=f"{number:064x}")
+        for number in range(_C4_SHARDS)
+    )
+    rows = {"train": _C4_SHARDS * _C4_ROWS_PER_SHARD, "heldout": 0}
+    manifest = Manifest(
+        sequence_length=512,
+        vocab_size=32_000,
+        packing="packed",
+        tokenizer_sha256="0" * 64,
+        total_rows=rows,
+        splits=Splits(train=shards, heldout=()),
+    )
+    (Path(options.output) / MANIFEST_NAME).write_text(manifest.to_json())
+    (found,) = in_processes(_open_and_address, options, 1)
+    return found | {"shards": _C4_SHARDS, "rows": rows["train"], "step": _C4_STEP}
+
+
+def _open_and_address(options: JobOptions, rank: int) -> dict:
+    before = _peak_bytes()
+    with _Stopwatch() as watch:
+        loader = Loader(
+            DataConfig(shards=options.output), sequence_length=512, vocab_size=32_000, seed=0, global_batch_size=256,
+            micro_batch_size=32, rank=0, world_size=1, run_dir=Path(options.output),
+        )  # fmt: skip
+        opened = time.perf_counter()
+        loader.addresses(_C4_STEP)
+    seconds = {"addressing_seconds": round(time.perf_counter() - opened, 3)}
+    loader.close()
+    found = watch.found()
+    return seconds | {
+        "wall_seconds": round(found["wall_seconds"], 3),
+        "cpu_seconds": round(found["cpu_seconds"], 3),
+        "megabytes": round((found["peak_bytes"] - before) / 1e6),
+    }
+
+
+class _Stopwatch:
+    def __enter__(self):
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_):
+        self._wall, self._cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+
+    def found(self, **more: int) -> dict:
+        return {"wall_seconds": self._wall, "cpu_seconds": self._cpu, "peak_bytes": _peak_bytes(), **more}
+
+
+def _peak_bytes() -> int:
+    """Peak memory of this process; getrusage gives the parent's where that is larger."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""CheckpointConfig: the recipe's `checkpoint` section, and which checkpoints it lets go."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, PositiveInt
+
+from gmlp_scale.checkpoint.format import step_of
+
+
+class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
+    save_every_steps: PositiveInt
+    """Save after every so many steps, and also where the run stops. [steps]"""
+    keep_last: PositiveInt = 3
+    """How many checkpoints stay on disk: the newest. [checkpoints]"""
+    keep_every_steps: PositiveInt | None = None
+    """The checkpoints of every so many steps stay for good, beside the newest; null keeps none. [steps]"""
+    on_full_disk: Literal["keep", "drop_oldest"] = "keep"
+    """drop_oldest: where a save lacks room, the oldest checkpoints are deleted first, but never the newest one, nor
+    those of `keep_every_steps`."""
+    asynchronous: bool = True
+    """Write in the background. False: a save returns once the checkpoint is complete, and raises if it failed."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.keep_every_steps and self.keep_every_steps % self.save_every_steps:
+            yield (
+                f"checkpoint.keep_every_steps: found {self.keep_every_steps}; must be a multiple of "
+                f"checkpoint.save_every_steps = {self.save_every_steps}"
+            )
+
+    def stays(self, name: str) -> bool:
+        """Whether the checkpoint with this folder stays for good."""
+        return self.keep_every_steps is not None and step_of(name) % self.keep_every_steps == 0
+
+    def outdated(self, names: list[str]) -> list[str]:
+        """Which of all checkpoints to delete; `names` are their folders in the order of steps."""
+        return [name for name in names[: -self.keep_last] if not self.stays(name)]

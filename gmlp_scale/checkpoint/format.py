@@ -1,0 +1,231 @@
+"""Portable checkpoints: written by any engine at any world size, read by any other.
+
+    checkpoints/step_000012000/rank_00000_000.safetensors   rank 0's pieces: float32 slices along dimension 0
+                               rank_00000_001.safetensors   a new file about every FILE_BYTES
+                               rank_00001_000.safetensors   ...
+                               DONE                         JSON: where each tensor's pieces lie, each file's bytes and
+                                                            checksum, step, details, its own checksum (class `_Done`)
+
+Keys are model.<name>, and optimizer.<name>.exp_avg and .exp_avg_sq where AdamW updates the parameter, or .momentum
+where Muon does. Only safetensors and JSON are read: nothing is ever unpickled. A save has these steps; those in the
+background need no collective:
+
+ 1. `save` copies this rank's pieces to staging buffers on the calling thread; training goes on.
+ 2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>-<attempt>.
+ 3. They then tell rank 0 through the launcher's key-value store which piece lies in which file, or what error stopped
+    them. That needs neither room on the disk nor a listing of the folder, which NFS may give 30 s late.
+ 4. Rank 0's thread waits for all of them, checks that the pieces cover each tensor once, writes and fsyncs DONE,
+ 5. renames the folder to step_000012000 and fsyncs the parent,
+ 6. deletes all but the newest `keep_last` checkpoints and those of `keep_every_steps`, renaming each to a temporary
+    name first,
+ 7. and tells the other ranks whether to begin again at 2, since the disk refused what one of them wrote.
+
+A kill before 5 or during 6 leaves a temporary folder, which the next run on this folder removes. The rename is the only
+commit, and POSIX makes it atomic: a folder with a checkpoint's name is always whole. That is why DONE comes before it.
+A run folder at a URL has no rename: gmlp_scale/checkpoint/remote_checkpoints.py says what takes the place of 4 to 6.
+We do not trust the filesystem either: before a tensor is used, every file that DONE names must have its checksum.
+"""
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from gmlp_scale.checkpoint.checkpoint_files import FileRecord, file_problem
+from gmlp_scale.checkpoint.checkpoint_index import PIECE_FILE, TensorRecord
+from gmlp_scale.engine import Engine
+from gmlp_scale.engine.masters import model_key
+from gmlp_scale.errors import UserError
+from gmlp_scale.storage.files import check_seal
+
+logger = logging.getLogger("gmlp_scale")
+
+STEP_FOLDER = re.compile(r"step_\d{9}")
+FORMAT_VERSION = 3
+"""Counts changes of the files, and of the rows and masks that a resumed run would go on with. In version 2 the index
+named every piece; version 1 had other checksums and other masks."""
+READABLE_VERSIONS = (2, FORMAT_VERSION)
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint has another FORMAT_VERSION. It may well be whole."""
+
+
+class _Done(BaseModel, frozen=True, extra="forbid"):
+    format_version: int
+    step: int
+    details: dict[str, Any]
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
+    recent_losses: list[tuple[int, float]] = []
+    xxh3_128: str
+    """The checksum of DONE's text without this field."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, verified when it was opened."""
+
+    path: Path
+    step: int
+    details: dict[str, Any]
+    recent_losses: list[tuple[int, float]] = field(repr=False)
+    """(step, loss) of the last steps, for train/step_guard.py. Empty if it had seen none."""
+    tensors: dict[str, TensorRecord] = field(repr=False)
+    _files: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: Path, verify_files: bool = True) -> "Checkpoint":
+        """Reads DONE and, unless rank 0 did, checks all files against it. CheckpointError names what is wrong."""
+        done = read_done(path)
+        if verify_files:
+            _verify_files(path, done)
+        return cls(path, done.step, done.details, done.recent_losses, done.tensors)
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self.tensors)
+
+    def read(self, key: str, first: int = 0, stop: int | None = None) -> Tensor:
+        """Indices [first, stop) along dimension 0, float32 on the CPU, as a copy; a 0-d tensor is read whole.
+
+        Raises CheckpointError for an unknown key, and for indices that the tensor does not have.
+        """
+        if key not in self.tensors:
+            near = difflib.get_close_matches(key, self.tensors, n=3)
+            raise CheckpointError(f"{self.path} has no {key!r} among {len(self.tensors)} tensors; nearest: {near}")
+        record = self.tensors[key]
+        stop = record.length if stop is None else stop
+        if not 0 <= first <= stop <= record.length:
+            raise CheckpointError(f"{self.path} has {key!r} of shape {record.shape}, not its indices {first} to {stop}")
+        shape = (stop - first, *record.shape[1:]) if record.shape else ()
+        tensor = torch.empty(shape, dtype=torch.float32, device="cpu")
+        for file, piece_first, count in record.pieces_between(first, stop):
+            if not shape:
+                tensor.copy_(self._file(file).get_tensor(key))
+            else:
+                low, high = max(first, piece_first), min(stop, piece_first + count)
+                piece = self._file(file).get_slice(key)
+                tensor[low - first : high - first] = piece[low - piece_first : high - piece_first]
+        return tensor
+
+    def misfit(self, model: nn.Module) -> str:
+        """A line that says which of the model's parameters have other names or shapes here; empty if all fit."""
+        prefix = model_key("")
+        saved = {key.removeprefix(prefix): of.shape for key, of in self.tensors.items() if key.startswith(prefix)}
+        own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        others = [name for name in own | saved if own.get(name) != saved.get(name)]
+        if not others:
+            return ""
+        first = others[0]
+        shapes = f"{saved.get(first, 'absent')} in the checkpoint, {own.get(first, 'absent')} in the model"
+        return f"parameters: {len(others)} with another name or shape, such as {first}: {shapes}"
+
+    def load_into(self, engine: Engine) -> None:
+        engine.load_state(self.read, self.step)
+
+    def _file(self, name: str):
+        if name not in self._files:
+            self._files[name] = safe_open(self.path / name, "pt")  # a memory map without a descriptor: all stay open
+        return self._files[name]
+
+
+def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose checksums all hold, or None, and the newer, damaged ones, which a warning names.
+
+    Changes nothing on disk. Raises CheckpointError if all are damaged, naming each, or if the newest usable one is of
+    another version.
+    """
+    names = [path.name for path in step_folders(directory)]
+    return newest_of(names, lambda name: Checkpoint.open(directory / name), directory)
+
+
+def newest_of(
+    names: list[str], open_checkpoint: Callable[[str], Checkpoint], place: str | Path
+) -> tuple[Checkpoint | None, list[str]]:
+    """As newest_checkpoint. `names`: the checkpoints' folders in `place`, from the oldest to the newest."""
+    problems: dict[str, str] = {}
+    for name in reversed(names):
+        try:
+            checkpoint = open_checkpoint(name)
+        except CheckpointVersionError:
+            raise
+        except CheckpointError as error:
+            problems[name] = str(error)
+            continue
+        if problems:
+            logger.warning("damaged checkpoint: %s. Taking %s instead", "; ".join(problems.values()), name)
+        return checkpoint, list(problems)
+    if problems:
+        found = "; ".join(problems.values())
+        raise CheckpointError(f"no checkpoint in {place} is whole: {found}. Move them away to start from step 0")
+    return None, []
+
+
+def read_done(path: Path) -> _Done:
+    """The DONE of a checkpoint's folder. CheckpointError if there is none, or if it is damaged or of another step."""
+    try:
+        text = (path / "DONE").read_text(encoding="ascii")
+        check_seal(text)  # first, so that a damaged version number is not taken for another version
+        _check_version(path, text)
+        done = _Done.model_validate_json(text)
+        if path.name != folder_name(done.step):
+            raise ValueError(f"it is of step {done.step}")
+        if not all(PIECE_FILE.fullmatch(name) for name in done.files):
+            raise ValueError(f"it names files that no checkpoint has: {list(done.files)}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.name} has no DONE") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name}: DONE cannot be used: {error}") from error
+    return done
+
+
+def _check_version(path: Path, text: str) -> None:
+    found = re.match(r'{"format_version": (\d+),', text)
+    if found and int(found[1]) not in READABLE_VERSIONS:
+        raise CheckpointVersionError(
+            f"{path} is a checkpoint of format {found[1]}, and this version reads formats {READABLE_VERSIONS} only: "
+            "use the version of gmlp_scale that wrote it, or begin a new run"
+        )
+
+
+def _verify_files(path: Path, done: _Done) -> None:
+    """Raises CheckpointError unless every file has its checksum and holds the tensors that the index says."""
+    shapes = {name: {} for name in done.files}
+    for key, tensor in done.tensors.items():
+        for name, _, count in tensor.pieces_between(0, tensor.length):
+            if name not in shapes:
+                raise CheckpointError(f"{path.name}: DONE has pieces in a file that it does not list: {name}")
+            shapes[name][key] = (count, *tensor.shape[1:]) if tensor.shape else ()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(lambda name: file_problem(path / name, done.files[name], shapes[name]), done.files)
+        problems = [problem for problem in found if problem]
+    if problems:
+        raise CheckpointError(f"{path.name}: {', '.join(problems)}")
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:09d}"
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint's folder."""
+    return int(name.removeprefix("step_"))
+
+
+def step_folders(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("step_*") if STEP_FOLDER.fullmatch(path.name))

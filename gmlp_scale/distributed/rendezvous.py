@@ -1,0 +1,59 @@
+"""How the ranks meet: each joins the launcher's key-value store, and there says that it came."""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gmlp_scale.errors import InputError, LostRankError
+from gmlp_scale.storage.files import redacted
+
+_NUM_NAMED = 8
+
+
+def join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Store:
+    """The ranks' key-value store, at MASTER_ADDR and MASTER_PORT: torchrun's agent has it, or else rank 0.
+
+    Raises:
+        InputError: the port is another job's, or the store belongs to another run.
+        LostRankError: rank 0 was not there within the timeout.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    found, needed = f"the ranks' key-value store at {address}:{port}", "give each job on a host its own MASTER_PORT"
+    try:
+        # It does not wait for its clients: a stranger would be counted among them.
+        store = dist.TCPStore(address, port, size, is_host, timeout, wait_for_workers=False)
+        if rank == 0:
+            store.set("run", redacted(run))
+        host_run = store.get("run").decode()
+    except dist.DistNetworkError as error:
+        if is_host:
+            raise InputError(f"{found} cannot be opened ({first_line(error)}); {needed}") from None
+        raise LostRankError(f"rank {rank} did not reach {found}: {first_line(error)}") from None
+    except dist.DistStoreError:
+        seconds = timeout.total_seconds()
+        raise LostRankError(f"rank 0 did not come to {found} in {seconds:.0f} s: its own message says why") from None
+    if host_run != redacted(run):
+        raise InputError(f"{found} belongs to the run {host_run}, and this rank {rank} to {redacted(run)}; {needed}")
+    store.set(f"came/{rank}", "")
+    return store
+
+
+def describe_absent(store: dist.Store, size: int, timeout: timedelta, error: Exception) -> str:
+    """Which ranks never came, after `error` kept the process groups from being made."""
+    try:
+        absent = [rank for rank in range(size) if not store.check([f"came/{rank}"])]
+    except RuntimeError:
+        absent = [0]  # it has the store, or its launcher
+    if not absent:
+        return f"all ranks came, but could not be connected ({first_line(error)})"
+    names = ", ".join(f"rank {rank}" for rank in absent[:_NUM_NAMED])
+    others = f" and {len(absent) - _NUM_NAMED} more" if len(absent) > _NUM_NAMED else ""
+    seconds = timeout.total_seconds()
+    return f"{names}{others} did not come within {seconds:.0f} s; their own messages, or their hosts', say why"
+
+
+def first_line(error: Exception) -> str:
+    """What torch's error says, without the file and line of its source that come first."""
+    return str(error).partition("\n")[0].rpartition("] ")[2]

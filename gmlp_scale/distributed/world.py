@@ -1,0 +1,297 @@
+"""The processes of a run: the ranks, the store and the process groups that join them.
+
+Only this module, rendezvous, process and logs read the environment.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from uuid import UUID
+
+import torch
+import torch.distributed as dist
+
+from gmlp_scale.distributed.process import (
+    ONE_GPU_EACH,
+    STOP_SIGNALS,
+    DeviceError,
+    StopSignal,
+    allow_open_files,
+    keep_freed_memory,
+    take_device,
+)
+from gmlp_scale.distributed.rendezvous import describe_absent, first_line, join_store
+from gmlp_scale.distributed.roll_call import RollCall
+from gmlp_scale.errors import InputError, LostRankError, OtherRankError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StopSignalled(Exception):
+    """A stop signal ended what can be done again after a resume, such as an evaluation."""
+
+
+_HOST_BYTES = 64
+"""The longest name of a host that Linux allows."""
+
+_NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
+
+
+def launched_world_size() -> int:
+    """How many processes the launcher started: WORLD_SIZE, which torchrun and deepspeed set; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_world(
+    timeout_seconds: float,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    init_group: bool = False,
+    hear_stop_signals: bool = True,
+    run: str = "",
+    traces_in: Path | None = None,
+) -> "World":
+    """Joins the processes that the launcher started.
+
+    Args:
+        timeout_seconds: how long a collective waits for the other ranks before it raises.
+        device: "auto" takes the GPU of this process's local rank where there is one, or the only GPU that it sees.
+        init_group: initialise the process group for a single process too; ZeRO and FSDP2 need it.
+        hear_stop_signals: catch stop signals for `is_stop_signalled`. False for a command that never asks it.
+        run: a name for what the processes do together, such as their run folder. A process of another run is refused.
+        traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
+
+    Raises:
+        InputError: the launcher's variables are incomplete, their port is another job's, or their ranks belong to
+            another run.
+        LostRankError: rank 0 was not there within the timeout.
+        DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
+    """
+    size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
+    allow_open_files(rank, size)
+    if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise InputError(
+            f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
+            "start the processes with torchrun or deepspeed, or set all five"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    own_device = take_device(device, local_rank)
+    if traces_in:
+        os.environ.setdefault(_NCCL_TRACE, f"{traces_in}/nccl_trace_rank_")
+    if own_device.type == "cpu":
+        keep_freed_memory()
+
+    host_group = roll_call = None
+    timeout = timedelta(seconds=timeout_seconds)
+    store = join_store(rank, size, timeout, run) if size > 1 else dist.HashStore()
+    try:
+        if size > 1 or init_group:
+            backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
+        if size > 1:
+            # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
+            host_group = dist.new_group(backend="gloo", timeout=timeout)
+            roll_call = RollCall(store, rank, _hosts(host_group, size))
+    except RuntimeError as error:
+        if size == 1 or not _is_of_collective(error):
+            raise
+        raise LostRankError(describe_absent(store, size, timeout, error)) from None
+    stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else (), rank=rank)
+    world = World(rank, size, local_rank, own_device, store, host_group, roll_call, stop_signal)
+    if own_device.type == "cuda":
+        _refuse_shared_gpus(world)
+    return world
+
+
+def _hosts(group: dist.ProcessGroup, size: int) -> list[str]:
+    """The name of each rank's host."""
+    own = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
+    names = [torch.zeros(_HOST_BYTES, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(names, torch.tensor(list(own), dtype=torch.uint8), group=group)
+    return [bytes(name.tolist()).decode(errors="replace").strip() for name in names]
+
+
+def lone_world() -> "World":
+    """This process alone on its CPU, whatever a launcher started, for looking at a run without starting it."""
+    return World(0, 1, 0, torch.device("cpu"), dist.HashStore(), None, None, StopSignal((), rank=0))
+
+
+def start_fake_world(size: int) -> "World":
+    """Rank 0 of `size` ranks that are not there: collectives move nothing. For counting on fake tensors."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()
+    dist.init_process_group("fake", rank=0, world_size=size, store=store)
+    return World(0, size, 0, torch.device("cpu"), store, None, None, StopSignal((), rank=0))
+
+
+def _refuse_shared_gpus(world: "World") -> None:
+    """Raises DeviceError on every rank. NCCL refuses them too, but only at the first collective of an engine."""
+    uuid = UUID(str(torch.cuda.get_device_properties(world.device).uuid))
+    gpus = world.gather(uuid.int >> 65)  # as many bits as an int64 holds
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    if sharing:
+        world.stop()
+        raise DeviceError(f"ranks {sharing} do not have a GPU each; {ONE_GPU_EACH}")
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """One process among `size`. A context manager: leaving it ends the process groups."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store
+    """The launcher's key-value store, by which background threads tell other ranks something without a collective. Ask
+    for a key with `check`: a `get` that waits would keep all other threads from the store."""
+    _host_group: dist.ProcessGroup | None
+    _roll_call: RollCall | None
+    _stop_signal: "StopSignal"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def name_of(self, rank: int) -> str:
+        """How messages name a rank: by its number and its host."""
+        host = self._roll_call.hosts[rank] if self._roll_call else socket.gethostname()
+        return f"rank {rank} (host {host})"
+
+    def barrier(self) -> None:
+        if self._host_group:
+            dist.barrier(self._host_group)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums element by element over all ranks, in float64 on the host; every rank gets the sums."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self._host_group:
+            dist.all_reduce(total, group=self._host_group)
+        return total.tolist()
+
+    def sum_on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values`, which are on this rank's device, over all ranks, in place. A GPU's host does not wait."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: int) -> list[int]:
+        """Every rank's value, by rank, on every rank."""
+        if self._host_group is None:
+            return [value]
+        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(values, torch.tensor([value]), group=self._host_group)
+        return [v.item() for v in values]
+
+    def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, of which all ranks have equally many. StopSignalled on all ranks once any has a stop signal."""
+        for item in items:
+            if any(self.gather(int(self.is_stop_signalled))):
+                raise StopSignalled
+            yield item
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns rank 0's value, which must be small and JSON-able, on every rank."""
+        if self._host_group is None:
+            return value
+        text = json.dumps(value).encode() if self.is_main else b""
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, src=0, group=self._host_group)
+        content = torch.tensor(list(text), dtype=torch.uint8) if self.is_main else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self._host_group)
+        return json.loads(bytes(content.tolist()))
+
+    def on_main(self, action: Callable[[], object]) -> None:
+        """Runs `action` on rank 0 while the others wait for it.
+
+        Raises:
+            What `action` raises, on rank 0; OtherRankError on the other ranks, so that none goes on alone.
+        """
+        error = None
+        if self.is_main:
+            try:
+                action()
+            except Exception as raised:
+                error = raised
+        failed = self.gather(int(error is not None))[0]
+        if error:
+            raise error
+        if failed:
+            raise OtherRankError("rank 0 could not go on; its own message says why")
+
+    def alone(self) -> "World":
+        """A world of this process alone, for work without the other ranks. Do not stop it."""
+        return replace(self, rank=0, size=1, _host_group=None, _roll_call=None)
+
+    def wait_for_device(self) -> None:
+        """Waits until the device is idle. Only for measuring times: an ordinary step must not wait."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def note(self, doing: str) -> None:
+        """Records what this rank does from now on, such as "the norm of step 7". A LostRankError says it."""
+        if self._roll_call:
+            self._roll_call.doing = doing
+
+    @contextlib.contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Raises LostRankError, which names the ranks that are gone, in place of a failed collective's own error."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self._roll_call and _is_of_collective(error)):
+                raise
+            missing = self._roll_call.describe_missing()
+            log.debug("the collective that failed:", exc_info=error)
+            why = "Their own messages, or their hosts', say why; the same command resumes"
+            raise LostRankError(f"{missing}. {why} from the newest checkpoint ({first_line(error)})") from None
+
+    @property
+    def is_stop_signalled(self) -> bool:
+        """Whether this rank has received a stop signal. The others learn it from train/step_reports.py."""
+        return self._stop_signal.is_signalled
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether a collective has failed and the lost ranks were looked for. From then on, wait for no other rank."""
+        return self._roll_call is not None and self._roll_call.has_missed
+
+    def stop(self) -> None:
+        """Ends the process groups once all ranks are here. Engines must be closed before.
+
+        It waits for gloo's threads. Without it, one may outlive the interpreter and abort the process ("terminate
+        called without an active exception").
+        """
+        self._stop_signal.restore()
+        self.barrier()
+        self._end_roll_call()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, exception_type, exception, traceback) -> None:
+        if exception_type is None or self.size == 1:
+            self.stop()
+        else:
+            self._stop_signal.restore()  # the other ranks may never come: do not wait for them
+            self._end_roll_call()
+
+    def _end_roll_call(self) -> None:
+        if self._roll_call:
+            self._roll_call.end()
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

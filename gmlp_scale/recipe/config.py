@@ -1,0 +1,343 @@
+"""A recipe as one frozen, checked object: RunConfig, or another Recipe. recipe_file.py reads one.
+
+Every section's class stands beside the code that it configures. This file puts the sections together and checks what no
+section can check alone. Each mistake is told as `field: what was found; what is needed`.
+"""
+
+import hashlib
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self, get_args
+
+import torch
+import yaml
+from pydantic import BaseModel, BeforeValidator, Field
+
+from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
+from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.data.data_config import DataConfig, load_manifests
+from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
+from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.errors import InputError
+from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.gmlp import GmlpConfig
+from gmlp_scale.models.heads import MaskedLanguageModel
+from gmlp_scale.piecewise import Piecewise
+from gmlp_scale.storage.files import is_url, open_filesystem, redacted
+
+# A resumed run may change these fields: neither the rows nor the mathematics of a step depend on them.
+FREE_ON_RESUME = (
+    "name", "output_dir", "engine.", "checkpoint.", "model.kernels",
+    "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
+    "data.max_corrupt_shards", "train.stop_after_step", "train.micro_batch_size", "train.device", "train.compile",
+    "train.recompute", "train.log_every_steps", "train.evaluate_every_steps", "train.num_evaluation_rows",
+    "train.profile_steps", "train.tracker", "train.log_filters",
+    "train.peak_tflops_per_device", "train.on_not_finite", "train.on_spike", "train.recheck_every_steps",
+    "train.allow_changed_on_resume",
+)  # fmt: skip
+
+_STORES = ("s3", "s3a", "gs", "gcs", "memory")
+"""Stores that let only one of several processes create a file, as the claim on a run folder needs."""
+
+
+class ConfigError(InputError):
+    """All mistakes in a recipe and its overrides, one per line. `needed`, if given, is a last line for all of them."""
+
+    def __init__(self, source: str, mistakes: list[str], needed: str = ""):
+        self.mistakes = mistakes
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        lines = [f"{source}: {count}", *(f"  {mistake}" for mistake in mistakes), needed]
+        super().__init__("\n".join(filter(None, lines)))
+
+
+def plain_path(place: Any) -> Any:
+    """A path in its one plain form: a/b for ./a//b/. A URL, or what is no place at all, stays as it is."""
+    return str(Path(place)) if isinstance(place, str | Path) and not is_url(place) else place
+
+
+def _place_mistakes(output_dir: str) -> Iterable[str]:
+    """The mistakes in an output_dir that is a URL. None repeats the URL, which may hold a password."""
+    kind, _, rest = output_dir.partition("://")
+    if not is_url(output_dir):
+        return
+    if kind not in _STORES or not rest.strip("/") or "?" in rest:
+        found = f"found a URL that begins with {kind.partition(':')[0]}:"
+        known = ", ".join(f"{store}://BUCKET/FOLDER" for store in _STORES)
+        yield f"output_dir: {found}; needed: a path, or one of {known}, with the keys where that store's clients look"
+        return
+    try:
+        open_filesystem(output_dir)
+    except OSError as error:
+        yield f"output_dir: {error}"
+
+
+class Recipe(BaseModel, frozen=True, extra="forbid"):
+    """What the recipes of pretraining and finetuning share. Both also have train, optimizer, engine and checkpoint."""
+
+    purpose: ClassVar[str]
+    """What a run of the recipe does, as messages say it."""
+    free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
+    batch_printer: ClassVar[str] = ""
+    """The script that prints the batch of a step, as messages name it; empty if there is none."""
+
+    name: str = Field(pattern=r"^\w[\w.-]*$")
+    """The run folder is output_dir/name."""
+    output_dir: Annotated[str, BeforeValidator(plain_path)] = "outputs"
+    """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
+    seed: int = Field(ge=0, lt=2**32)
+    """For the initial weights, the order of the rows, the masks and dropout. [no unit]"""
+
+    @property
+    def data_changes(self) -> list[int]:
+        """The numbers of finished steps after which the recipe changes what its rows are like."""
+        return []
+
+    @property
+    def run_folder(self) -> str:
+        """A path or a URL."""
+        if not is_url(self.output_dir):
+            return str(Path(self.output_dir, self.name))
+        return f"{self.output_dir.rstrip('/')}/{self.name}"
+
+    @property
+    def run_dir(self) -> Path:
+        """The local folder that the run works in: the run folder or, if that is a URL, one in the temporary folder.
+
+        It is the same for all processes of a host that run this recipe.
+        """
+        if not is_url(self.output_dir):
+            return Path(self.run_folder)
+        digest = hashlib.sha256(self.run_folder.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir(), f"gmlp_scale-{os.getuid()}", f"{self.name}-{digest}")
+
+    def rows_per_rank(self, world_size: int) -> Piecewise:
+        """Rows per rank of each step. Raises ConfigError if the recipe does not fit this number of ranks."""
+        batch, micro_batch = Piecewise(self.train.global_batch_size), self.train.micro_batch_size
+        if world_size > 1 and not self.engine.needs_process_group:
+            needed = f"use {_engines('needs_process_group')}, or start one process"
+            raise ConfigError(self.name, [f"engine.kind: found {self.engine.kind} with {world_size} ranks; {needed}"])
+        if micro_batch == "auto" and any(rows % world_size for rows in batch.values):
+            found = f"found {batch.told(str)}; must be a multiple of the number of ranks, {world_size}"
+            raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
+        if micro_batch != "auto" and any(rows % (world_size * micro_batch) for rows in batch.values):
+            needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch.told(str)}"
+            most, is_rest = divmod(math.gcd(*batch.values), world_size)
+            largest = f"no size fits {world_size} ranks" if is_rest else f"at most {most}"
+            raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}: {largest}"])
+        return batch.map(lambda rows: rows // world_size)
+
+    def with_precision(self, precision: str) -> Self:
+        """This run with "float32" or "bf16" instead of `auto`."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"precision": precision})})
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as they are written and compared: without the passwords and signatures of URLs."""
+        return redacted(self.model_dump(mode="json"))
+
+    def fields(self) -> dict[str, Any]:
+        """The values of `to_json` by the fields' whole names, such as train.num_steps."""
+        return dict(flatten(self.to_json()))
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_json(), sort_keys=False)
+
+    def mistakes(self) -> Iterable[str]:
+        """The mistakes that no section can see alone."""
+        train = self.train
+        yield from _place_mistakes(self.output_dir)
+        batch, micro_batch = Piecewise(train.global_batch_size), train.micro_batch_size
+        if micro_batch != "auto" and any(rows % micro_batch for rows in batch.values):
+            needed = f"must divide train.global_batch_size = {batch.told(str)}"
+            yield f"train.micro_batch_size: found {micro_batch}; {needed}"
+        if train.num_steps is not None:
+            yield from stop_mistakes(train.stop_after_step, train.num_steps)
+        first, last = train.profile_steps or (1, 1)
+        if not first <= last <= (train.num_steps or last):
+            needed = "[FIRST, LAST] in their order, at most train.num_steps"
+            yield f"train.profile_steps: found {list(train.profile_steps)}; needed: {needed}"
+        yield from self.engine.mistakes(train)
+        yield from self.checkpoint.mistakes()
+
+
+def _schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[str]:
+    if optimizer.warmup_steps >= num_steps:
+        yield f"optimizer.warmup_steps: found {optimizer.warmup_steps}; must be below train.num_steps = {num_steps}"
+    longest = max(0, num_steps - optimizer.warmup_steps) if optimizer.schedule == "stable" else 0
+    if optimizer.decay_steps > longest:
+        needed = f"at most {longest} with optimizer.schedule = {optimizer.schedule}"
+        yield f"optimizer.decay_steps: found {optimizer.decay_steps}; needed: {needed}"
+
+
+def _budget_mistakes(run: "PretrainingRecipe") -> Iterable[str]:
+    if run.train.time_budget_seconds is None:
+        return
+    found = f"train.time_budget_seconds: found {run.train.time_budget_seconds:g}"
+    if run.optimizer.schedule != "stable" or not run.optimizer.decay_steps:
+        yield f"{found}; needed: null, or optimizer.schedule=stable with optimizer.decay_steps above 0"
+    elif run.optimizer.decay_steps > run.train.num_steps - 2:
+        needed = "optimizer.decay_steps of at most train.num_steps - 2, as the steps before the decay tell the speed"
+        yield f"{found} with optimizer.decay_steps = {run.optimizer.decay_steps}; needed: {needed}"
+    if run.branch_from:
+        yield f"{found} with branch_from; needed: null, as the other run's steps are not of this run's time"
+
+
+def _change_mistakes(field: str, pieces: Piecewise, num_steps: float) -> Iterable[str]:
+    if pieces.starts[-1] >= num_steps:
+        found = f"found a change at step {pieces.starts[-1]}"
+        yield f"{field}: {found}; needed: changes below train.num_steps = {num_steps}"
+
+
+def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
+    if stop_after_step is not None and stop_after_step > num_steps:
+        yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
+
+
+class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
+    """What the recipes of launch/pretrain.py share. Each also has a model.
+
+    A dry run asks it for build_model(), flops_per_row() and num_rows(), the training rows of an epoch.
+    """
+
+    branch_from: str | None = None
+    """RUN@STEP: a new run goes on from this checkpoint of another run, with its weights, moments, step and rows. The
+    optimizer section and train.num_steps may differ, as for a decay of its own. A path that every host sees."""
+
+    @property
+    def tokens_per_step(self) -> Piecewise:
+        return self.train.batch_sizes.map(lambda rows: rows * self.model.sequence_length)
+
+    def flops_per_step(self) -> Piecewise:
+        """Training FLOPs of each step's global batch."""
+        return self.train.batch_sizes.times(self.flops_per_row())
+
+    def accumulates(self, world_size: int) -> bool:
+        """Whether a step has several micro-batches. Also True while micro_batch_size is `auto`: it may have several."""
+        return any(rows != self.train.micro_batch_size for rows in self.rows_per_rank(world_size).values)
+
+    @property
+    def changes_end(self) -> float:
+        """Batch, masking and sources may change only below this step. A branch keeps its trunk's changes, also those
+        that come after its own end."""
+        return math.inf if self.branch_from else self.train.num_steps
+
+    def mistakes(self) -> Iterable[str]:
+        train = self.train
+        yield from super().mistakes()
+        if self.branch_from and (is_url(self.branch_from) or not re.fullmatch(r".+@\d+", self.branch_from)):
+            yield f"branch_from: found {self.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"
+        yield from _schedule_mistakes(self.optimizer, train.num_steps)
+        yield from _budget_mistakes(self)
+        yield from _change_mistakes("train.global_batch_size", train.batch_sizes, self.changes_end)
+        if train.log_filters and not isinstance(self.model, GmlpConfig):
+            needed = "false, or a model with spatial filters: model.kind gmlp or amlp"
+            yield f"train.log_filters: found true with model.kind = {self.model.kind}; needed: {needed}"
+        if train.compile == "reduce-overhead" and (
+            train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs
+        ):
+            # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
+            yield (
+                "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
+                f"engine.kind {_engines('supports_cuda_graphs')}"
+            )
+
+
+class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
+    """One run of masked language modelling."""
+
+    purpose: ClassVar[str] = "pretraining on text"
+    batch_printer: ClassVar[str] = "data_prep/inspect_batch.py"
+
+    init_from: Annotated[str | None, BeforeValidator(plain_path)] = None
+    """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and
+    the vocabulary may differ. A path or a URL. RUN is recorded as RUN@STEP, with the step of its newest checkpoint."""
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def data_changes(self) -> list[int]:
+        """As in Recipe: other masking, or sources that begin or end."""
+        return [*self.data.masked_fractions.starts, *changing_steps(self.data.sources)]
+
+    def build_model(self) -> MaskedLanguageModel:
+        return build_model(self.model, seed=None)
+
+    def flops_per_row(self) -> Piecewise:
+        """Training FLOPs of a row of each step: 3 x the forward pass, the head on the masked positions only."""
+        with torch.device("meta"):
+            model = self.build_model()
+        return self.data.masked_fractions.map(
+            lambda fraction: 3 * model.flops_per_sample(num_masked_positions(self.model.sequence_length, fraction))
+        )
+
+    def num_rows(self) -> int:
+        """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
+        return sum(self._rows_of_sources())
+
+    def epochs(self) -> dict[str, float]:
+        """How often the run sees the rows of each source, by its name. Raises as num_rows()."""
+        counts = Mixture(self.data.sources, self.train.batch_sizes).counts(self.train.num_steps).tolist()
+        sources = zip(self.data.sources, counts, self._rows_of_sources(), strict=True)
+        return {source.name: count / num_rows for source, count, num_rows in sources}
+
+    def _rows_of_sources(self) -> list[int]:
+        manifests = load_manifests(self.data, self.model.sequence_length, self.model.vocab_size)
+        return [manifest.num_rows("train") for manifest in manifests]
+
+    def with_micro_batch_size(self, num_rows: int) -> "RunConfig":
+        """This run with a number instead of `auto`. Raises ConfigError if it is 0, as not even one row fits."""
+        if not num_rows:
+            found = "found auto, but not one row fits"
+            more_ranks = f"more ranks with engine.kind {_engines('needs_process_group')}"
+            needed = f"train.recompute=full, more memory, or {more_ranks}"
+            raise ConfigError(self.name, [f"train.micro_batch_size: {found}; needed: {needed}"])
+        return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
+
+    def mistakes(self) -> Iterable[str]:
+        yield from super().mistakes()
+        yield from _change_mistakes("data.masked_fraction", self.data.masked_fractions, self.changes_end)
+        if self.data.is_mixture:
+            yield from mixture_mistakes(self.data.sources, self.changes_end)
+        if self.train.micro_batch_size == "auto" and self.train.device == "cpu":
+            yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
+
+
+def split_step(place: str) -> tuple[str, int | None]:
+    """RUN and STEP of RUN@STEP; None for the step if none is given."""
+    found = re.fullmatch(r"(.+)@(\d+)", place)
+    return (found[1], int(found[2])) if found else (place, None)
+
+
+def flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """(field, value) of each value in a tree of sections; the field is written section.field."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _kinds(union: Any) -> dict[str, type[BaseModel]]:
+    """A discriminated union's classes by their `kind`."""
+    members = get_args(get_args(union)[0])
+    return {get_args(member.model_fields["kind"].annotation)[0]: member for member in members}
+
+
+UNIONS: dict[str, dict[str, type[BaseModel]]] = {
+    "model": _kinds(ModelConfig),
+    "optimizer": _kinds(OptimizerConfig),
+    "engine": _kinds(EngineConfig),
+}
+"""The classes of the sections that come in kinds, by section and kind."""
+
+
+def _engines(ability: str) -> str:
+    """The kinds of engine that have this ability, as a message lists them."""
+    return " or ".join(kind for kind, engine in UNIONS["engine"].items() if getattr(engine, ability))

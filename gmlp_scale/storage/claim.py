@@ -1,0 +1,129 @@
+"""One job at a time works in an output folder, however the job before it ended.
+
+The file with the highest number in the folder of claims tells which job holds the folder. A job creates it, which fails
+if the number is taken, and rewrites it every few seconds. Another job may take the next number once the file says that
+its job ended, the job's process is gone, or the file no longer changes. Files are never removed, so each number is
+taken once.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from gmlp_scale.errors import UserError
+from gmlp_scale.storage.files import create_file, open_filesystem, read_file, redacted, with_retries, write_file
+from gmlp_scale.storage.repeating import repeating
+
+log = logging.getLogger(__name__)
+
+_BEAT_SECONDS = 5.0
+_GONE_AFTER_SECONDS = 30.0
+_LOOK_EVERY_SECONDS = 0.5
+
+
+class ClaimedError(UserError):
+    """Another job works in the folder."""
+
+
+@contextmanager
+def hold_folder(output: str, claims: str) -> Iterator[Callable[[], bool]]:
+    """Hold the folder `output`, whose claims are in the folder `claims`, while the body runs.
+
+    Yields a function that tells whether we still hold it: while this process stood still, another job may have taken
+    the folder. Raises ClaimedError naming the other job that holds it.
+    """
+    mine = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex, "beats": 0, "ended": False}
+    number = _take(claims, output, mine)
+    try:
+        with repeating(partial(_beat, _name(claims, number), mine), _BEAT_SECONDS):
+            yield lambda: _newest(claims) == number
+    finally:
+        with suppress(OSError):  # else the claim stands still, and the next job waits to see that
+            write_file(_name(claims, number), _encoded(mine | {"ended": True}))
+
+
+def _take(url: str, output: str, mine: dict) -> int:
+    """The number of the claim that is now ours."""
+    number = _newest(url)
+    if number:
+        _see_that_it_is_gone(_name(url, number), output)
+    try:
+        create_file(_name(url, number + 1), _encoded(mine))
+    except FileExistsError as error:
+        raise _refusal(json.loads(read_file(_name(url, number + 1))), output) from error
+    return number + 1
+
+
+def _newest(url: str) -> int:
+    return max((int(name.removesuffix(".json")) for name in json_names(url)), default=0)
+
+
+def _see_that_it_is_gone(name: str, output: str) -> None:
+    """Return when the claim's job is gone. Raises ClaimedError as soon as the claim changes.
+
+    Returns at once where the claim says that its job ended, or the job was a process of this machine that is no more.
+    """
+    deadline = time.monotonic() + _GONE_AFTER_SECONDS
+    first = None
+    while time.monotonic() < deadline:
+        holder = json.loads(read_file(name))
+        first = first or holder
+        if holder["ended"] or (holder["host"] == socket.gethostname() and not _is_other_process(holder["process"])):
+            return
+        if holder != first:
+            raise _refusal(holder, output)
+        time.sleep(_LOOK_EVERY_SECONDS)
+    log.warning(
+        "%s was held by process %s on %s, which has shown no sign for %.0f s: taking it over",
+        redacted(output),
+        first["process"],
+        first["host"],
+        _GONE_AFTER_SECONDS,
+    )
+
+
+def _is_other_process(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return process != os.getpid()  # after a restart of its container, a job may have the number of the one before
+
+
+def _refusal(holder: dict, output: str) -> ClaimedError:
+    return ClaimedError(
+        f"another job writes to {output}: process {holder['process']} on {holder['host']}. Wait for it or stop it"
+    )
+
+
+def _beat(name: str, mine: dict) -> None:
+    mine["beats"] += 1
+    with suppress(OSError):  # where the store cannot be reached, the job's own writes fail too
+        write_file(name, _encoded(mine))
+
+
+def json_names(url: str) -> list[str]:
+    """The sorted names of a folder's JSON files; none where there is no such folder."""
+    filesystem, path = open_filesystem(url)
+    filesystem.invalidate_cache()
+    try:
+        paths = with_retries(lambda: filesystem.ls(path, detail=False), f"listing {url}")
+    except FileNotFoundError:
+        return []
+    return sorted(path.rsplit("/", 1)[-1] for path in paths if path.endswith(".json"))
+
+
+def _name(url: str, number: int) -> str:
+    return f"{url}/{number:06d}.json"
+
+
+def _encoded(claim: dict) -> bytes:
+    return (json.dumps(claim) + "\n").encode()

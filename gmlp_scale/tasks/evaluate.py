@@ -1,0 +1,71 @@
+"""Held-out loss, perplexity and accuracy of masked-token prediction, on the same rows and masks every time."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
+from gmlp_scale.distributed.world import World
+from gmlp_scale.errors import InputError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over `num_tokens` masked tokens. Perplexities compare only within one tokenizer."""
+
+    loss: float
+    accuracy: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+    def by_tag(self) -> dict[str, float]:
+        return {"eval/loss": self.loss, "eval/perplexity": self.perplexity, "eval/accuracy": self.accuracy}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def evaluate(predict: Callable[[MaskedBatch], Tensor], batches: Iterable[MaskedBatch], world: World) -> Evaluation:
+    """Evaluates this rank's batches and sums over the ranks. All ranks must have equally many batches.
+
+    Args:
+        predict: an engine's or a model's; returns logits_BMV at the masked positions.
+
+    Raises:
+        InputError: no rank has a masked token.
+    """
+    totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, tokens
+    for batch in batches:
+        batch = batch.to(world.device)
+        logits_BMV = predict(batch)
+        is_label_BM = batch.labels_BM != IGNORED
+        logits_TV, labels_T = logits_BMV[is_label_BM].float(), batch.labels_BM[is_label_BM]
+        loss = F.cross_entropy(logits_TV, labels_T, reduction="sum")
+        correct = (logits_TV.argmax(-1) == labels_T).sum()
+        totals += torch.stack([loss.double(), correct.double(), is_label_BM.sum().double()])
+    loss, correct, num_tokens = world.sum(totals.tolist())
+    if not num_tokens:
+        raise InputError(
+            "no held-out row has a masked token: check the shards' held-out split and train.num_evaluation_rows"
+        )
+    return Evaluation(loss / num_tokens, correct / num_tokens, int(num_tokens))
+
+
+def unigram_predictor(token_counts_V: Tensor) -> Callable[[MaskedBatch], Tensor]:
+    """Predicts every masked token by its frequency among ordinary tokens, each counted once more than it was seen.
+
+    It knows nothing of the context: a model must get below its loss.
+    """
+    log_frequencies_V = torch.log(token_counts_V.double() + 1)
+    log_frequencies_V[:NUM_SPECIAL_TOKENS] = -math.inf
+    logits_V = log_frequencies_V.log_softmax(0).float()
+    return lambda batch: logits_V.to(batch.labels_BM.device).expand(*batch.labels_BM.shape, -1)

@@ -1,0 +1,202 @@
+"""Each part measures what it says: that its figures belong together, not how large they are."""
+
+import json
+import multiprocessing
+import sys
+
+import pytest
+import torch
+
+from benchmarks import loading, parts, step
+from benchmarks.ceilings import captured_products, fewest_bytes
+from benchmarks.checkpointing import measure_checkpoint
+from benchmarks.loading import batched, measure_loading
+from benchmarks.peers import transformer_size
+from benchmarks.run import main
+from benchmarks.step import PEERS, measure_step, our_engine, random_batch, run_eager_step
+from gmlp_scale.distributed.world import start_world
+from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.tasks.pretraining import Pretraining
+from tests.benchmarks.smoke_recipe import SMOKE, tiny_run
+from tests.forked import CONTEXT, Script
+
+BASE = SMOKE.parent / "gmlp_base.yaml"
+ROOT = SMOKE.parents[2]
+
+
+@pytest.fixture
+def world():
+    with start_world(60, "cpu", hear_stop_signals=False) as world:
+        yield world
+
+
+@pytest.fixture
+def forked_contenders(monkeypatch):
+    """Contenders in processes that need not import anything."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: CONTEXT)
+
+
+def test_variants_begin_with_the_weights_that_they_are_given(tmp_path, world):
+    run = tiny_run(tmp_path)
+    weights = {name: 2 * weight for name, weight in our_engine(run, world).full_weights()}
+    found = dict(our_engine(run, world, weights=weights).full_weights())
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_step_without_peers(tmp_path, world, monkeypatch):
+    draw, drawn = Pretraining.initialise, []
+    monkeypatch.setattr(Pretraining, "initialise", lambda task, model: drawn.append(draw(task, model)))
+    report = measure_step(tiny_run(tmp_path), world, 1, with_peers=False)
+    assert sum(report["time_split"].values()) == pytest.approx(1)
+    floor = report["operations_floor_seconds"] / report["step_seconds"]
+    assert report["ratios"]["fraction_of_ceiling"] == pytest.approx(floor)
+    assert report["ratios"].keys() == {"fraction_of_ceiling", "isolated_products_over_step"}  # the recipe is eager
+    assert report["contenders"] == {}
+    assert len(drawn) == 1
+
+
+def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(
+    tmp_path, world, monkeypatch, forked_contenders
+):
+    pytest.importorskip("g_mlp_pytorch")
+    (tmp_path / "transformers.py").write_text("raise ImportError('there are no transformers here')")
+    monkeypatch.syspath_prepend(tmp_path)  # the peers' processes take the path over
+    monkeypatch.setattr(step, "PEERS", dict.fromkeys(["g_mlp_pytorch", "bert"]))  # their names; theirs is the real one
+    report = measure_step(tiny_run(tmp_path), world, 1, with_peers=True)
+    assert report["contenders"].pop("bert") == "not installed: there are no transformers here"
+    assert list(report["contenders"]) == ["g_mlp_pytorch"]
+    assert list(report["ratios"])[2:] == ["over_g_mlp_pytorch"]
+    assert report["contenders"]["g_mlp_pytorch"]["parameters"] > 0
+
+
+def test_products_captured_from_a_step_have_its_flops(tmp_path, world):
+    run = tiny_run(tmp_path)
+    batch = random_batch(run, world.device)
+    counts, calls = captured_products(lambda: run_eager_step(run, world, batch))
+    flops = 0
+    for name, call in calls.items():
+        left, right = call.args
+        assert call().shape[-2:] == (left.shape[-2], right.shape[-1])
+        flops += counts[name] * 2 * left.numel() * right.shape[-1]
+    assert flops == run.flops_per_step().last // run.train.global_batch_size * run.train.micro_batch_size
+
+
+def test_fewest_bytes_of_gmlp_base():
+    run = load_run_config(BASE, ["engine.kind=single", "train.micro_batch_size=1"])
+    per_token_and_block = 2 * 2 * (512 + 3072 + 1536)  # 20.5 KB written and read in bfloat16
+    assert fewest_bytes(run) == 512 * 48 * per_token_and_block + 30 * count_parameters(run)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 48])
+@pytest.mark.parametrize("mlp_weights_per_width", [8, 4.5])
+def test_a_transformer_of_equal_flops(num_blocks, mlp_weights_per_width):
+    run = load_run_config(BASE, ["engine.kind=single", f"model.num_blocks={num_blocks}"])
+    width, num_layers, flops = transformer_size(run, mlp_weights_per_width=mlp_weights_per_width)
+    assert abs(flops * run.train.global_batch_size / run.flops_per_step().last - 1) <= 0.1
+    assert width % 64 == 0 and 512 <= width <= 1024 and num_layers >= 1
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peers_step_has_the_flops_that_are_stated_and_learns(name, world):
+    pytest.importorskip("transformers" if "bert" in name else "g_mlp_pytorch")
+    sizes = ["num_blocks=2", "d_model=128", "d_ffn=768", "sequence_length=32", "vocab_size=512"]
+    overrides = [f"model.{size}" for size in sizes] + ["train.micro_batch_size=2", "train.precision=float32"]
+    run = load_run_config(BASE, ["engine.kind=single", *overrides])
+    batch = random_batch(run, world.device)
+    torch.compiler.set_stance("force_eager")
+    try:
+        peer = PEERS[name](run, world.device, batch)
+        counts, calls = captured_products(peer.run_once)
+    finally:
+        torch.compiler.set_stance("default")
+    assert peer.description["parameters"] > 0
+    if "flops" in peer.description:
+        products = sum(counts[key] * 2 * c.args[0].numel() * c.args[1].shape[-1] for key, c in calls.items())
+        tokens = 2 * 32
+        attention = 3 * 4 * 32 * peer.description["width"] * peer.description["num_layers"] * tokens  # no mm on the CPU
+        assert products + attention == pytest.approx(peer.description["flops"], rel=1e-6)
+
+
+def test_checkpoint(tmp_path, world):
+    run = tiny_run(tmp_path)
+    report = measure_checkpoint(run, world, 1)
+    assert report["bytes"] == 12 * count_parameters(run)
+    assert report["costs"].keys() == {"stall_over_copy", "save_over_torch_save", "load_over_torch_load"}
+    assert all(spent > 0 for spent in report["seconds"].values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loader(tmp_path, monkeypatch, forked_contenders):
+    monkeypatch.setattr(loading, "C4_SHARDS", 50)
+    monkeypatch.setattr(loading, "C4_ROWS_PER_SHARD", 300)
+    monkeypatch.setattr(loading, "FAR_STEP", 40)
+    report = measure_loading(tiny_run(tmp_path), 1)
+    assert report["rows_per_core_second"].keys() == {"gmlp_scale", "gmlp_scale_unmasked", "webdataset"}
+    assert report["ratios"].keys() == {"over_webdataset", "masked_over_webdataset"}
+    assert report["first_batch"]["rows"] == 15_000
+
+
+def test_a_loader_that_dies_is_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(loading, "LOADERS", {"unknown": None})  # to its new process it is unknown
+    with pytest.raises(ChildProcessError, match="process of unknown died, of the error above"):
+        loading.rows_per_core_second(tiny_run(tmp_path), 1, tmp_path)
+    assert "KeyError: 'unknown'" in capfd.readouterr().err
+
+
+def test_start_up_times_a_dry_run_that_works(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands, run_python = [], parts.run_python
+    monkeypatch.setattr(parts, "run_python", commands.append)
+    report = parts.measure_start_up(str(SMOKE), ["engine.kind=single"], 1)
+    assert report["seconds"].keys() == {"python", "import_torch", "dry_run"}
+    command = next(command for command in commands if "--dry-run" in command)
+    assert str(SMOKE) in command and "engine.kind=single" in command
+    run_python(command)
+
+
+def test_batches_hold_the_rows_in_order():
+    first = next(batched(iter(torch.arange(1000).view(1000, 1).numpy())))
+    assert first.tolist() == [[number] for number in range(256)]
+
+
+def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
+    def launch(*words) -> tuple[int, str, str]:
+        return Script("benchmarks/run.py", words).end()
+
+    recipe = ["--config", SMOKE, "--rounds", "1", "--parts", "checkpoint", f"output_dir={tmp_path}"]
+    code, printed, error = launch(*recipe, "--output", tmp_path / "before.json")
+    assert code == 0, error
+    report = json.loads(printed)
+    assert report == json.loads((tmp_path / "before.json").read_text())
+    costs = report["recipes"]["smoke"]["checkpoint"]["costs"]
+    costs.update({name: 1e-9 for name in costs})
+    (tmp_path / "before.json").write_text(json.dumps(report))
+    code, _, error = launch(*recipe, "--compare", tmp_path / "before.json")
+    assert code == 1 and error.count("worse: smoke checkpoint") == 3, error
+    code, _, error = launch("--config", SMOKE, "--parts", "step,speed")
+    assert code == 2 and "--parts: found speed; known are step, loader, checkpoint, start_up" in error
+
+
+def refused(monkeypatch, capsys, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--parts", "start_up", *words])
+    try:
+        assert main() == 2
+    except SystemExit as left:  # argparse's own refusals
+        assert left.code == 2
+    return capsys.readouterr().err
+
+
+def test_launcher_refuses_to_time_no_round(monkeypatch, capsys):
+    assert "--rounds is a positive number" in refused(monkeypatch, capsys, "--config", str(SMOKE), "--rounds", "0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_launcher_says_that_there_is_no_gpu(monkeypatch, capsys):
+    error = refused(monkeypatch, capsys, "--config", str(SMOKE), "train.device=cuda")
+    assert error == "train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu\n"
+
+
+def test_launcher_refuses_recipes_of_two_devices(monkeypatch, capsys):
+    error = refused(monkeypatch, capsys, "--config", str(SMOKE), "--config", str(BASE))
+    assert "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one device" in error

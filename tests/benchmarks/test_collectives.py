@@ -1,0 +1,106 @@
+"""Bytes that every engine's collectives carry in a step, and its peak memory, as counted and as its plan says."""
+
+import sys
+
+import pytest
+
+from benchmarks.collectives import ENGINES, CarriedBytes, count_fake_step, count_step
+from gmlp_scale.distributed.world import start_world
+from gmlp_scale.engine import COLLECTIVES, Fsdp2Config, SingleConfig
+from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
+from gmlp_scale.plan.describe import meta_model
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.recipe.reader import load_run_config
+from launch import count_collectives
+from tests.benchmarks.smoke_recipe import SMOKE
+from tests.gloo_ranks import run_ranks
+
+# Most matrices have more than the 100,000 elements up to which ZeRO-3 keeps them gathered. Rows are short, so that
+# states count and activations do not.
+RUN = load_run_config(
+    SMOKE,
+    [
+        "model.num_blocks=4", "model.d_model=256", "model.d_ffn=1024", "model.sequence_length=16",
+        "train.micro_batch_size=1", "train.precision=bf16",
+    ],
+)  # fmt: skip
+FLOAT32 = RUN.model_copy(update={"train": RUN.train.model_copy(update={"precision": "float32"})})
+
+
+ADAMW, MUON = RUN.optimizer, MuonConfig(**RUN.optimizer.model_dump(exclude={"kind"}))
+
+
+def _engines(world_size: int) -> dict:
+    """Those of the plan; FSDP2 with several groups, as large models have."""
+    alone = {"single": SingleConfig()} if world_size == 1 else {}
+    small_groups = {
+        name: engine.model_copy(update={"blocks_per_group": 2})
+        for name, engine in ENGINES.items()
+        if isinstance(engine, Fsdp2Config)
+    }
+    return ENGINES | small_groups | alone
+
+
+def _counts(carried: CarriedBytes, peak: int) -> tuple[dict, int]:
+    return {kind: carried.by_kind[kind] for kind in COLLECTIVES}, peak
+
+
+def _count_each(cases: list[tuple]) -> dict:
+    with start_world(60, "cpu", init_group=True) as world:
+        return {
+            (name, num, optimizer): _counts(*count_step(_run(optimizer), engine, world, num))
+            for name, engine in _engines(world.size).items()
+            for num, optimizer in cases
+        }
+
+
+def _run(optimizer: AdamwConfig) -> RunConfig:
+    return RUN.model_copy(update={"optimizer": optimizer})
+
+
+@pytest.mark.parametrize(
+    "world_size, cases",
+    [(1, [(1, ADAMW), (1, MUON)]), (2, [(1, ADAMW), (2, ADAMW), (2, MUON)]), (4, [(1, ADAMW), (1, MUON)])],
+)
+def test_every_engine_carries_and_holds_what_its_plan_says(world_size, cases):
+    model, precision, engines = meta_model(RUN), RUN.train.precision, _engines(world_size)
+    ranks = run_ranks(_count_each, world_size, cases)
+    for case, (found, _) in ranks[0].items():
+        name, num, optimizer = case
+        wanted = engines[name].carried_bytes(model, optimizer, precision, num, world_size)
+        if world_size > 1:
+            assert found == pytest.approx(wanted, rel=0.02, abs=0.02 * max(wanted.values())), case
+        states = engines[name].state_bytes(model, optimizer, precision, world_size, accumulates=num > 1)
+        peak = max(counted[case][1] for counted in ranks)
+        # Within 10 % on a calm machine; on a busy one gloo's threads free their buffers later (12 % seen).
+        assert sum(states.values()) == pytest.approx(peak, rel=0.2), (case, states)
+
+
+def _count_in_float32(name: str) -> dict[str, float]:
+    with start_world(60, "cpu", init_group=True) as world:
+        return _counts(*count_step(FLOAT32, ENGINES[name], world, 1))[0]
+
+
+def test_in_float32_stage_1_reduces_to_owners():
+    """In bf16 it all-reduces, which is twice the bytes."""
+    found = run_ranks(_count_in_float32, 2, "zero, stage 1")[0]
+    wanted = ENGINES["zero, stage 1"].carried_bytes(meta_model(FLOAT32), FLOAT32.optimizer, "float32", 1, 2)
+    assert found == pytest.approx(wanted, rel=0.02, abs=1000)
+
+
+def test_the_launcher_needs_a_number_of_rows(monkeypatch, capsys):
+    words = ["--config", str(SMOKE), "train.micro_batch_size=auto", "train.device=auto"]
+    monkeypatch.setattr(sys, "argv", ["count_collectives.py", *words])
+    assert count_collectives.main() == 2
+    assert "train.micro_batch_size: found auto; needed: a number" in capsys.readouterr().err
+
+
+def test_fake_ranks_carry_and_hold_what_the_plan_says():
+    """On more ranks the padding of these small matrices would count. The plan is up to a quarter
+    above what the fake process holds; why, is not known (docs/LOG.md)."""
+    engine, precision = _engines(64)["fsdp2"], RUN.train.precision
+    run = RUN.model_copy(update={"engine": engine, "model": RUN.model.model_copy(update={"num_blocks": 8})})
+    model = meta_model(run)
+    found, peak = _counts(*count_fake_step(run, 64))
+    assert found == pytest.approx(engine.carried_bytes(model, ADAMW, precision, 1, 64), rel=0.02)
+    assert 0.75 < peak / sum(engine.state_bytes(model, ADAMW, precision, 64, accumulates=False).values()) < 1

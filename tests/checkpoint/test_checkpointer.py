@@ -1,0 +1,214 @@
+"""Saving in the background: what holds the caller up, what fails and who hears of it."""
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gmlp_scale.checkpoint import checkpoint_files, local_checkpoints
+from gmlp_scale.checkpoint import checkpointer as checkpointer_module
+from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, newest_checkpoint
+from tests.checkpoint.fake_engine import (
+    FakeEngine,
+    FakeWorld,
+    Shared,
+    alone,
+    assert_holds,
+    checkpointer_on,
+    names_in,
+    on_ranks,
+    save_steps,
+)
+
+
+def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_path, monkeypatch):
+    disk_is_back, real_fsync = threading.Event(), local_checkpoints.fsync
+
+    def stuck_fsync(path):
+        assert disk_is_back.wait(timeout=60)
+        real_fsync(path)
+
+    monkeypatch.setattr(local_checkpoints, "fsync", stuck_fsync)
+    checkpointer, engine = alone(tmp_path), FakeEngine(seed=1)
+    checkpointer.save(engine, 1)  # returns with the disk stuck
+    for key, tensor in FakeEngine(seed=2).tensors.items():  # the next training step
+        engine.tensors[key].copy_(tensor)
+    second = threading.Thread(target=checkpointer.save, args=(engine, 2))
+    second.start()
+    second.join(timeout=0.3)
+    assert second.is_alive() and engine.num_state_calls == 1  # waits, and leaves the staged copy alone
+    disk_is_back.set()
+    second.join()
+    checkpointer.wait()
+    for step in (1, 2):
+        assert_holds(Checkpoint.open(tmp_path / f"step_00000000{step}"), seed=step)
+
+
+def test_synchronous_save_is_complete_on_return(tmp_path, monkeypatch):
+    checkpointer = alone(tmp_path, asynchronous=False)
+    assert checkpointer.save(FakeEngine(seed=1), 1) > 0
+    assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", full_disk)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.save(FakeEngine(seed=2), 2)
+    assert newest_checkpoint(tmp_path)[0].step == 1
+
+
+def full_disk(tensors, path):
+    Path(path).write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    write_safetensors = checkpoint_files.write_safetensors
+
+    def write_but_for_one(tensors, path):
+        is_full = path.parent.name.startswith("step_000000002") and path.name.startswith("rank_00001")
+        return (full_disk if is_full else write_safetensors)(tensors, path)
+
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", write_but_for_one)
+
+    def run(world):
+        checkpointer = checkpointer_on(tmp_path, world)
+        checkpointer.save(FakeEngine(world.rank, 2, seed=1), 1)
+        checkpointer.save(FakeEngine(world.rank, 2, seed=2), 2)
+        world.is_stop_signalled = world.rank == 1  # so that nothing waits for room
+        with pytest.raises(CheckpointError, match=r"rank 1: .*No space left"):
+            checkpointer.wait()
+        assert "No space left" in checkpointer.last_error
+        assert names_in(tmp_path) == ["step_000000001"]
+        world.gather(0)
+        checkpointer.save(FakeEngine(world.rank, 2, seed=3), 3)
+        checkpointer.wait()
+        assert checkpointer.last_error is None
+
+    with caplog.at_level(logging.ERROR, "gmlp_scale"):
+        on_ranks(2, run)
+    assert "step_000000002 could not be saved: rank 1" in caplog.text
+    for step in (1, 3):
+        assert_holds(Checkpoint.open(tmp_path / f"step_00000000{step}"), seed=step)
+
+
+def test_a_save_that_waited_for_the_one_before_has_its_own_time(tmp_path, monkeypatch):
+    real_write = checkpoint_files.write_safetensors
+
+    def slow_write(tensors, path):
+        time.sleep(2 if path.name.startswith("rank_00001") else 0)
+        return real_write(tensors, path)
+
+    def run(world):
+        checkpointer = checkpointer_on(tmp_path, world, timeout_seconds=3.5, keep_last=9)
+        for step in (1, 2):
+            checkpointer.save(FakeEngine(world.rank, 2, seed=step), step)
+        checkpointer.wait()
+
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", slow_write)
+    on_ranks(2, run)
+    assert names_in(tmp_path) == ["step_000000001", "step_000000002"]
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_saved(tmp_path, wrong):
+    checkpointer, engine = alone(tmp_path), FakeEngine(seed=1)
+    engine.tensors["model.blocks.0.weight"][2, 1, 1] = wrong
+    checkpointer.save(engine, 1)
+    with pytest.raises(CheckpointError, match=r"model\.blocks\.0\.weight is not finite, so training has diverged"):
+        checkpointer.wait()
+    assert names_in(tmp_path) == []
+
+
+def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
+    checkpointer = alone(tmp_path)
+    checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_files, "write_safetensors", full_disk)
+        checkpointer.save(FakeEngine(seed=1), 1)
+        checkpointer._settle()
+        assert "No space left" in checkpointer.last_error
+    checkpointer.save(FakeEngine(seed=2), 2)
+    checkpointer.wait()
+    assert checkpointer.last_error is None
+    assert_holds(newest_checkpoint(tmp_path)[0], seed=2)
+
+
+@pytest.mark.parametrize("ended_by", ["timeout", "close", "loss"])
+def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
+    """`close` gives it time to come, but none once it is known to be lost."""
+    monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 1000.0 if ended_by == "loss" else 0.2)
+    timeout_seconds = 0.2 if ended_by == "timeout" else 600.0
+    checkpointer = checkpointer_on(tmp_path, FakeWorld(0, 3), timeout_seconds=timeout_seconds)
+    checkpointer.save(FakeEngine(0, 3), 1)
+    checkpointer.world.has_lost_ranks = ended_by == "loss"
+    if ended_by != "timeout":
+        checkpointer.close()
+    with pytest.raises(CheckpointError, match=r"nothing came in time from ranks \[1, 2\]"):
+        checkpointer.wait()
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("on_full_disk, left", [("keep", [1, 2]), ("drop_oldest", [2, 3])])
+def test_the_oldest_goes_first_on_a_full_disk_if_it_may(tmp_path, monkeypatch, on_full_disk, left):
+    real_write = checkpoint_files.write_safetensors
+
+    def write_two_checkpoints_only(tensors, path):
+        folders = [folder for folder in tmp_path.iterdir() if any(folder.iterdir())]
+        return (full_disk if len(folders) >= 2 else real_write)(tensors, path)
+
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", write_two_checkpoints_only)
+    checkpointer = alone(tmp_path, on_full_disk=on_full_disk)
+    for step in (1, 2, 3):
+        checkpointer.save(FakeEngine(seed=step), step)
+    checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
+    with contextlib.nullcontext() if 3 in left else pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.wait()
+    assert names_in(tmp_path) == [f"step_00000000{step}" for step in left]
+    assert_holds(newest_checkpoint(tmp_path)[0], seed=left[-1])
+
+
+def test_those_of_every_so_many_steps_stay_for_good(tmp_path):
+    save_steps(tmp_path, [1, 2, 3, 4, 6, 7, 8], keep_last=2, keep_every_steps=3)
+    assert names_in(tmp_path) == [f"step_00000000{step}" for step in (3, 6, 7, 8)]
+    assert_holds(Checkpoint.open(tmp_path / "step_000000003"), seed=3)
+
+
+def test_a_full_disk_takes_none_that_stays_for_good(tmp_path):
+    save_steps(tmp_path, [2, 3, 4], keep_every_steps=2)
+    checkpointer = alone(tmp_path, keep_every_steps=2)
+    dropped = [checkpointer.checkpoints.drop_oldest(checkpointer.config.stays) for _ in range(2)]
+    assert dropped == ["step_000000003", None]
+    assert names_in(tmp_path) == ["step_000000002", "step_000000004"]
+
+
+def test_a_listing_that_is_late_holds_no_save_up(tmp_path, monkeypatch):
+    """NFS may list a folder as it was half a minute ago. Before, rank 0 found the receipts by a listing."""
+    monkeypatch.setattr(os, "listdir", lambda path: [])
+    save_steps(tmp_path, [1], world_size=2, timeout_seconds=5)
+    assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
+
+
+def test_close_does_not_wait_for_a_store_that_stands_still(tmp_path, monkeypatch):
+    """Its process may have been stopped: a client then waits without end, whatever its timeout."""
+    monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 0.1)
+    world, asks = FakeWorld(1, 2, Shared(2)), threading.Event()
+    world.gather, world.broadcast = (lambda value: [value]), (lambda value: value)
+    world.store = SimpleNamespace(
+        set=lambda key, value: None, check=lambda keys: asks.set() or threading.Event().wait()
+    )
+    checkpointer = checkpointer_on(tmp_path, world)
+    checkpointer.save(FakeEngine(1, 2), 1)
+    assert asks.wait(timeout=60)
+    checkpointer.close()
+
+
+def test_details_that_are_not_json_fail_at_once(tmp_path):
+    for details, error in [({"path": Path("x")}, TypeError), ({"loss": float("nan")}, ValueError)]:
+        with pytest.raises(error):
+            alone(tmp_path, details=details)
+    assert names_in(tmp_path) == []

@@ -1,0 +1,97 @@
+"""A run folder at a URL: one job holds it, and the local folder's files go up, whatever the store does."""
+
+import os
+import threading
+
+import fsspec
+import pytest
+
+from gmlp_scale.checkpoint import remote_folder
+from gmlp_scale.checkpoint.remote_folder import RemoteFolder
+from gmlp_scale.storage import files
+from gmlp_scale.storage.files import list_files, read_file, write_file
+from gmlp_scale.storage.run_folder import RunFolderError
+
+URL = "memory://runs/smoke"
+
+
+@pytest.fixture(autouse=True)
+def memory():
+    yield fsspec.filesystem("memory")
+    fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+@pytest.fixture
+def folder(quick, tmp_path):
+    folder = RemoteFolder(URL, tmp_path / "local")
+    with folder.claimed():
+        yield folder
+
+
+def contents() -> dict[str, bytes]:
+    return {name: read_file(f"{URL}/{name}") for name in list_files(URL) if not name.startswith("claims/")}
+
+
+def test_a_second_job_is_refused_and_one_that_lost_its_claim_writes_nothing(folder, tmp_path):
+    other = RemoteFolder(URL, tmp_path / "other")
+    refused = f"another job writes to {URL}: process {os.getpid()} on .* or give this run another name"
+    with pytest.raises(RunFolderError, match=refused):
+        other.claimed().__enter__()
+    lost = f"another job has taken {URL} over"
+    with pytest.raises(RunFolderError, match=lost), folder.local_folder(), folder.mirrored():
+        write_file(f"{URL}/claims/000002.json", b"{}")  # as while this process stood still
+        (folder.local / "metrics.jsonl").write_text("late")
+        with pytest.raises(RunFolderError, match=lost):
+            folder.checkpoints.before_publish()
+    assert contents() == {}
+
+
+def test_what_changes_goes_up_while_the_run_goes_on(folder, monkeypatch):
+    monkeypatch.setattr(remote_folder, "PUSH_EVERY_SECONDS", 0.01)
+    write_file(f"{URL}/metrics.jsonl", b"1\n")
+    write_file(f"{URL}/best/config.json", b"{}")
+    with folder.local_folder(), folder.mirrored():
+        assert sorted(path.name for path in folder.local.iterdir()) == ["metrics.jsonl"]
+        (folder.local / "tensorboard").mkdir()
+        (folder.local / "tensorboard/events").write_bytes(b"event")
+        with (folder.local / "metrics.jsonl").open("ab") as file:
+            file.write(b"2\n")
+        while contents().get("metrics.jsonl") != b"1\n2\n" or "tensorboard/events" not in contents():
+            threading.Event().wait(0.01)
+        for name in ("best.new/weights", "checkpoints/step_000000001.tmp-x-1/file", ".config.yaml.tmp"):
+            (folder.local / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder.local / name).write_bytes(b"not whole")
+    expected = {"metrics.jsonl": b"1\n2\n", "best/config.json": b"{}", "tensorboard/events": b"event"}
+    assert contents() == expected and not folder.local.exists()
+
+
+def test_a_store_that_fails_is_told_once_and_ends_nothing_before_the_end(folder, memory, monkeypatch, caplog):
+    monkeypatch.setattr(files, "_WAIT_SECONDS", ())
+
+    def fail(*arguments, **options):
+        raise ConnectionResetError("reset")
+
+    with (
+        pytest.raises(OSError, match=r"writing .*metrics.jsonl failed 1 times.* The files are in .*local: copy them"),
+        folder.local_folder(),
+        folder.mirrored(),
+    ):
+        (folder.local / "metrics.jsonl").write_bytes(b"1\n")
+        with monkeypatch.context() as patched:
+            patched.setattr(type(memory), "put_file", fail)
+            folder._try_push()
+            folder._try_push()
+        assert len(caplog.messages) == 1 and f"do not reach {URL}" in caplog.messages[0]
+        folder._try_push()
+        assert contents() == {"metrics.jsonl": b"1\n"}
+        (folder.local / "metrics.jsonl").write_bytes(b"1\n2\n")
+        monkeypatch.setattr(type(memory), "put_file", fail)
+    assert (folder.local / "metrics.jsonl").read_bytes() == b"1\n2\n", "nothing is lost"
+
+
+def test_what_an_earlier_run_left_on_this_host_is_not_taken_for_the_urls(folder):
+    folder.local.mkdir()
+    (folder.local / "metrics.jsonl").write_bytes(b"stale")
+    with folder.local_folder(), folder.mirrored():
+        assert not list(folder.local.iterdir())
+    assert contents() == {}

@@ -1,0 +1,96 @@
+"""What a process says: the error that ends it, under any launcher, and its log."""
+
+import logging
+import re
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from gmlp_scale.distributed import logs
+from gmlp_scale.distributed.logs import command, set_up_logging, tell
+from gmlp_scale.distributed.world import start_world
+from gmlp_scale.errors import InputError, LostRankError, UserError
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.storage.files import PlaceError
+
+
+def test_rank_0_tells_an_error_at_once_and_the_others_only_if_they_live_on(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(logs.time, "sleep", slept.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        tell(ValueError("no shards at s3://me:secret@bucket/c4"))
+    assert slept == [logs.OTHERS_TELL_AFTER_SECONDS]
+    assert capsys.readouterr().err == "no shards at s3://***@bucket/c4\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("--step is 7"), 2),
+        (UserError("another job holds outputs/a"), 1),
+        (FileNotFoundError("no shards"), 2),
+        (OSError("the disk is full"), 1),
+        (PlaceError("foo://x cannot be opened"), 2),
+        (PermissionError("recipe.yaml"), 2),
+    ],
+)
+def test_a_command_tells_a_users_mistake_in_its_words_and_returns_its_code(error, code, capsys):
+    @command
+    def main() -> int:
+        raise error
+
+    assert main() == code and capsys.readouterr().err == f"{error}\n"
+
+
+def test_an_interrupted_command_ends_in_one_line(capsys):
+    @command
+    def main() -> int:
+        raise KeyboardInterrupt
+
+    assert main() == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_command_lets_an_error_of_ours_keep_its_traceback(capsys):
+    @command
+    def main() -> int:
+        (_,) = 1, 2
+
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        main()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_lost_rank_is_told_at_once_and_without_the_launcher(monkeypatch, capsys, tmp_path):
+    """The launcher of a host that was cut off stands still, so its report never comes."""
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell(LostRankError("rank 0 (host n1) does not answer"))
+    assert capsys.readouterr().err == "rank 0 (host n1) does not answer\n" and not list(tmp_path.iterdir())
+
+
+def test_torchrun_ends_its_report_with_our_error(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell(ConfigError("smoke.yaml", ["seed: found 'x'; needed: a valid integer"]))
+    assert capsys.readouterr().err == "", "it would be told twice"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    report = str(ChildFailedError("launch/pretrain.py", {0: failure})).splitlines()
+    assert report[-3] == "  traceback : smoke.yaml: 1 mistake"
+    assert report[-2] == "    seed: found 'x'; needed: a valid integer"
+
+
+def test_log_lines_name_the_rank_when_there_are_several(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    log = logging.getLogger("gmlp_scale")
+    kept = log.handlers, log.propagate, log.level
+    try:
+        with start_world(30, "cpu") as world:
+            set_up_logging(world)
+            set_up_logging(world)  # twice must not double the lines
+            logging.getLogger("gmlp_scale.train").info("step 1")
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO step 1", lines[0])
+    finally:
+        log.handlers, log.propagate = kept[:2]
+        log.setLevel(kept[2])

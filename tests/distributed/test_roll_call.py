@@ -1,0 +1,101 @@
+"""A rank that is gone, stopped or elsewhere is named, with what the others waited for."""
+
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+import torch
+
+from gmlp_scale.distributed import roll_call
+from gmlp_scale.distributed.world import World, start_world
+from gmlp_scale.errors import LostRankError
+from tests.gloo_ranks import run_ranks
+
+TIMEOUT_SECONDS = 3
+
+
+def _wait_in_step_7(one_does: str, which: int = 1) -> str | None:
+    world = start_world(TIMEOUT_SECONDS, "cpu")
+    pids = world.gather(os.getpid())
+    if world.rank == which:
+        return {"leaves": _leave, "stops": _stop, "is late": _be_late}[one_does](world)
+    try:
+        with world, world.naming_lost_ranks():
+            world.note("the norm of step 7")
+            world.sum_on_device(torch.zeros(1))
+    except LostRankError as error:
+        return str(error)
+    finally:
+        if world.rank == (not which) and one_does == "stops":
+            os.kill(pids[which], signal.SIGCONT)
+    return "no error"
+
+
+def _leave(world: World) -> None:
+    """Its process ends without a word to the others."""
+
+
+def _stop(world: World) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _be_late(world: World) -> None:
+    world.note("the save of step 6")
+    while not world._roll_call._answered_at:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("rank_one_does", ["leaves", "stops"])
+def test_a_rank_that_does_not_answer_is_named(rank_one_does, trials):
+    first, _, third = run_ranks(_wait_in_step_7, 3, rank_one_does)
+    assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in the norm of step 7\. ", first), first
+    # The store is rank 0's own here, and may have gone with it.
+    assert "rank 1 (host" in third or re.match(r"rank 0 \(host \S+\) or its launcher", third)
+    trials("SIGSTOP or end of a rank", 1)
+
+
+def test_the_rank_that_has_the_store_is_named_when_it_stands_still():
+    """Its clients would wait for an answer without end."""
+    _, second = run_ranks(_wait_in_step_7, 2, "stops", 0)
+    host = socket.gethostname()
+    wanted = f"rank 0 (host {host}) or its launcher, which hold the ranks' key-value store, is gone or cut off"
+    assert second.startswith(f"{wanted} (and with host {host} perhaps rank 1); rank 1 waited in the norm of step 7. ")
+
+
+def test_a_rank_that_answers_from_elsewhere_is_shown():
+    first, *_ = run_ranks(_wait_in_step_7, 3, "is late")
+    assert "all ranks answer" in first
+    assert "rank 0 in the norm of step 7" in first and "rank 1 in the save of step 6" in first
+
+
+class _SlowStore:
+    """Takes its time for every answer."""
+
+    def clone(self) -> "_SlowStore":
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.3)
+        return keys == ["present"]
+
+    def get(self, key: str) -> bytes:
+        return b"1 the save of step 6\n"
+
+
+def test_a_slow_store_is_not_taken_for_one_that_is_gone(monkeypatch):
+    monkeypatch.setattr(roll_call, "ANSWER_SECONDS", 0.5)
+    call = roll_call.RollCall(_SlowStore(), 0, ["a", "b", "c"])
+    assert call.describe_missing() == "rank 2 (host c) does not answer; rank 0 waited in the start of the run"
+    call.end()
+
+
+def test_other_errors_pass(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with start_world(30, "cpu") as world, pytest.raises(RuntimeError, match="of our own"), world.naming_lost_ranks():
+        raise RuntimeError("of our own")

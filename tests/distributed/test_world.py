@@ -1,0 +1,142 @@
+"""What the ranks of a World tell each other, and how a World starts and ends."""
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from gmlp_scale.distributed.world import launched_world_size, start_world
+from tests.gloo_ranks import run_ranks
+
+
+def _agree() -> dict:
+    with start_world(30, "cpu") as world:
+        return {
+            "sum": world.sum([world.rank + 0.5, 1.0]),
+            "sum_on_device": world.sum_on_device(torch.tensor([world.rank + 0.5, 1.0])).tolist(),
+            "gather": world.gather(world.rank * 2**40),
+            "broadcast": world.broadcast({"from": world.rank, "text": "é" * 100}),
+            "size": (world.rank, world.size, world.is_main, world.device),
+        }
+
+
+def test_all_ranks_get_the_same_values():
+    for rank, result in enumerate(run_ranks(_agree, 3)):
+        assert result["sum"] == result["sum_on_device"] == [0.5 + 1.5 + 2.5, 3.0]
+        assert result["gather"] == [0, 2**40, 2**41]
+        assert result["broadcast"] == {"from": 0, "text": "é" * 100}
+        assert result["size"] == (rank, 3, rank == 0, torch.device("cpu"))
+
+
+def _traces(folder: Path) -> str:
+    os.environ.pop("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", None)  # of a run that this process was forked after
+    with start_world(30, "cpu", traces_in=folder):
+        return os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+
+
+def test_the_flight_recorder_dumps_into_the_runs_folder(tmp_path):
+    assert run_ranks(_traces, 2, tmp_path) == [f"{tmp_path}/nccl_trace_rank_"] * 2
+
+
+def _main_fails() -> str:
+    with start_world(30, "cpu") as world:
+        done = []
+        world.on_main(lambda: done.append(world.rank))
+        assert done == ([0] if world.is_main else [])
+        try:
+            world.on_main(_refuse)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def _refuse() -> None:
+    raise FileExistsError("another run holds the folder")
+
+
+def test_what_fails_on_the_main_rank_fails_on_all():
+    main, other = run_ranks(_main_fails, 2)
+    assert main == "FileExistsError: another run holds the folder"
+    assert other.startswith("OtherRankError: rank 0 could not go on")
+
+
+def _one_rank_fails() -> str:
+    try:
+        with start_world(600, "cpu") as world:
+            world.sum_on_device(torch.zeros(1))
+            if world.is_main:
+                raise KeyError("something broke")
+            world.barrier()
+    except KeyError:
+        return "KeyError"
+    except RuntimeError:  # of the store or of the barrier, whichever meets the loss first
+        return "RuntimeError"
+
+
+def _start_again_after_an_error() -> float:
+    with contextlib.suppress(ZeroDivisionError), start_world(30, "cpu", init_group=True):
+        raise ZeroDivisionError
+    with start_world(30, "cpu", init_group=True) as world:
+        return world.sum([0.5])[0]
+
+
+def test_an_error_ends_the_process_group_of_a_single_process():
+    assert run_ranks(_start_again_after_an_error, 1) == [0.5]
+
+
+def test_a_rank_that_fails_leaves_at_once_and_the_others_notice():
+    # Well within the timeout of the collectives.
+    assert run_ranks(_one_rank_fails, 2, timeout_seconds=300) == ["KeyError", "RuntimeError"]
+
+
+def _wait_for_nobody(timeout_seconds: float) -> float | None:
+    world = start_world(timeout_seconds, "cpu")
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if world.rank == 1:  # there, but not at the barrier
+        with contextlib.suppress(RuntimeError):  # rank 0 may be gone before its answer is here
+            store.wait(["done"], timedelta(seconds=120))
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        world.barrier()
+    waited = time.monotonic() - start
+    store.set("done", "")
+    return waited
+
+
+def test_a_collective_raises_after_the_timeout():
+    waited = run_ranks(_wait_for_nobody, 2, 2.0)[0]
+    assert 1.5 < waited < 60  # far from the default of half an hour, also on a busy machine
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name
+)
+def test_one_process_needs_no_launcher(monkeypatch, number):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before = signal.getsignal(number)
+    with start_world(30, "cpu") as world:
+        assert (world.rank, world.size, world.is_main) == (0, 1, True)
+        assert not torch.distributed.is_initialized()
+        assert world.sum([2.5]) == [2.5]
+        assert world.gather(3) == [3]
+        assert world.broadcast("x") == "x"
+        world.barrier()
+        assert world.sum_on_device(torch.ones(2)).tolist() == [1.0, 1.0]
+        assert not world.is_stop_signalled
+        os.kill(os.getpid(), number)
+        assert world.is_stop_signalled
+    assert signal.getsignal(number) == before
+
+
+def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert launched_world_size() == 2
+    with pytest.raises(ValueError, match="torchrun or deepspeed"):
+        start_world(30, "cpu")
