@@ -12,7 +12,7 @@ from gmlp_scale.data.mixture import SourceConfig
 from gmlp_scale.recipe.config import UNIONS, ConfigError, Recipe, RunConfig, flatten
 from gmlp_scale.storage.files import read_file
 
-_RECIPES = Path(__file__).parent / "configs"  # in a checkout a link to the repository's folder
+_RECIPES = Path(__file__).parents[1] / "configs"  # in a checkout a link to the repository's folder
 
 AnyConfig = TypeVar("AnyConfig", bound=Recipe)
 
