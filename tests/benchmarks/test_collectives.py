@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from benchmarks import count_collectives
 from benchmarks.collectives import ENGINES, CarriedBytes, count_fake_step, count_step
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import COLLECTIVES, Fsdp2Config, SingleConfig
@@ -11,7 +12,6 @@ from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
-from launch import count_collectives
 from tests.benchmarks.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
 

@@ -63,7 +63,7 @@ def test_only_what_both_have_is_compared():
 def test_what_is_no_report_is_refused(tmp_path, content):
     path = tmp_path / "x.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"x\.json is no report of launch/benchmark\.py"):
+    with pytest.raises(ValueError, match=r"x\.json is no report of benchmarks/run\.py"):
         read_report(path)
 
 

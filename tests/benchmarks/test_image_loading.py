@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import images as benchmark_images
 from gmlp_scale.data import workers
-from launch import benchmark_images
 
 RECIPE = Path(__file__).parents[2] / "configs" / "images" / "mnist.yaml"
 
