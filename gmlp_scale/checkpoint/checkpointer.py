@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -118,16 +118,10 @@ class Checkpointer:
         if failed:
             raise CheckpointError(f"{name} could not be copied to the hosts of ranks {failed}: {error or 'see there'}")
 
-    def save(
-        self,
-        engine: Engine,
-        step: int,
-        recent_losses: Sequence[tuple[int, float]] = (),
-        more_details: Mapping[str, Any] = MappingProxyType({}),
-    ) -> float:
+    def save(self, engine: Engine, step: int, states: Mapping[str, Any] = MappingProxyType({})) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
 
-        more_details: entries that only this checkpoint's details have.
+        states: JSON-able, by name. This checkpoint's details have them beside those of all checkpoints.
 
         First waits for the save before it, which is then not tried again. Does nothing for a step that it has saved, is
         saving or has resumed from.
@@ -139,8 +133,8 @@ class Checkpointer:
         self._no_more_attempts.set()
         self._settle()
         pieces = self._staging.copy(engine)
-        self._newest_step, self._recent_losses, self._began = step, list(recent_losses), started
-        self._details = {**self.details, **more_details}
+        self._newest_step, self._began = step, started
+        self._details = {**self.details, **states}
         logger.info("saving %s", folder_name(step))
         self._no_more_attempts.clear()
         self._thread = threading.Thread(target=self._save, args=(step, pieces), name="checkpoint", daemon=True)
@@ -277,7 +271,7 @@ class Checkpointer:
         files = {name: record for receipt in receipts for name, record in receipt["files"].items()}
         tensors = merged([receipt["layout"] for receipt in receipts])
         done = {"format_version": FORMAT_VERSION, "step": step, "details": self._details, "files": files}
-        text = sealed(json.dumps({**done, "tensors": tensors, "recent_losses": self._recent_losses}))
+        text = sealed(json.dumps({**done, "tensors": tensors}))
         self.checkpoints.publish(folder, folder_name(step), text)
         try:
             for old in self.config.outdated(self.checkpoints.names()):

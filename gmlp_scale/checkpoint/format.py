@@ -71,7 +71,8 @@ class _Done(BaseModel, frozen=True, extra="forbid"):
     details: dict[str, Any]
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
-    recent_losses: list[tuple[int, float]] = []
+    recent_losses: list[Any] = []
+    """Of a DONE written before these became a part of the details."""
     xxh3_128: str
     """The checksum of DONE's text without this field."""
 
@@ -83,8 +84,6 @@ class Checkpoint:
     path: Path
     step: int
     details: dict[str, Any]
-    recent_losses: list[tuple[int, float]] = field(repr=False)
-    """(step, loss) of the last steps, for train/step_guard.py. Empty if it had seen none."""
     tensors: dict[str, TensorRecord] = field(repr=False)
     _files: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -94,7 +93,14 @@ class Checkpoint:
         done = read_done(path)
         if verify_files:
             _verify_files(path, done)
-        return cls(path, done.step, done.details, done.recent_losses, done.tensors)
+        details = {"guard": {"recent_losses": done.recent_losses}} | done.details
+        return cls(path, done.step, details, done.tensors)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What an export says of the weights: the step and the details that are no state of a running job."""
+        kept = {name: self.details[name] for name in ("config", "data", "time_budget") if name in self.details}
+        return {"step": self.step, **kept}
 
     @property
     def keys(self) -> list[str]:

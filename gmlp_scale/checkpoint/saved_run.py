@@ -56,7 +56,7 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
         tokenizer_folder=run.data.tokenizer_folder,
         tokenizer_sha256=checkpoint.details["data"]["tokenizer_sha256"],
         row_length=None,
-        details={"step": checkpoint.step, **checkpoint.details},
+        details=checkpoint.provenance,
         recipe=run,
     )
 

@@ -66,7 +66,7 @@ def read_image_run(run_folder: str | Path, step: int | None = None) -> TrainedCl
         patch_size=config.patch_size,
         classes=tuple(checkpoint.details["data"]["classes"]),
         weights=weights,
-        details={"step": checkpoint.step, **checkpoint.details},
+        details=checkpoint.provenance,
     )
 
 

@@ -79,8 +79,9 @@ def train(
 
     def save() -> None:
         world.note(f"the save of step {step}")
+        states = {"guard": {"recent_losses": guard.recent_losses}, **budget.record()}
         with metrics.clock_stopped():
-            metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, guard.recent_losses, budget.record())
+            metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, states)
 
     reports = StepReports(world)
     stragglers = Stragglers(world, engine.module, loader)

@@ -166,7 +166,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             task.train,
             world,
             config.run_dir,
-            checkpoint.recent_losses if checkpoint else [],
+            checkpoint.details["guard"]["recent_losses"] if checkpoint else [],
             batch_printer=config.batch_printer,
             may_skip="train.on_not_finite" in config.fields(),
             data_changes=config.data_changes,
