@@ -55,7 +55,11 @@ def page() -> str:
 
 _INTRODUCTION = """\
 A recipe is a YAML file of sections. Every field can also be given on the command line as `section.field=value`.
-*needed* stands where a field has no default. The files in `configs/` state all fields of their kinds."""
+*needed* stands where a field has no default. `--dry-run` prints all fields of a recipe.
+
+A file may begin with `base: NAME`: another recipe beside it, or one of the package's. A path starts at the file's
+folder. The recipe then has its base's fields, except those that it gives itself. A section with another `kind` keeps
+only the fields that the new kind has. A base has no base."""
 
 
 def config_classes(config_class: type[BaseModel], place: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

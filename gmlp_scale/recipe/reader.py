@@ -1,4 +1,8 @@
-"""Reads a recipe file with `a.b=c` overrides, and reports all its mistakes at once."""
+"""Reads a recipe file with `a.b=c` overrides, and reports all its mistakes at once.
+
+A recipe file may say only what differs: its field `base` names another recipe file, whose fields it has unless it gives
+its own. That file has no base.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -10,7 +14,7 @@ from pydantic import ValidationError
 
 from gmlp_scale.data.mixture import SourceConfig
 from gmlp_scale.recipe.config import UNIONS, ConfigError, Recipe, RunConfig, flatten
-from gmlp_scale.storage.files import read_file
+from gmlp_scale.storage.files import is_url, read_file
 
 _RECIPES = Path(__file__).parents[1] / "configs"  # in a checkout a link to the repository's folder
 
@@ -31,10 +35,10 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     Raises:
         ConfigError: with every mistake at once.
     """
-    content = read_recipe_file(path)
+    content, source = _read_with_base(path)
     if (purpose := _purpose(content)) != config_class.purpose:
         mistake = f"is a recipe for {purpose}; this command takes recipes for {config_class.purpose}"
-        raise ConfigError(str(path), [mistake])
+        raise ConfigError(source, [mistake])
     mistakes = _apply_overrides(content, list(overrides))
     try:
         run = config_class.model_validate(content)
@@ -43,16 +47,69 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     else:
         mistakes += [*run.mistakes(), *_unknown_exceptions(run)]
     if mistakes:
-        raise ConfigError(str(path), mistakes)
+        raise ConfigError(source, mistakes)
     return run
 
 
 def read_recipe_file(path: str | Path) -> dict[str, Any]:
-    """A recipe's content before it is checked. Raises ConfigError if it is not a YAML file with sections.
+    """A recipe's fields, with those of its base, before they are checked.
 
     `path` may also be a URL, or the bare name of one of the package's recipes, such as gmlp_base.
+
+    Raises:
+        ConfigError: a file is not YAML with sections, or the base has a base.
     """
+    return _read_with_base(path)[0]
+
+
+def _read_with_base(path: str | Path) -> tuple[dict[str, Any], str]:
+    """The fields as in `read_recipe_file`, and the file or files that messages name."""
     path = _recipe_file(path)
+    own = _read_yaml(path)
+    base = own.pop("base", None)
+    if base is None:
+        return own, str(path)
+    base_path = _base_file(path, base)
+    try:
+        content = _read_yaml(base_path)
+    except ConfigError as error:
+        raise ConfigError(str(path), [f"base: {base_path} {error.mistakes[0]}"]) from None
+    source = f"{path} with its base {base_path}"
+    if content.pop("base", None) is not None:
+        needed = "name a recipe without a base, or write the fields of both files into one"
+        raise ConfigError(source, [f"base: found {base}, which has a base itself; {needed}"])
+    if mistakes := _set_fields(content, dict(_leaves(own))):
+        raise ConfigError(source, mistakes)
+    return content, source
+
+
+def _base_file(path: str | Path, base: Any) -> str | Path:
+    """The file that the recipe at `path` names as its base: one beside it, else one of the package's for a bare name.
+
+    A relative path starts at the recipe's folder.
+    """
+    if not isinstance(base, str) or not base:
+        raise ConfigError(str(path), [f"base: found {base!r}; needed: the name of a recipe beside this one, or a path"])
+    if is_url(base):
+        return base
+    is_name = "/" not in base and not Path(base).suffix
+    file = f"{base}.yaml" if is_name else base
+    if is_url(str(path)):
+        return f"{str(path).rpartition('/')[0]}/{file}"
+    beside = Path(path).parent / file
+    return beside if beside.exists() or not is_name else package_recipes().get(base, beside)
+
+
+def _leaves(tree: Mapping, keys: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """(keys, value) of each value in a tree of sections."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*keys, str(key)))
+        else:
+            yield (*keys, str(key)), value
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.load(read_file(path).decode(), Loader=_StrictLoader)
     except OSError as error:
@@ -117,15 +174,24 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
         if not text.strip():
             mistakes.append(f"{override}: no value follows the =; give one, or null for none")
             continue
+        if name.strip() == "base":
+            mistakes.append(f"{override}: only a recipe file has a base; give the fields that differ, or another file")
+            continue
         try:
             parsed[tuple(name.strip().split("."))] = yaml.load(text, Loader=_StrictLoader)
         except (yaml.YAMLError, ValueError, RecursionError):
             mistakes.append(f"{override[:200]}: the value is not plain YAML; quote it")
+    return mistakes + _set_fields(content, parsed)
+
+
+def _set_fields(content: dict, fields: dict[tuple[str, ...], Any]) -> list[str]:
+    """Sets fields by their keys, and returns the mistakes. A section that gets a `kind` loses what that kind lacks."""
+    mistakes = []
     for section, classes in UNIONS.items():
-        kind = parsed.get((section, "kind"))
+        kind = fields.get((section, "kind"))
         if isinstance(kind, str) and kind in classes and isinstance(content.get(section), dict):
             content[section] = {k: v for k, v in content[section].items() if k in classes[kind].model_fields}
-    for keys, value in parsed.items():
+    for keys, value in fields.items():
         target = content
         for key in keys[:-1]:
             target = target.setdefault(key, {})
