@@ -38,7 +38,7 @@ def load_probe(task: str, overrides: list[str], run_folder: str | Path) -> Finet
         found = f"found {config.data.sequence_length}; the run at {run_folder} takes at most {longest}"
         mistakes.append(f"data.sequence_length: {found}")
     for part in ("train", *config.parts):
-        if missing := missing_file(config.data.source(part), part, config.task_row.hub):
+        if missing := missing_file(config.data.source(part), part, config.task_row.data_set):
             mistakes.append(missing)
     if mistakes:
         raise ConfigError(recipe, mistakes)

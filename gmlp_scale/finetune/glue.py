@@ -17,18 +17,10 @@ from gmlp_scale.finetune.sweep import member, sweep
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import read_file, write_text
+from gmlp_scale.tasks.classification import ClassificationTask
 from gmlp_scale.tasks.table import TASKS
 
-FOLDERS = {
-    "cola": "CoLA",
-    "sst2": "SST-2",
-    "mrpc": "MRPC",
-    "stsb": "STS-B",
-    "qqp": "QQP",
-    "mnli": "MNLI",
-    "qnli": "QNLI",
-    "rte": "RTE",
-}
+FOLDERS = {name: task.glue_folder for name, task in TASKS.items() if isinstance(task, ClassificationTask)}
 """The tasks in the order of the benchmark's table, and their folders."""
 FROM_MNLI = ("mrpc", "stsb", "rte")
 """They have few examples, so RoBERTa (Liu et al. 2019) starts them from the model finetuned on MNLI."""
@@ -108,7 +100,7 @@ def _write_submission(run: FinetuneConfig, best_folder: str) -> None:
     """Copies the predictions of the test parts to one folder, which GLUE's server takes as a zip."""
     for part in run.parts:
         if part.startswith("test"):
-            name = run.task_row.submissions[part]
+            name = run.task_row.submission(part)
             text = read_file(f"{best_folder}/predictions/{part}/{name}").decode()
             write_text(f"{run.output_dir}/submission/{name}", text)
 

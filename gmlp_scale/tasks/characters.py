@@ -5,19 +5,19 @@ state of the data is the step, as in pretraining.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, Field
-from torch import Tensor
 
 from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
+from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.epoch_loader import EpochLoader
-from gmlp_scale.distributed.bars import progress_bar
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import CausalModelConfig, ModelConfig, build_model
@@ -26,7 +26,7 @@ from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import read_file
-from gmlp_scale.tasks.evaluate import Evaluation
+from gmlp_scale.tasks.evaluate import evaluate, shown
 from gmlp_scale.tasks.records import DataError
 
 
@@ -167,23 +167,17 @@ class Characters:
         """Held-out loss, perplexity and accuracy per character, on crops that do not overlap."""
         crops, num_rows = self.text.heldout, self.train.micro_batch_size
         starts = np.arange(0, crops.num_rows, crops.length)[: self.train.num_evaluation_rows]
-        totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, characters
         firsts = range(0, len(starts), num_rows * world.size)
-        shown = progress_bar(firsts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main)
-        for first in world.until_stopped(shown):
-            own = starts[first + world.rank * num_rows :][:num_rows]
-            # Every rank predicts equally often; one that has no crop left counts none of its own.
-            batch = crops.batch(own if len(own) else starts[:1]).to(world.device)
-            totals += _totals(engine.predict(batch), batch.next_ids_BN) * bool(len(own))
-        loss, correct, num_characters = world.sum(totals.tolist())
-        return Evaluation(loss / num_characters, correct / num_characters, int(num_characters)).by_tag()
+
+        def own_batches() -> Iterator[NextTokenBatch]:
+            for first in shown(firsts, world):
+                own = starts[first + world.rank * num_rows :][:num_rows]
+                batch = crops.batch(own if len(own) else starts[:1])
+                if not len(own):  # every rank predicts equally often; this one has no crop left
+                    batch = replace(batch, next_ids_BN=torch.full_like(batch.next_ids_BN, IGNORED))
+                yield batch
+
+        return evaluate(engine.predict, own_batches(), world, attrgetter("next_ids_BN")).by_tag()
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
         """Does nothing: the last checkpoint is the result."""
-
-
-def _totals(logits_BNV: Tensor, next_ids_BN: Tensor) -> Tensor:
-    """Loss, correct predictions and characters, summed in float64."""
-    loss = F.cross_entropy(logits_BNV.flatten(0, 1), next_ids_BN.flatten(), reduction="sum")
-    correct = (logits_BNV.argmax(-1) == next_ids_BN).sum()
-    return torch.stack([loss.double(), correct.double(), loss.new_tensor(next_ids_BN.numel(), dtype=torch.float64)])

@@ -17,16 +17,7 @@ from torch import Tensor
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.heads import LabelledBatch, SequenceClassifier, label_loss
-from gmlp_scale.tasks.records import (
-    PLAIN_TSV,
-    DataError,
-    Hub,
-    Record,
-    TsvForm,
-    read_records,
-    require_columns,
-    text_mistake,
-)
+from gmlp_scale.tasks.records import DataError, DataSet, Record, read_records, require_columns, text_mistake
 from gmlp_scale.tasks.scores import accuracy
 
 log = logging.getLogger(__name__)
@@ -50,27 +41,26 @@ class Example:
 @dataclass(frozen=True)
 class ClassificationTask:
     name: str
-    hub: Hub
+    data_set: DataSet
+    glue_folder: str
+    """The task's folder in GLUE's download, from which the predictions files have their names."""
     text_columns: tuple[tuple[str, ...], ...]
     """The columns of the texts in GLUE's TSV, and in what `datasets` gives."""
-    label_columns: tuple[str, ...]
-    """The names that the label's column may have."""
     class_names: tuple[str, ...]
-    submissions: Mapping[str, str]
-    """For each part besides train, the name of the predictions file that GLUE's server takes."""
+    label_columns: tuple[str, ...] = ("label",)
+    """The names that the label's column may have."""
     labels: tuple[str, ...] = ("0", "1")
     """The classes' labels as GLUE's files write them, in the order of the numbers that `datasets` gives."""
     official_sizes: Mapping[str, int] = field(default_factory=dict)
     scores: tuple[Callable[[Sequence, Sequence], float], ...] = (accuracy,)
     """Functions of predictions and labels; a perfect score is 1. The first one is the main score."""
-    tsv: TsvForm = PLAIN_TSV
     label_dtype = np.int64
     head_name = "sequence_classification"
     has_windows = False
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return tuple(self.submissions)
+        return self.data_set.parts
 
     @property
     def main_score(self) -> str:
@@ -101,6 +91,11 @@ class ClassificationTask:
         """What the scores compare with each row's label."""
         return logits_RC.argmax(-1)
 
+    def submission(self, part: str) -> str:
+        """The name of the part's predictions file, as GLUE's server takes it."""
+        matched = ("-mm" if part.endswith("_mismatched") else "-m") if "dev_mismatched" in self.parts else ""
+        return f"{self.glue_folder}{matched}.tsv"
+
     def written(self, prediction: int) -> str:
         """A prediction as GLUE's server takes it."""
         return self.labels[prediction]
@@ -108,6 +103,34 @@ class ClassificationTask:
     def shown(self, score: str, value: float) -> str:
         """The loss as it is, any other score in percent."""
         return f"{value:.4f}" if score.startswith("loss") else f"{100 * value:.2f}"
+
+
+@dataclass(frozen=True)
+class RegressionTask(ClassificationTask):
+    """A number instead of a class: the logit of its one class. The loss is the mean squared error."""
+
+    labels: tuple[str, ...] = ()
+    scale: tuple[float, float] = (0.0, 5.0)
+    """The least label and the greatest."""
+    label_dtype = np.float32
+
+    def label(self, value: object) -> float | None:
+        """The number that a file gives; None if it is none, or outside the scale."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return None
+        return number if self.scale[0] <= number <= self.scale[1] else None
+
+    @property
+    def possible_labels(self) -> str:
+        return f"{self.scale[0]:g} to {self.scale[1]:g}"
+
+    def predictions(self, logits_RC: np.ndarray) -> np.ndarray:
+        return logits_RC[:, 0]
+
+    def written(self, prediction: float) -> str:
+        return f"{prediction:.3f}"
 
 
 def read_examples(task: ClassificationTask, source: str, part: str) -> list[Example]:
@@ -120,7 +143,7 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
     examples, mistakes, num_left_out = [], [], 0
     text_columns: tuple[str, ...] = ()
     label_column = None
-    for number, record in enumerate(read_records(source, part, task.hub, task.tsv)):
+    for number, record in enumerate(read_records(source, part, task.data_set)):
         if not text_columns:
             text_columns = require_columns(source, record, list(task.text_columns))
             label_column = _label_column(task, source, part, record)
@@ -203,7 +226,7 @@ class ClassificationRows:
         lines = ["index\tprediction"]
         for example, prediction in zip(self.examples, self.task.predictions(logits_RC).tolist(), strict=True):
             lines.append(f"{example.number}\t{self.task.written(prediction)}")
-        path = folder / self.task.submissions[self.part]
+        path = folder / self.task.submission(self.part)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     @functools.cached_property

@@ -1,21 +1,26 @@
-"""Held-out loss, perplexity and accuracy of masked-token prediction, on the same rows and masks every time."""
+"""Held-out loss, perplexity and accuracy of token prediction, on the same rows and masks every time."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
+from gmlp_scale.distributed.bars import progress_bar
 from gmlp_scale.distributed.world import World
 from gmlp_scale.errors import InputError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over `num_tokens` masked tokens. Perplexities compare only within one tokenizer."""
+    """Means over `num_tokens` predicted tokens. Perplexities compare only within one tokenizer."""
 
     loss: float
     accuracy: float
@@ -34,21 +39,33 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def evaluate(predict: Callable[[MaskedBatch], Tensor], batches: Iterable[MaskedBatch], world: World) -> Evaluation:
+def shown(batches: Iterable[T], world: World, num_batches: int | None = None) -> Iterator[T]:
+    """The batches of an evaluation, equally many on all ranks, with a bar. A stop signal raises StopSignalled."""
+    bar = {"desc": "evaluation", "unit": " batches", "leave": False, "disable": not world.is_main}
+    return world.until_stopped(progress_bar(batches, total=num_batches, **bar))
+
+
+def evaluate(
+    predict: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    world: World,
+    labels_of: Callable = attrgetter("labels_BM"),
+) -> Evaluation:
     """Evaluates this rank's batches and sums over the ranks. All ranks must have equally many batches.
 
     Args:
-        predict: an engine's or a model's; returns logits_BMV at the masked positions.
+        predict: an engine's or a model's; returns logits_BMV at the positions of the labels.
+        labels_of: gives a batch's labels_BM, IGNORED where there is nothing to predict.
 
     Raises:
-        InputError: no rank has a masked token.
+        InputError: no rank has a token to predict.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, tokens
     for batch in batches:
         batch = batch.to(world.device)
-        logits_BMV = predict(batch)
-        is_label_BM = batch.labels_BM != IGNORED
-        logits_TV, labels_T = logits_BMV[is_label_BM].float(), batch.labels_BM[is_label_BM]
+        logits_BMV, labels_BM = predict(batch), labels_of(batch)
+        is_label_BM = labels_BM != IGNORED
+        logits_TV, labels_T = logits_BMV[is_label_BM].float(), labels_BM[is_label_BM]
         loss = F.cross_entropy(logits_TV, labels_T, reduction="sum")
         correct = (logits_TV.argmax(-1) == labels_T).sum()
         totals += torch.stack([loss.double(), correct.double(), is_label_BM.sum().double()])

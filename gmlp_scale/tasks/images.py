@@ -19,13 +19,13 @@ from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_images_fit
 from gmlp_scale.data.image_shards import ImageManifest
-from gmlp_scale.distributed.bars import progress_bar
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import FREE_ON_RESUME, ConfigError, PretrainingRecipe
+from gmlp_scale.tasks.evaluate import shown
 
 
 class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
@@ -137,7 +137,7 @@ class Images:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
-        batches = world.until_stopped(self._loader.heldout_batches(self.train.num_evaluation_rows))
+        batches = self._loader.heldout_batches(self.train.num_evaluation_rows)
         return {f"eval/{name}": value for name, value in evaluate_images(engine.predict, batches, world).items()}
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
@@ -154,9 +154,7 @@ def evaluate_images(
         batches: this rank's, as ImageLoader.heldout_batches gives them. All ranks must have equally many.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, top 1, top 5, images
-    for batch, num_counted in progress_bar(
-        batches, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main
-    ):
+    for batch, num_counted in shown(batches, world):
         batch = batch.to(world.device)
         logits_BC, labels_B = predict(batch)[:num_counted], batch.labels_B[:num_counted]
         loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")

@@ -7,7 +7,6 @@ import torch
 
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import ShardError
-from gmlp_scale.distributed.bars import progress_bar
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.models import build_model
@@ -15,7 +14,7 @@ from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.tasks.evaluate import evaluate
+from gmlp_scale.tasks.evaluate import evaluate, shown
 from gmlp_scale.tasks.start_weights import read_start, start_from
 
 
@@ -72,15 +71,8 @@ class Pretraining:
         """Held-out loss, perplexity and accuracy."""
         rows_per_batch = self.train.micro_batch_size * world.size
         num_rows = min(self.train.num_evaluation_rows, self.loader.num_heldout_rows)
-        batches = progress_bar(
-            self.loader.heldout_batches(num_rows),
-            desc="evaluation",
-            total=-(-num_rows // rows_per_batch),
-            unit=" batches",
-            leave=False,
-            disable=not world.is_main,
-        )
-        return evaluate(engine.predict, world.until_stopped(batches), world).by_tag()
+        batches = shown(self.loader.heldout_batches(num_rows), world, -(-num_rows // rows_per_batch))
+        return evaluate(engine.predict, batches, world).by_tag()
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
         """Does nothing: the last checkpoint is the result."""

@@ -18,7 +18,7 @@ from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.heads import SpanBatch, SpanPredictor
 from gmlp_scale.tasks.questions import Question, read_questions
-from gmlp_scale.tasks.records import Hub
+from gmlp_scale.tasks.records import DataSet
 from gmlp_scale.tasks.scores import squad_v1_scores, squad_v2_scores
 from gmlp_scale.tasks.windows import (
     MAX_QUESTION_TOKENS,
@@ -37,15 +37,18 @@ NULL_THRESHOLD = 0.0
 @dataclass(frozen=True)
 class QuestionTask:
     name: str
-    hub: Hub
+    data_set: DataSet
     has_unanswerable: bool
     """v2.0: some questions have no answer, and the score rewards a model that says so."""
     official_sizes: Mapping[str, int]
-    parts = ("dev",)
     main_score = "f1"
     head_name = "question_answering"
     class_names = ()
     has_windows = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.data_set.parts
 
     def head(self, **backbone) -> SpanPredictor:
         return SpanPredictor(**backbone)
@@ -53,7 +56,7 @@ class QuestionTask:
     def read(
         self, source: str, part: str, tokenizer: Tokenizer, sequence_length: int, document_stride: int
     ) -> "QuestionRows":
-        questions = read_questions(source, part, self.hub, self.has_unanswerable)
+        questions = read_questions(source, part, self.data_set, self.has_unanswerable)
         return QuestionRows(questions, tokenizer, sequence_length, document_stride, self.has_unanswerable)
 
     def shown(self, score: str, value: float) -> str:

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 
-from gmlp_scale.tasks.records import DataError, Hub, Record, read_records, require_columns, text_mistake
+from gmlp_scale.tasks.records import DataError, DataSet, Record, read_records, require_columns, text_mistake
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Question:
     """Empty if the question cannot be answered."""
 
 
-def read_questions(source: str, part: str, hub: Hub, has_unanswerable: bool) -> list[Question]:
+def read_questions(source: str, part: str, data_set: DataSet, has_unanswerable: bool) -> list[Question]:
     """All questions of a source in its order.
 
     If an answer does not stand at its offset, it is placed where the context holds it nearest to the offset. If the
@@ -40,7 +40,7 @@ def read_questions(source: str, part: str, hub: Hub, has_unanswerable: bool) -> 
     questions, mistakes = [], []
     moved, lost = [], []
     num_left_out = 0
-    for record in read_records(source, part, hub):
+    for record in read_records(source, part, data_set):
         require_columns(source, record, [_COLUMNS])
         if of_record := _record_mistakes(record, has_unanswerable):
             mistakes += of_record

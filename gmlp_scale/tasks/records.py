@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,22 @@ class DataError(InputError):
 
 
 @dataclass(frozen=True)
-class Hub:
-    """A data set on the Hugging Face hub."""
+class DataSet:
+    """A published data set: its place on the Hugging Face hub, and the form of its TSV files."""
 
     name: str
     configuration: str
-    splits: Mapping[str, str]
+    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "dev": "validation", "test": "test"})
     """The name of its split for each of our parts."""
+    tsv_columns: tuple[str, ...] = ()
+    """The columns of TSV files without a header. A file of these sets has one if its first line names any of them."""
+    train_has_broken_lines: bool = False
+    """Whether training lines with another number of columns are left out, with a warning that counts them."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts besides train."""
+        return tuple(part for part in self.splits if part != "train")
 
 
 @dataclass(frozen=True)
@@ -47,38 +56,21 @@ class Record:
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class TsvForm:
-    """How a task's TSV files may differ from plain ones, which have a header and its columns in every line."""
-
-    columns: tuple[str, ...] = ()
-    """The columns of files without a header. A file of these tasks has one if its first line names any of them."""
-    train_has_broken_lines: bool = False
-    """Whether training lines with another number of columns are left out, with a warning that counts them."""
-
-
-PLAIN_TSV = TsvForm()
-
-
-def read_records(source: str, part: str, hub: Hub, tsv: TsvForm = PLAIN_TSV) -> Iterator[Record]:
+def read_records(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
     """The records of a file, or of a hub name or local folder that `datasets` loads.
-
-    Args:
-        hub: says which configuration and split `datasets` loads.
-        tsv: the form of the task's TSV files.
 
     Raises:
         FileNotFoundError: there is no such file.
         DataError: its form is not known, or it is damaged.
     """
-    if mistake := missing_file(source, part, hub):
+    if mistake := missing_file(source, part, data_set):
         raise FileNotFoundError(mistake)
     path = Path(source)
     if not path.is_file():
-        return _read_hub(source, part, hub)
+        return _read_hub(source, part, data_set)
     match path.suffix:
         case ".tsv":
-            return _read_tsv(path, part, tsv)
+            return _read_tsv(path, part, data_set)
         case ".jsonl":
             return _read_jsonl(path)
         case ".parquet":
@@ -88,13 +80,13 @@ def read_records(source: str, part: str, hub: Hub, tsv: TsvForm = PLAIN_TSV) -> 
     raise DataError(source, [f"has the suffix {path.suffix!r}; known are {', '.join(_SUFFIXES)}"])
 
 
-def missing_file(source: str, part: str, hub: Hub) -> str | None:
+def missing_file(source: str, part: str, data_set: DataSet) -> str | None:
     """What to tell of a source that is no file, though nothing that `datasets` loads either. None if it is one."""
     path = Path(source)
     is_hub_name = not path.exists() and _HUB_NAME.fullmatch(source) and path.suffix not in _SUFFIXES
     if path.is_file() or path.is_dir() or is_hub_name:
         return None
-    return f"data.{part}: {source} does not exist; give a file, or a hub name such as {hub.name}"
+    return f"data.{part}: {source} does not exist; give a file, or a hub name such as {data_set.name}"
 
 
 def require_columns(source: str, record: Record, alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
@@ -129,21 +121,21 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(str(path), [f"is not UTF-8 ({error.reason} at byte {error.start})"]) from None
 
 
-def _read_tsv(path: Path, part: str, tsv: TsvForm) -> Iterator[Record]:
+def _read_tsv(path: Path, part: str, data_set: DataSet) -> Iterator[Record]:
     """Tab-separated values. Quotes mean nothing, as in GLUE's files."""
     columns, broken = (), []
     for number, line in _lines(path):
         values = line.split("\t")
         if not columns:
-            has_header = not tsv.columns or not set(values).isdisjoint(tsv.columns)
-            columns = tuple(values) if has_header else tsv.columns
+            has_header = not data_set.tsv_columns or not set(values).isdisjoint(data_set.tsv_columns)
+            columns = tuple(values) if has_header else data_set.tsv_columns
             if has_header:
                 continue
         if len(values) == len(columns):
             yield Record(f"line {number}", dict(zip(columns, values, strict=True)))
             continue
         broken.append(f"line {number}: found {len(values)} columns; needed {len(columns)}: {', '.join(columns)}")
-        if part != "train" or not tsv.train_has_broken_lines:
+        if part != "train" or not data_set.train_has_broken_lines:
             raise DataError(str(path), broken)
     if broken:
         log.warning("%s: %d broken lines were left out; first %s", path, len(broken), broken[0])
@@ -173,18 +165,17 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         yield Record(f"row {number}", fields)
 
 
-def _read_hub(source: str, part: str, hub: Hub) -> Iterator[Record]:
+def _read_hub(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
     import datasets
 
+    configuration, split = data_set.configuration, data_set.splits[part]
     try:
-        rows = datasets.load_dataset(source, hub.configuration, split=hub.splits[part])
+        rows = datasets.load_dataset(source, configuration, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         message = " ".join(str(error).split())
-        raise DataError(
-            source, [f"datasets cannot load {hub.configuration} split {hub.splits[part]}: {message}"]
-        ) from error
+        raise DataError(source, [f"datasets cannot load {configuration} split {split}: {message}"]) from error
     for number, fields in enumerate(rows, start=1):
-        yield Record(f"{hub.splits[part]} row {number}", fields)
+        yield Record(f"{split} row {number}", fields)
 
 
 def _read_squad_json(path: Path) -> Iterator[Record]:

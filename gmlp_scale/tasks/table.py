@@ -1,7 +1,7 @@
 """The tasks of finetuning. To add one, add a row to TASKS, and a function to scores.py if its score is new.
 
 A task of either class has
-    name, hub, parts (of the data, besides train)
+    name, data_set, parts (of the data, besides train)
     official_sizes          examples of the published parts, where finetune/paper.py has scores of the paper
     main_score              the score by which the best weights are picked, the higher the better
     head_name, class_names  what an export says of its head (export.folder)
@@ -27,18 +27,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmlp_scale.distributed.bars import progress_bar
 from gmlp_scale.distributed.world import World
 from gmlp_scale.models.heads import LabelledBatch, SpanBatch
-from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask
+from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask, RegressionTask
+from gmlp_scale.tasks.evaluate import shown
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
-from gmlp_scale.tasks.records import Hub, TsvForm
-from gmlp_scale.tasks.regression import RegressionTask
+from gmlp_scale.tasks.records import DataSet
 from gmlp_scale.tasks.scores import accuracy, f1, matthews, pearson, spearman
 
 FinetuneTask = ClassificationTask | QuestionTask
 TaskRows = ClassificationRows | QuestionRows
 
+_GLUE, _ENTAILMENT = "nyu-mll/glue", ("entailment", "not_entailment")
+_SQUAD_SPLITS = {"train": "train", "dev": "validation"}
 _MNLI_SPLITS = {
     "train": "train",
     "dev": "validation_matched",
@@ -46,106 +47,92 @@ _MNLI_SPLITS = {
     "test": "test_matched",
     "test_mismatched": "test_mismatched",
 }
-_GLUE_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
-_SQUAD_SPLITS = {"train": "train", "dev": "validation"}
 
-TASKS: dict[str, FinetuneTask] = {
-    task.name: task
-    for task in (
-        ClassificationTask(
-            name="cola",
-            hub=Hub("nyu-mll/glue", "cola", _GLUE_SPLITS),
-            text_columns=(("sentence",),),
-            label_columns=("label",),
-            class_names=("unacceptable", "acceptable"),
-            submissions={"dev": "CoLA.tsv", "test": "CoLA.tsv"},
-            scores=(matthews,),
-            tsv=TsvForm(columns=("source", "label", "mark", "sentence")),
-        ),
-        ClassificationTask(
-            name="sst2",
-            hub=Hub("nyu-mll/glue", "sst2", _GLUE_SPLITS),
-            text_columns=(("sentence",),),
-            label_columns=("label",),
-            class_names=("negative", "positive"),
-            submissions={"dev": "SST-2.tsv", "test": "SST-2.tsv"},
-            official_sizes={"train": 67_349, "dev": 872},
-        ),
-        ClassificationTask(
-            name="mrpc",
-            hub=Hub("nyu-mll/glue", "mrpc", _GLUE_SPLITS),
-            text_columns=(("#1 String", "#2 String"), ("sentence1", "sentence2")),
-            label_columns=("Quality", "label"),
-            class_names=("not_equivalent", "equivalent"),
-            submissions={"dev": "MRPC.tsv", "test": "MRPC.tsv"},
-            scores=(accuracy, f1),
-        ),
-        RegressionTask(
-            name="stsb",
-            hub=Hub("nyu-mll/glue", "stsb", _GLUE_SPLITS),
-            text_columns=(("sentence1", "sentence2"),),
-            label_columns=("score", "label"),
-            class_names=("similarity",),
-            submissions={"dev": "STS-B.tsv", "test": "STS-B.tsv"},
-            scores=(pearson, spearman),
-        ),
-        ClassificationTask(
-            name="qqp",
-            hub=Hub("nyu-mll/glue", "qqp", _GLUE_SPLITS),
-            text_columns=(("question1", "question2"),),
-            label_columns=("is_duplicate", "label"),
-            class_names=("not_duplicate", "duplicate"),
-            submissions={"dev": "QQP.tsv", "test": "QQP.tsv"},
-            scores=(accuracy, f1),
-            tsv=TsvForm(train_has_broken_lines=True),  # some questions of GLUE's train.tsv hold a line break
-        ),
-        ClassificationTask(
-            name="mnli",
-            hub=Hub("nyu-mll/glue", "mnli", _MNLI_SPLITS),
-            text_columns=(("sentence1", "sentence2"), ("premise", "hypothesis")),
-            label_columns=("gold_label", "label"),
-            labels=("entailment", "neutral", "contradiction"),
-            class_names=("entailment", "neutral", "contradiction"),
-            submissions={
-                "dev": "MNLI-m.tsv",
-                "dev_mismatched": "MNLI-mm.tsv",
-                "test": "MNLI-m.tsv",
-                "test_mismatched": "MNLI-mm.tsv",
-            },
-            official_sizes={"train": 392_702, "dev": 9_815, "dev_mismatched": 9_832},
-        ),
-        ClassificationTask(
-            name="qnli",
-            hub=Hub("nyu-mll/glue", "qnli", _GLUE_SPLITS),
-            text_columns=(("question", "sentence"),),
-            label_columns=("label",),
-            labels=("entailment", "not_entailment"),
-            class_names=("entailment", "not_entailment"),
-            submissions={"dev": "QNLI.tsv", "test": "QNLI.tsv"},
-        ),
-        ClassificationTask(
-            name="rte",
-            hub=Hub("nyu-mll/glue", "rte", _GLUE_SPLITS),
-            text_columns=(("sentence1", "sentence2"),),
-            label_columns=("label",),
-            labels=("entailment", "not_entailment"),
-            class_names=("entailment", "not_entailment"),
-            submissions={"dev": "RTE.tsv", "test": "RTE.tsv"},
-        ),
-        QuestionTask(
-            name="squad_v1",
-            hub=Hub("rajpurkar/squad", "plain_text", _SQUAD_SPLITS),
-            has_unanswerable=False,
-            official_sizes={"train": 87_599, "dev": 10_570},
-        ),
-        QuestionTask(
-            name="squad_v2",
-            hub=Hub("rajpurkar/squad_v2", "squad_v2", _SQUAD_SPLITS),
-            has_unanswerable=True,
-            official_sizes={"train": 130_319, "dev": 11_873},
-        ),
-    )
-}
+_ROWS = (
+    ClassificationTask(
+        name="cola",
+        glue_folder="CoLA",
+        data_set=DataSet(_GLUE, "cola", tsv_columns=("source", "label", "mark", "sentence")),
+        text_columns=(("sentence",),),
+        class_names=("unacceptable", "acceptable"),
+        scores=(matthews,),
+    ),
+    ClassificationTask(
+        name="sst2",
+        glue_folder="SST-2",
+        data_set=DataSet(_GLUE, "sst2"),
+        text_columns=(("sentence",),),
+        class_names=("negative", "positive"),
+        official_sizes={"train": 67_349, "dev": 872},
+    ),
+    ClassificationTask(
+        name="mrpc",
+        glue_folder="MRPC",
+        data_set=DataSet(_GLUE, "mrpc"),
+        text_columns=(("#1 String", "#2 String"), ("sentence1", "sentence2")),
+        label_columns=("Quality", "label"),
+        class_names=("not_equivalent", "equivalent"),
+        scores=(accuracy, f1),
+    ),
+    RegressionTask(
+        name="stsb",
+        glue_folder="STS-B",
+        data_set=DataSet(_GLUE, "stsb"),
+        text_columns=(("sentence1", "sentence2"),),
+        label_columns=("score", "label"),
+        class_names=("similarity",),
+        scores=(pearson, spearman),
+    ),
+    ClassificationTask(
+        name="qqp",
+        glue_folder="QQP",
+        # Some questions of GLUE's train.tsv hold a line break.
+        data_set=DataSet(_GLUE, "qqp", train_has_broken_lines=True),
+        text_columns=(("question1", "question2"),),
+        label_columns=("is_duplicate", "label"),
+        class_names=("not_duplicate", "duplicate"),
+        scores=(accuracy, f1),
+    ),
+    ClassificationTask(
+        name="mnli",
+        glue_folder="MNLI",
+        data_set=DataSet(_GLUE, "mnli", _MNLI_SPLITS),
+        text_columns=(("sentence1", "sentence2"), ("premise", "hypothesis")),
+        label_columns=("gold_label", "label"),
+        labels=("entailment", "neutral", "contradiction"),
+        class_names=("entailment", "neutral", "contradiction"),
+        official_sizes={"train": 392_702, "dev": 9_815, "dev_mismatched": 9_832},
+    ),
+    ClassificationTask(
+        name="qnli",
+        glue_folder="QNLI",
+        data_set=DataSet(_GLUE, "qnli"),
+        text_columns=(("question", "sentence"),),
+        labels=_ENTAILMENT,
+        class_names=_ENTAILMENT,
+    ),
+    ClassificationTask(
+        name="rte",
+        glue_folder="RTE",
+        data_set=DataSet(_GLUE, "rte"),
+        text_columns=(("sentence1", "sentence2"),),
+        labels=_ENTAILMENT,
+        class_names=_ENTAILMENT,
+    ),
+    QuestionTask(
+        name="squad_v1",
+        data_set=DataSet("rajpurkar/squad", "plain_text", _SQUAD_SPLITS),
+        has_unanswerable=False,
+        official_sizes={"train": 87_599, "dev": 10_570},
+    ),
+    QuestionTask(
+        name="squad_v2",
+        data_set=DataSet("rajpurkar/squad_v2", "squad_v2", _SQUAD_SPLITS),
+        has_unanswerable=True,
+        official_sizes={"train": 130_319, "dev": 11_873},
+    ),
+)
+TASKS: dict[str, FinetuneTask] = {task.name: task for task in _ROWS}
 
 
 def summarize_all(
@@ -158,8 +145,7 @@ def summarize_all(
     """
     summaries = np.zeros((rows.num_rows, rows.summary_size))
     starts = range(0, rows.num_rows, batch_size * world.size)
-    bar = progress_bar(starts, desc="evaluation", unit=" batches", leave=False, disable=not world.is_main)
-    for start in world.until_stopped(bar):
+    for start in shown(starts, world):
         row_indices = np.arange(batch_size) + start + world.rank * batch_size
         batch = rows.batch(np.minimum(row_indices, rows.num_rows - 1))
         with torch.no_grad():

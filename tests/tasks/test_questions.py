@@ -14,7 +14,7 @@ NORMANS = "The Normans gave their name to Normandy, a region in France. The Norm
 
 
 def read(path, part="train", task=V2):
-    return read_questions(str(path), part, task.hub, task.has_unanswerable)
+    return read_questions(str(path), part, task.data_set, task.has_unanswerable)
 
 
 def mistakes_of(path, task=V2) -> list[str]:
