@@ -1,10 +1,11 @@
 # `make demo`: the whole story on a laptop. `make test`: the test suite. `make faults`: docs/faults.md.
-# `make hosts`: docs/many-nodes.md, as root. `make docs`: the site. All from requirements.lock, in .venv.
+# `make hosts`: docs/many-nodes.md, as root. `make docs`: the site. `make demo` installs requirements.lock into .venv; the
+# others also install requirements-dev.lock there. `make .venv/ready` installs both and does nothing else.
 PYTHON ?= python3.11
 BIN := .venv/bin
 
 .PHONY: demo test faults hosts docs format lint
-demo: .venv/ready
+demo: .venv/run-ready
 	PATH=$(CURDIR)/$(BIN):$$PATH bash launch/demo.sh
 
 test: .venv/ready
@@ -25,8 +26,12 @@ format: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-.venv/ready: requirements.lock pyproject.toml
+.venv/run-ready: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --progress-bar on --requirement requirements.lock
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv/ready: .venv/run-ready requirements-dev.lock
+	$(BIN)/python -m pip install --progress-bar on --requirement requirements-dev.lock
 	touch $@

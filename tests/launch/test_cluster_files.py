@@ -55,13 +55,25 @@ def test_the_image_has_what_nccl_and_deepspeed_need_between_nodes():
 
 
 def test_the_image_installs_what_a_run_needs_and_nothing_of_the_tests():
-    done = subprocess.run([sys.executable, "docker/run_requirements.py"], cwd=ROOT, capture_output=True, text=True)
-    names = {re.split(r"[\[<>=; ]", line)[0] for line in done.stdout.splitlines()}
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    (extras,) = re.findall(r"--constraint requirements-dev.lock (.*)", dockerfile)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"torch", "deepspeed", "s3fs", "setuptools"} <= names and not {"pytest", "mkdocs-material", "ray"} & names
-    locked = {line.split("==")[0].lower() for line in (ROOT / "requirements.lock").read_text().splitlines()}
-    assert {name.lower() for name in names} <= locked
-    assert project["requires-python"] == ">=3.11" and "FROM python:3.11." in (ROOT / "docker/Dockerfile").read_text()
+    needed, optional = project["dependencies"], project["optional-dependencies"]
+    assert extras.split() == sorted(
+        package for extra in ("s3", "wandb", "images", "plot") for package in optional[extra]
+    )
+    run, dev = (_locked(ROOT / name) for name in ("requirements.lock", "requirements-dev.lock"))
+    assert {"setuptools", *map(_name, needed)} <= run and not run & dev
+    assert {_name(package) for extra in optional.keys() - {"gs"} for package in optional[extra]} <= dev
+    assert project["requires-python"] == ">=3.11" and "FROM python:3.11." in dockerfile
+
+
+def _locked(lock: Path) -> set[str]:
+    return {_name(line) for line in lock.read_text().splitlines() if "==" in line}
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[\[<>=; ]", requirement)[0].lower()
 
 
 def test_the_image_does_not_run_as_root():
