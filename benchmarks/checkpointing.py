@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.step import our_engine
-from benchmarks.timing import medians, say, seconds_of
+from benchmarks.timing import medians, say
 from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.format import newest_checkpoint
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
 from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.trial.random_step import new_engine, seconds_of
 
 
 def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
     """The first round is not counted: its save allocates the staging buffers that later ones use again."""
-    engine = our_engine(run, world)
+    engine = new_engine(run, world)
     buffers = {
         key: torch.empty(piece.tensor.shape, device="cpu", pin_memory=world.device.type == "cuda")
         for key, piece in engine.state()

@@ -8,6 +8,9 @@ one, if most of its matrices have more than 100,000 elements: ZeRO-3 keeps small
 
 import argparse
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 from benchmarks.collectives import table
 from benchmarks.parts import check_measurable

@@ -1,20 +1,18 @@
 """What a proof on a GPU begins with: the facts of the machine, and the tests that only a GPU can run."""
 
-import contextlib
 import datetime
 import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
 from gmlp_scale.distributed.world import start_world
+from gmlp_scale.doctor.machines import said_by, version_of
 
 PACKAGES = (
     "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
@@ -71,18 +69,6 @@ def one_rank_all_reduce() -> str:
     except RuntimeError as error:
         return " ".join(str(error).split())
     return "works"
-
-
-def version_of(package: str) -> str | None:
-    with contextlib.suppress(PackageNotFoundError):
-        return version(package)
-    return None
-
-
-def said_by(*command: str) -> str | None:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
-    return None
 
 
 def run_gpu_tests(report: Callable[[dict], None]) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from gmlp_scale.recipe.reader import load_run_config
 
 USUAL_PARTS = ("step", "loader", "checkpoint", "start_up")
 PARTS = (*USUAL_PARTS, "scaling")
+PRETRAIN = Path(__file__).parents[1] / "launch/pretrain.py"
 
 
 def measure(
@@ -86,7 +88,7 @@ def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict
     commands = {
         "python": ["-c", ""],
         "import_torch": ["-c", "import torch"],
-        "dry_run": ["-m", "gmlp_scale.launch.pretrain", "--config", recipe, "--dry-run", *overrides],
+        "dry_run": [str(PRETRAIN), "--config", recipe, "--dry-run", *overrides],
     }
     calls = {name: partial(run_python, command) for name, command in commands.items()}
     seconds = medians(time_in_turns(turns_of(calls, torch.device("cpu")), num_rounds))

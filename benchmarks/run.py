@@ -14,6 +14,9 @@ import argparse
 import datetime
 import json
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 from benchmarks.comparison import read_report, table, worsened
 from benchmarks.parts import PARTS, USUAL_PARTS, measure

@@ -16,11 +16,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.collectives import ENGINES, count_step
-from benchmarks.step import our_engine, random_batch
+from benchmarks.collectives import ENGINES
 from benchmarks.timing import say
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import EngineConfig, Fsdp2Config
@@ -29,6 +30,8 @@ from gmlp_scale.plan.layouts import wire_bytes
 from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.trial.carried_bytes import count_step
+from gmlp_scale.trial.random_step import new_engine, random_batch, train_step
 
 NUMS_RANKS = (1, 2, 4, 8)
 NUM_WARM_UP_STEPS = 2
@@ -57,7 +60,7 @@ def on_ranks(num_ranks: int, recipe: str, overrides: list[str], num_rounds: int)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "figures.json")
         options = ["--config", recipe, "--rounds", str(num_rounds), "--output", str(output)]
-        command = [*launcher, "-m", __spec__.name, *options, "--started", str(time.time()), *overrides]
+        command = [*launcher, __file__, *options, "--started", str(time.time()), *overrides]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise ChildProcessError(f"the benchmark's {num_ranks} ranks failed: {done.stderr[-2000:]}")
@@ -82,12 +85,11 @@ def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float)
 
 def time_steps(run: RunConfig, engine: EngineConfig, world: World, num_rounds: int) -> tuple[float, float, float]:
     """(median seconds of a step, share of it in which a collective is under way, when the first step ended)."""
-    batch, built = random_batch(run, world.device), our_engine(run.model_copy(update={"engine": engine}), world)
+    batch, built = random_batch(run, world.device), new_engine(run.model_copy(update={"engine": engine}), world)
 
     def step() -> float:
         began = time.perf_counter()
-        built.backward(built.module(batch), is_last=True)
-        built.step(run.optimizer.peak_learning_rate)
+        train_step(built, run, batch)
         return time.perf_counter() - began
 
     step()
@@ -118,15 +120,15 @@ def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float
     All ranks call it together.
     """
     model, precision, num_parameters = meta_model(run), run.train.precision, count_parameters(run)
-    carried, peak = count_step(run, engine, world, num_micro_batches=1)
+    counts = count_step(run, engine, world, num_micro_batches=1)
     states = engine.state_bytes(model, run.optimizer, precision, world.size, accumulates=False)
     figures = {
-        "peak_bytes_per_parameter": max(world.gather(peak)) / num_parameters,
+        "peak_bytes_per_parameter": max(world.gather(counts.peak)) / num_parameters,
         "planned_states_per_parameter": sum(states.values()) / num_parameters,
         "sixteen_bytes_model": sixteen_bytes_model(engine, precision, world.size),
     }
     if world.size > 1:
-        sent = wire_bytes(carried.by_kind)
+        sent = wire_bytes(counts.carried)
         planned = wire_bytes(engine.carried_bytes(model, run.optimizer, precision, 1, world.size))
         figures |= {"sent_bytes_per_parameter": sent / num_parameters, "sent_over_formula": sent / planned}
     return figures

@@ -15,7 +15,7 @@ from benchmarks.ceilings import captured_products, copy_call, fewest_bytes, matr
 from benchmarks.peers import Step, bert_step, g_mlp_pytorch_step, modernbert_step
 from benchmarks.time_split import time_split
 from benchmarks.timing import Contender, Turn, medians, say, time_in_turns, turns_of
-from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, MaskedBatch, num_masked_positions
+from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
@@ -23,11 +23,8 @@ from gmlp_scale.models import GmlpConfig, with_kernels
 from gmlp_scale.models.gmlp import FUSED_GATING
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
-from gmlp_scale.train.run import build_engine_of
-
-Weights = Mapping[str, Tensor]
+from gmlp_scale.trial.random_step import forget_other_recipes, new_engine, random_batch, train_step
 
 PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": modernbert_step}
 
@@ -35,7 +32,7 @@ PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": m
 def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
     forget_other_recipes(world.device)
     batch = random_batch(run, world.device)
-    engine = our_engine(run, world)
+    engine = new_engine(run, world)
     recipe = step_of(engine, run, batch)
     recipe.run_once()
     peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else takes memory
@@ -99,16 +96,6 @@ def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contend
     return peers, missing
 
 
-def forget_other_recipes(device: torch.device) -> None:
-    """Frees the memory of recipes that came before, and the code that torch compiled for them: torch would generalise
-    that code instead of compiling this recipe's anew."""
-    gc.collect()
-    torch.compiler.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
     """A turn. After each one it gives the GPU memory in torch's cache back to the other processes."""
     step = PEERS[name](run, device, random_batch(run, device))
@@ -124,15 +111,6 @@ def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn,
         return seconds
 
     return turn, step.description
-
-
-def random_batch(run: RunConfig, device: torch.device) -> MaskedBatch:
-    rows, length = run.train.micro_batch_size, run.model.sequence_length
-    num_masked = num_masked_positions(length, run.data.masked_fractions.last)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(NUM_SPECIAL_TOKENS, run.model.vocab_size, (rows, length), generator=generator)
-    positions = torch.rand(rows, length, generator=generator).argsort(1)[:, :num_masked].sort(1).values
-    return MaskedBatch(ids, positions, ids.gather(1, positions), padded=run.data.padded).to(device)
 
 
 def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
@@ -153,33 +131,17 @@ def plain(run: RunConfig, *, compile: bool) -> RunConfig:
     return run.model_copy(update={"model": with_kernels(run.model, "torch"), "train": train})
 
 
-def our_engine(run: RunConfig, world: World, num_micro_batches: int = 1, weights: Weights | None = None) -> Engine:
-    """The recipe's engine.
-
-    num_micro_batches: of a step, on each rank.
-    weights: by parameter name; drawn anew if None.
-    """
-    num_rows = num_micro_batches * world.size * run.train.micro_batch_size
-    train = run.train.model_copy(update={"global_batch_size": num_rows})
-    task = Pretraining(run.model_copy(update={"train": train, "init_from": None}))
-    if weights:
-        task.initialise = partial(torch.nn.Module.load_state_dict, state_dict=weights, strict=False)
-    return build_engine_of(task, world, is_new=True)
-
-
-def our_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Weights | None = None) -> Step:
-    return step_of(our_engine(run, world, weights=weights), run, batch)
+def our_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Mapping[str, Tensor] | None = None) -> Step:
+    return step_of(new_engine(run, world, weights=weights), run, batch)
 
 
 def step_of(engine: Engine, run: RunConfig, batch: MaskedBatch) -> Step:
-    def run_once() -> None:
-        engine.backward(engine.module(batch), is_last=True)
-        engine.step(run.optimizer.peak_learning_rate)
-
-    return Step(run_once, {"compile": run.train.compile})
+    return Step(partial(train_step, engine, run, batch), {"compile": run.train.compile})
 
 
-def run_eager_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Weights | None = None) -> None:
+def run_eager_step(
+    run: RunConfig, world: World, batch: MaskedBatch, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """One step of a model that is then deleted."""
     our_step(run, world, batch, weights).run_once()
     gc.collect()

@@ -4,12 +4,13 @@ import contextlib
 import multiprocessing
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
+
+from gmlp_scale.trial.random_step import seconds_of
 
 NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
 CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between them, as in training
@@ -38,21 +39,6 @@ def time_in_turns(turns: Mapping[str, Turn], num_rounds: int) -> dict[str, list[
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def seconds_of(call: Callable[[], object], device: torch.device, num_calls: int = 1) -> float:
-    """Seconds per call; the device is idle before the first and after the last."""
-    wait_for(device)
-    started = time.perf_counter()
-    for _ in range(num_calls):
-        call()
-    wait_for(device)
-    return (time.perf_counter() - started) / num_calls
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def say(what: str) -> None:

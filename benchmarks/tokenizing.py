@@ -17,6 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
+
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits

@@ -6,11 +6,11 @@ python launch/plan.py --config configs/pretrain/gmlp_base.yaml --gpus 64 --gpu h
 import argparse
 import sys
 
-from benchmarks.collectives import describe_fake_step
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.plan.devices import GPUS
 from gmlp_scale.plan.layouts import Assumptions, table
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.trial.carried_bytes import describe_fake_step
 
 
 @command

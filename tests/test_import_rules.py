@@ -23,6 +23,7 @@ ORDER = [
     ("checkpoint.saved_run",),
     ("tasks",),
     ("train",),
+    ("trial",),
     ("export",),
     ("finetune",),
     ("analysis",),
@@ -62,7 +63,7 @@ EXCEPTIONS = {
 
 # modules that alone may import these
 CONFINED = {
-    "benchmarks": ("benchmarks", "gmlp_scale.doctor", "gmlp_scale.science", "launch.plan"),
+    "benchmarks": ("benchmarks",),
     "gmlp_scale.prepare": ("gmlp_scale.prepare", "data_prep", "benchmarks"),
     "datatrove": ("gmlp_scale.prepare",),
     "deepspeed": ("gmlp_scale.engine.zero", "gmlp_scale.engine.zero_masters"),

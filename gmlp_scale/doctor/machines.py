@@ -1,13 +1,15 @@
 """Every rank's machine, side by side."""
 
+import contextlib
 import os
 import platform
 import socket
+import subprocess
 from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from benchmarks.device_facts import said_by, version_of
 from gmlp_scale import __version__
 from gmlp_scale.distributed.world import World
 
@@ -34,6 +36,19 @@ def facts(world: World) -> dict[str, str]:
     found |= {"gmlp_scale": __version__, "python": platform.python_version(), "torch": torch.__version__}
     found["deepspeed"] = version_of("deepspeed")
     return {column: str(value) for column, value in found.items()}
+
+
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def said_by(*command: str) -> str | None:
+    """What a short program prints; None if it fails or is not there."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    return None
 
 
 def table(rows: list[dict[str, str]]) -> str:

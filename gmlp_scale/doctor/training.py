@@ -4,7 +4,6 @@ import math
 import time
 from typing import NamedTuple
 
-from benchmarks.step import forget_other_recipes, random_batch
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import SingleConfig
@@ -14,6 +13,7 @@ from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes
 from gmlp_scale.train.run import build_engine_of
+from gmlp_scale.trial.random_step import forget_other_recipes, random_batch
 
 NUM_BLOCKS = 2
 NUM_STEPS = 3

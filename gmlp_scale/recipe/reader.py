@@ -16,7 +16,9 @@ from gmlp_scale.data.mixture import SourceConfig
 from gmlp_scale.recipe.config import UNIONS, ConfigError, Recipe, RunConfig, flatten
 from gmlp_scale.storage.files import is_url, read_file
 
-_RECIPES = Path(__file__).parents[1] / "configs"  # in a checkout a link to the repository's folder
+_PACKAGE = Path(__file__).parents[1]
+_RECIPES = next(place / "configs" for place in (_PACKAGE, _PACKAGE.parent) if (place / "configs").is_dir())
+"""In an installed package they lie in it, in a checkout beside it."""
 
 AnyConfig = TypeVar("AnyConfig", bound=Recipe)
 

@@ -2,16 +2,16 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from benchmarks.step import our_step, random_batch
-from benchmarks.timing import seconds_of
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.distributed.world import World
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.science.claims import PARTS, RATES
 from gmlp_scale.science.runs import HELDOUT_ROWS, Table
+from gmlp_scale.trial.random_step import new_engine, random_batch, seconds_of, train_step
 
 
 def budget(table: Table, world: World) -> str:
@@ -46,9 +46,9 @@ def _flops(run: RunConfig) -> float:
 
 def _flop_rate(run: RunConfig, world: World) -> float:
     """FLOPs per second of the best of three training steps. On a CPU it is the rate on free cores: CPU time counts."""
-    step = our_step(run, world, random_batch(run, world.device))
-    step.run_once()  # the first one takes longer
-    seconds = min(_seconds(step.run_once, world.device) for _ in range(3))
+    step = partial(train_step, new_engine(run, world), run, random_batch(run, world.device))
+    step()  # the first one takes longer
+    seconds = min(_seconds(step, world.device) for _ in range(3))
     return run.flops_per_row().last * run.train.micro_batch_size / seconds
 
 

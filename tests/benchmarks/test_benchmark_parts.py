@@ -13,11 +13,12 @@ from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.loading import batched, measure_loading
 from benchmarks.peers import transformer_size
 from benchmarks.run import main
-from benchmarks.step import PEERS, measure_step, our_engine, random_batch, run_eager_step
+from benchmarks.step import PEERS, measure_step, run_eager_step
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.trial.random_step import new_engine, random_batch
 from tests.benchmarks.smoke_recipe import SMOKE, tiny_run
 from tests.forked import CONTEXT, Script
 
@@ -39,8 +40,8 @@ def forked_contenders(monkeypatch):
 
 def test_variants_begin_with_the_weights_that_they_are_given(tmp_path, world):
     run = tiny_run(tmp_path)
-    weights = {name: 2 * weight for name, weight in our_engine(run, world).full_weights()}
-    found = dict(our_engine(run, world, weights=weights).full_weights())
+    weights = {name: 2 * weight for name, weight in new_engine(run, world).full_weights()}
+    found = dict(new_engine(run, world, weights=weights).full_weights())
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 

@@ -5,13 +5,14 @@ import sys
 import pytest
 
 from benchmarks import count_collectives
-from benchmarks.collectives import ENGINES, CarriedBytes, count_fake_step, count_step
+from benchmarks.collectives import ENGINES
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import COLLECTIVES, Fsdp2Config, SingleConfig
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.trial.carried_bytes import ByteCounts, count_fake_step, count_step
 from tests.benchmarks.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
 
@@ -41,14 +42,14 @@ def _engines(world_size: int) -> dict:
     return ENGINES | small_groups | alone
 
 
-def _counts(carried: CarriedBytes, peak: int) -> tuple[dict, int]:
-    return {kind: carried.by_kind[kind] for kind in COLLECTIVES}, peak
+def _counts(counts: ByteCounts) -> tuple[dict, int]:
+    return {kind: counts.carried[kind] for kind in COLLECTIVES}, counts.peak
 
 
 def _count_each(cases: list[tuple]) -> dict:
     with start_world(60, "cpu", init_group=True) as world:
         return {
-            (name, num, optimizer): _counts(*count_step(_run(optimizer), engine, world, num))
+            (name, num, optimizer): _counts(count_step(_run(optimizer), engine, world, num))
             for name, engine in _engines(world.size).items()
             for num, optimizer in cases
         }
@@ -78,7 +79,7 @@ def test_every_engine_carries_and_holds_what_its_plan_says(world_size, cases):
 
 def _count_in_float32(name: str) -> dict[str, float]:
     with start_world(60, "cpu", init_group=True) as world:
-        return _counts(*count_step(FLOAT32, ENGINES[name], world, 1))[0]
+        return _counts(count_step(FLOAT32, ENGINES[name], world, 1))[0]
 
 
 def test_in_float32_stage_1_reduces_to_owners():
@@ -101,6 +102,6 @@ def test_fake_ranks_carry_and_hold_what_the_plan_says():
     engine, precision = _engines(64)["fsdp2"], RUN.train.precision
     run = RUN.model_copy(update={"engine": engine, "model": RUN.model.model_copy(update={"num_blocks": 8})})
     model = meta_model(run)
-    found, peak = _counts(*count_fake_step(run, 64))
+    found, peak = _counts(count_fake_step(run, 64))
     assert found == pytest.approx(engine.carried_bytes(model, ADAMW, precision, 1, 64), rel=0.02)
     assert 0.75 < peak / sum(engine.state_bytes(model, ADAMW, precision, 64, accumulates=False).values()) < 1
