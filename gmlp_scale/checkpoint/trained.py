@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.heads import MaskedLanguageModel, SequenceClassifier, SpanPredictor
+from gmlp_scale.models.finetuning_heads import SequenceClassifier, SpanPredictor
+from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import download_file, is_url, list_files, redacted
 
@@ -244,7 +245,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
-    names = {name for kind in get_args(get_args(ModelConfig)[0]) for name in kind.model_fields}
+    names = {name for family in FAMILIES.values() for name in family.model_fields}
     try:
         return TypeAdapter(ModelConfig).validate_python({name: config[name] for name in names if name in config})
     except ValidationError as error:

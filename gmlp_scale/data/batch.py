@@ -5,8 +5,8 @@ Shape legend: B batch, N positions, M masked positions, 3 colours, H and W pixel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:  # the workers that tokenize do not load torch
     import torch
@@ -25,8 +25,17 @@ def num_masked_positions(sequence_length: int, masked_fraction: float = 0.15) ->
     return round(sequence_length * masked_fraction)
 
 
+class Batch:
+    """A dataclass with tensors among its fields."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch on `device`; copies from pinned memory do not block the host."""
+        tensors = {name: value for name, value in vars(self).items() if hasattr(value, "to")}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+
+
 @dataclass(frozen=True)
-class MaskedBatch:
+class MaskedBatch(Batch):
     """Masked rows, and the tokens that the masks hide."""
 
     token_ids_BN: Tensor
@@ -58,15 +67,6 @@ class MaskedBatch:
         positions_BM = is_ignored_BN.byte().argsort(dim=1, stable=True)[:, :num_masked].sort(dim=1).values
         return cls(token_ids_BN, positions_BM, labels_BN.gather(1, positions_BM))
 
-    def to(self, device: torch.device | str) -> MaskedBatch:
-        """The same batch on `device`; copies from pinned memory do not block the host."""
-        return replace(
-            self,
-            token_ids_BN=self.token_ids_BN.to(device, non_blocking=True),
-            masked_positions_BM=self.masked_positions_BM.to(device, non_blocking=True),
-            labels_BM=self.labels_BM.to(device, non_blocking=True),
-        )
-
     def split(self, num_rows: int) -> list[MaskedBatch]:
         """Parts of `num_rows` rows each, which are views of the batch."""
         parts = (self.token_ids_BN, self.masked_positions_BM, self.labels_BM)
@@ -75,7 +75,7 @@ class MaskedBatch:
 
 
 @dataclass(frozen=True)
-class ImageBatch:
+class ImageBatch(Batch):
     """Images, each of which may be a mixture of two that have a label each."""
 
     images_B3HW: Tensor
@@ -86,7 +86,3 @@ class ImageBatch:
     """int64 [B], the labels of the images that were mixed in; where none was, as in `labels_B`."""
     shares_B: Tensor
     """float32 [B], the share of the label in `labels_B`; the other label has the rest."""
-
-    def to(self, device: torch.device | str) -> ImageBatch:
-        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
-        return ImageBatch(**moved)

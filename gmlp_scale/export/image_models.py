@@ -18,7 +18,7 @@ from torch import Tensor
 from gmlp_scale.checkpoint.saved_run import read_recipe, read_weights
 from gmlp_scale.checkpoint.trained import MODEL_TYPE, ExportError, TrainedModelError, copy_weights
 from gmlp_scale.data.augmentation import CENTRE_CROP
-from gmlp_scale.export.carried_code import IMAGES, copy_sources
+from gmlp_scale.export.carried_code import copy_sources
 from gmlp_scale.export.folder import new_folder, without_local_places, write_model
 from gmlp_scale.export.timm_weights import from_timm, to_timm
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
@@ -107,7 +107,7 @@ def write_image_export(trained: TrainedClassifier, folder: Path) -> None:
         write_model(unfinished, _config(trained), trained.weights)
         processor = json.dumps(_processor(trained), indent=2) + "\n"
         (unfinished / "preprocessor_config.json").write_text(processor, encoding="utf-8")
-        copy_sources(unfinished, modeling=IMAGES)
+        copy_sources(unfinished, of_images=True)
         (unfinished / "README.md").write_text(_card(trained), encoding="utf-8")
 
 

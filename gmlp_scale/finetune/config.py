@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.engine import EngineConfig, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
-from gmlp_scale.models.backbone import Recompute
+from gmlp_scale.models.recompute import Recompute
 from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path, stop_mistakes
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS

@@ -11,11 +11,7 @@ A model is an nn.Module with
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.
 
-The config of a block family says what the rest of the project needs to know about the family: its kind and sizes,
-    display_name             its name in a model card
-    masks_padding            whether its blocks take is_token_BN
-    has_absolute_positions   whether position embeddings are added to the tokens'
-    multiply_adds_per_block  for one forward pass of one sequence
+The config of a block family says what the rest of the project needs to know about the family (family.py).
 A new family is a file with its config and its block, its config in ModelConfig and a case in build_model.
 
 Nothing here knows of processes, engines or devices. Parameters and products are in the dtype that the model was given.
@@ -27,7 +23,7 @@ V vocabulary, H heads, K head width. A digit is a size: q_B1NK has one head.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal, TypeVar, assert_never
+from typing import Annotated, Literal, TypeVar, assert_never, get_args
 
 import torch
 from pydantic import Field
@@ -35,15 +31,16 @@ from torch.overrides import TorchFunctionMode
 
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.models.backbone import Backbone
+from gmlp_scale.models.finetuning_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig, SpatialGatingUnit
-from gmlp_scale.models.heads import LabelledBatch, MaskedLanguageModel, SequenceClassifier, SpanBatch, SpanPredictor
+from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.mixer import MixerBlock, MixerConfig
 from gmlp_scale.models.mlp_attention import MlpAttentionBlock, MlpAttentionConfig
 from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 
 __all__ = [
+    "FAMILIES",
     "AmlpConfig",
-    "CausalModelConfig",
     "GmlpConfig",
     "LabelledBatch",
     "MaskedBatch",
@@ -63,14 +60,20 @@ __all__ = [
 ModelConfig = Annotated[
     GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig | MlpAttentionConfig, Field(discriminator="kind")
 ]
-CausalModelConfig = GmlpConfig | MlpAttentionConfig
-"""The families whose blocks can be causal."""
+FAMILIES = {get_args(family.__annotations__["kind"])[0]: family for family in get_args(get_args(ModelConfig)[0])}
+"""The config of each family, by its kind."""
 AnyModel = TypeVar("AnyModel", bound=Backbone)
+
+
+def kinds_with(attribute: str) -> str:
+    """The kinds whose families have an attribute of FamilyConfig, as in "gmlp, amlp or mlp_attention"."""
+    *kinds, last = (kind for kind, family in FAMILIES.items() if getattr(family, attribute))
+    return f"{', '.join(kinds)} or {last}" if kinds else last
 
 
 def with_kernels(config: ModelConfig, kernels: Literal["auto", "torch", "triton"]) -> ModelConfig:
     """The config with `kernels` set, if it has this field."""
-    return config.model_copy(update={"kernels": kernels}) if isinstance(config, GmlpConfig) else config
+    return config.model_copy(update={"kernels": kernels}) if hasattr(config, "kernels") else config
 
 
 def build_model(
@@ -85,11 +88,11 @@ def build_model(
 
     Args:
         head: a class of heads.py or next_token.py, with its own arguments bound by functools.partial.
-        causal: no position sees a later one. For a CausalModelConfig only.
+        causal: no position sees a later one. For a family that can be causal.
         seed: for the initial weights, which are the same on every device. None leaves the parameters without values,
             for `init_weights` or a checkpoint to fill. Under `torch.device("meta")` they have none and take no memory.
     """
-    assert not causal or isinstance(config, CausalModelConfig)
+    assert not causal or config.can_be_causal
     match config:
         case GmlpConfig():  # and AmlpConfig, which extends it
             block = partial(GmlpBlock, causal=causal)

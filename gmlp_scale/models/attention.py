@@ -1,17 +1,33 @@
-"""Self-attention, and the block around an attention: what the Transformer and MLP-Attention have in common.
+"""Self-attention, and the block around an attention: what the families with attention have in common.
 
 Shape suffixes: B batch, N positions, D width, H heads, K head width.
 """
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from gmlp_scale.models.exporting import flatten_heads
-from gmlp_scale.models.norm import LayerNorm
+from gmlp_scale.models.family import FamilyConfig
+from gmlp_scale.models.layers import LayerNorm, flatten_heads
+
+
+class AttentionConfig(FamilyConfig):
+    """A family of AttentionBlocks: with d_model and num_heads."""
+
+    masks_padding: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _whole_heads(self):
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model is {self.d_model} and num_heads {self.num_heads}: make d_model a multiple of num_heads"
+            )
+        return self
 
 
 class AttentionBlock(nn.Module):
@@ -47,6 +63,7 @@ class SelfAttention(nn.Module):
     Args:
         relative_bias: (num_positions, device) -> bias_HNN, or None. Not together with `causal`.
         causal: no position attends to a later one.
+        d_attn, d_out: the widths of all heads together and of the output, if they are not d_model.
     """
 
     def __init__(
@@ -58,15 +75,21 @@ class SelfAttention(nn.Module):
         qkv_bias: bool = True,
         relative_bias: nn.Module | None = None,
         causal: bool = False,
+        d_attn: int | None = None,
+        d_out: int | None = None,
     ):
         super().__init__()
         assert not (relative_bias and causal)
         self.num_heads, self.dropout, self.causal = num_heads, dropout, causal
-        self.qkv = nn.Linear(d_model, 3 * d_model, bias=qkv_bias)
+        self.qkv = nn.Linear(d_model, 3 * (d_attn or d_model), bias=qkv_bias)
         self.relative_bias = relative_bias
-        self.out = nn.Linear(d_model, d_model)
+        self.out = nn.Linear(d_attn or d_model, d_out or d_model)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        return self.out(self.context(x_BND, is_token_BN))
+
+    def context(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """[B, N, H K], before the projection to the output; fused kernels project it themselves."""
         q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
         is_plainly_causal = self.causal and is_token_BN is None  # for which torch needs no mask
         mask = None if is_plainly_causal else self._mask(x_BND, is_token_BN)
@@ -74,7 +97,7 @@ class SelfAttention(nn.Module):
         attended_BHNK = F.scaled_dot_product_attention(
             q_BHNK, k_BHNK, v_BHNK, attn_mask=mask, dropout_p=dropout, is_causal=is_plainly_causal
         )
-        return self.out(flatten_heads(attended_BHNK))
+        return flatten_heads(attended_BHNK)
 
     def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         """The softmax as float32 weights_BHNN: what each position (third axis) takes from each (fourth axis)."""

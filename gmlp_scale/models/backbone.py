@@ -3,42 +3,18 @@
 Shape suffixes: B batch, N positions, D width.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Annotated, Literal
+from collections.abc import Iterable
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gmlp_scale.data.batch import PAD_ID
 from gmlp_scale.errors import InputError
-from gmlp_scale.models.norm import LayerNorm
+from gmlp_scale.models.layers import LayerNorm
+from gmlp_scale.models.recompute import Recompute, recomputing
 
 INIT_STD = 0.02
 """The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
-
-NumBlocks = Annotated[int, Field(ge=1, le=10_000)]
-"""The paper's deepest model has 144. Without a limit a slip of the pen would keep even a dry run busy for ever."""
-
-Recompute = Literal["none", "selective", "full"]
-"""What a block computes again in the backward pass instead of keeping it.
-
-none: nothing. selective: everything but its matrix products, so LayerNorms, GELU and gates. A fused Spatial Gating Unit
-is computed again too, because it would have to keep more than its input. full: everything, from the block's input.
-"""
-
-_PRODUCTS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-]
 
 
 class Backbone(nn.Module):
@@ -111,13 +87,14 @@ class Backbone(nn.Module):
         """
         if recompute == "none":
             return
-        # Only dropout draws random numbers. Without dropout their state need not be kept.
         has_dropout = any(module.p > 0 for module in self.modules() if isinstance(module, nn.Dropout))
-        options = {"use_reentrant": False, "preserve_rng_state": has_dropout}
-        if recompute == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
         for block in self.blocks:
-            block.forward = _recomputing(block.forward, options)
+            block.forward = recomputing(block.forward, recompute, has_dropout)
+
+    def flops_per_sample(self) -> int:
+        """Forward FLOPs of one sequence of full length in the blocks, as in Table 5: 2 per multiply-add, matrix
+        products only. Heads with large products add theirs."""
+        return 2 * len(self.blocks) * self.multiply_adds_per_block
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -142,11 +119,3 @@ class Backbone(nn.Module):
         for module in self.modules():
             if hasattr(module, "init_special_weights"):
                 module.init_special_weights(generator)
-
-
-def _recomputing(forward: Callable[..., Tensor], options: dict) -> Callable[..., Tensor]:
-    # torch.compile skips functions in torch.utils.checkpoint's own file, so this one is here.
-    def recomputing_forward(x_BND: Tensor, *padding_mask: Tensor) -> Tensor:
-        return checkpoint(forward, x_BND, *padding_mask, **options)
-
-    return recomputing_forward

@@ -11,22 +11,36 @@ Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F
 
 import math
 import operator
-from collections.abc import Callable
-from typing import ClassVar, Literal, assert_never
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.kernels.fused_gating import fused_gating
-from gmlp_scale.models.backbone import NumBlocks
-from gmlp_scale.models.norm import LayerNorm
+from gmlp_scale.models.attention import SelfAttention
+from gmlp_scale.models.family import FamilyConfig, NumBlocks
+from gmlp_scale.models.layers import LayerNorm
 from gmlp_scale.models.toeplitz import toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
+"""The variants of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
 FUSED_GATING: Gating = "multiplicative_split"
 """The only variant that has fused kernels."""
+
+
+def _gate_alone(u_BNG: Tensor, gate_BNG: Tensor) -> Tensor:
+    return gate_BNG
+
+
+_VARIANTS = {
+    "linear": (_gate_alone, 1.0, 0.0),
+    "additive": (operator.add, 0.0, 0.0),
+    "multiplicative": (operator.mul, 0.0, 1.0),
+    "multiplicative_split": (operator.mul, 0.0, 1.0),
+}
+"""How each gating combines u with the gate, and the numbers at which W's diagonal and b start."""
 
 SPATIAL_INIT_SCALE = 0.002
 """std(W) * sqrt(n) at the start. The paper says "near-zero" and gives no number. The normalised operand has unit
@@ -34,10 +48,10 @@ variance, so this is also the root mean square of W LayerNorm(Z). The additive g
 which is about 0.1 to 0.3 at the start, so it must be small."""
 
 
-class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
+class GmlpConfig(FamilyConfig):
     display_name: ClassVar[str] = "gMLP"
-    has_absolute_positions: ClassVar[bool] = False
-    masks_padding: ClassVar[bool] = False
+    can_be_causal: ClassVar[bool] = True
+    has_spatial_filters: ClassVar[bool] = True
     kind: Literal["gmlp"] = "gmlp"
     """gMLP: the Spatial Gating Unit alone mixes the positions."""
     num_blocks: NumBlocks
@@ -69,7 +83,8 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def splits(self) -> bool:
-        return halves(self.gating)
+        """Whether the gating halves z into u and v; else both are z."""
+        return self.gating.endswith("_split")
 
     @property
     def d_gate(self) -> int:
@@ -82,7 +97,7 @@ class GmlpConfig(BaseModel, frozen=True, extra="forbid"):
         return n * self.d_model * (self.d_ffn + self.d_gate) + n * n * self.d_gate
 
 
-class AmlpConfig(GmlpConfig, frozen=True, extra="forbid"):
+class AmlpConfig(GmlpConfig):
     display_name: ClassVar[str] = "aMLP"
     kind: Literal["amlp"] = "amlp"
     """aMLP: gMLP with a tiny attention in each block."""
@@ -150,10 +165,10 @@ class SpatialGatingUnit(nn.Module):
         super().__init__()
         n = sequence_length
         self.causal = causal
-        self.splits = halves(gating)
+        self.splits = gating.endswith("_split")
         self.spatial = spatial
         self.sequence_length = n
-        self.combine, self.initial_diagonal, self.initial_bias = combination(gating)
+        self.combine, self.initial_diagonal, self.initial_bias = _VARIANTS[gating]
         self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
@@ -206,56 +221,11 @@ class SpatialGatingUnit(nn.Module):
         self.bias.fill_(self.initial_bias)
 
 
-def halves(gating: Gating) -> bool:
-    """Whether the gating halves z into u and v; else both are z."""
-    return gating.endswith("_split")
-
-
-def combination(gating: Gating) -> tuple[Callable[[Tensor, Tensor], Tensor], float, float]:
-    """How a variant of Table 3 combines u with the gate, and the numbers at which W's diagonal and b start."""
-    match gating:
-        case "linear":
-            return _gate_alone, 1.0, 0.0
-        case "additive":
-            return operator.add, 0.0, 0.0
-        case "multiplicative" | "multiplicative_split":
-            return operator.mul, 0.0, 1.0
-    assert_never(gating)
-
-
-def _gate_alone(u_BNG: Tensor, gate_BNG: Tensor) -> Tensor:
-    return gate_BNG
-
-
-class TinyAttention(nn.Module):
+class TinyAttention(SelfAttention):
     """One head over all positions, or over the earlier ones if causal; no position embeddings (Figure 6).
 
     y_BND -> attended_BNG.
     """
 
     def __init__(self, config: AmlpConfig, dropout: float = 0.0, causal: bool = False):
-        super().__init__()
-        self.dropout, self.causal = dropout, causal
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_attn)
-        self.out = nn.Linear(config.d_attn, config.d_gate)
-
-    def forward(self, y_BND: Tensor) -> Tensor:
-        return self.out(self.context(y_BND))
-
-    def context(self, y_BND: Tensor) -> Tensor:
-        """context_BNK, before the projection to the gate's channels; the fused kernels project it themselves."""
-        q_B1NK, k_B1NK, v_B1NK = self._queries_keys_values(y_BND)
-        dropout = self.dropout if self.training else 0.0
-        context_B1NK = F.scaled_dot_product_attention(q_B1NK, k_B1NK, v_B1NK, dropout_p=dropout, is_causal=self.causal)
-        return context_B1NK.squeeze(1)
-
-    def weights(self, y_BND: Tensor) -> Tensor:
-        """The softmax as float32 weights_B1NN: what each position (third axis) takes from each (fourth axis)."""
-        q_B1NK, k_B1NK, _ = self._queries_keys_values(y_BND)
-        scores_B1NN = q_B1NK @ k_B1NK.mT / math.sqrt(q_B1NK.shape[-1])
-        if self.causal:
-            scores_B1NN = scores_B1NN.masked_fill(torch.ones_like(scores_B1NN, dtype=torch.bool).triu(1), -torch.inf)
-        return scores_B1NN.softmax(-1, dtype=torch.float32)
-
-    def _queries_keys_values(self, y_BND: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv(y_BND).unsqueeze(1).chunk(3, dim=-1)
+        super().__init__(config.d_model, 1, dropout, causal=causal, d_attn=config.d_attn, d_out=config.d_gate)

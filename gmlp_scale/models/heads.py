@@ -1,12 +1,7 @@
-"""The models: the trunk with a head on it, and the batches of finetuning.
+"""Masked language modelling: the trunk with a head whose output matrix is the token embedding.
 
-Pretraining has masked language modelling, whose output matrix is the token embedding. Finetuning has sequence
-classification and span prediction.
-
-Shape suffixes: B batch, N positions, M masked positions, D width, V vocabulary, C classes.
+Shape suffixes: B batch, N positions, M masked positions, D width, V vocabulary.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -81,9 +76,9 @@ class MaskedLanguageModel(Backbone):
         return self.head(self._masked_states(batch))
 
     def flops_per_sample(self, num_masked: int) -> int:
-        """Forward FLOPs of one sequence of full length, as in Table 5: 2 per multiply-add, matrix products only."""
+        """Forward FLOPs of one sequence of full length, as in Table 5."""
         head = num_masked * self.embedding.embedding_dim * self.embedding.num_embeddings
-        return 2 * (len(self.blocks) * self.multiply_adds_per_block + head)
+        return super().flops_per_sample() + 2 * head
 
     def _masked_states(self, batch: MaskedBatch) -> Tensor:
         # The final LayerNorm is per position, so only the masked positions need it.
@@ -95,97 +90,3 @@ class MaskedLanguageModel(Backbone):
         losses = F.cross_entropy(logits_BMV.flatten(0, 1), labels_BM.flatten(), ignore_index=IGNORED, reduction="none")
         num_valid_B = (labels_BM != IGNORED).sum(dim=1)
         return losses.view_as(labels_BM).sum(dim=1) / num_valid_B.clamp(min=1)
-
-
-@dataclass(frozen=True)
-class LabelledBatch:
-    """Rows `<cls> A <sep>` or `<cls> A <sep> B <sep>`, padded to one length, and the label of each."""
-
-    token_ids_BN: Tensor
-    """int64 [B, N]."""
-    labels_B: Tensor
-    """int64 [B], the classes; float32 [B] in regression."""
-
-    def to(self, device: torch.device | str) -> "LabelledBatch":
-        return LabelledBatch(
-            self.token_ids_BN.to(device, non_blocking=True), self.labels_B.to(device, non_blocking=True)
-        )
-
-
-def label_loss(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Mean cross-entropy in nats over the rows. A single class is regression: its mean squared error."""
-    if logits_BC.shape[1] == 1:
-        return F.mse_loss(logits_BC[:, 0], labels_B.to(logits_BC.dtype))
-    return F.cross_entropy(logits_BC, labels_B)
-
-
-class SequenceClassifier(Backbone):
-    """LabelledBatch -> scalar float32 loss. A Linear reads the last layer at <cls>, the first position (section 4).
-
-    In regression it has one class, whose logit is the predicted number.
-    """
-
-    def __init__(self, *, num_classes: int, **backbone):
-        super().__init__(**backbone)
-        self.classifier = nn.Linear(self.embedding.embedding_dim, num_classes)
-
-    def forward(self, batch: LabelledBatch) -> Tensor:
-        """`label_loss` of the batch."""
-        return label_loss(self.predict(batch), batch.labels_B)
-
-    def predict(self, batch: LabelledBatch) -> Tensor:
-        """Float32 logits_BC."""
-        return self.logits(self.norm(self.encode(batch.token_ids_BN)[:, 0]))
-
-    def logits(self, x_BD: Tensor) -> Tensor:
-        """Float32 logits_BC from <cls> after the final LayerNorm."""
-        return self.classifier(self.dropout(x_BD)).float()
-
-    def flops_per_sample(self) -> int:
-        """Forward FLOPs of one sequence of full length, without the head's, which are few."""
-        return 2 * len(self.blocks) * self.multiply_adds_per_block
-
-
-@dataclass(frozen=True)
-class SpanBatch:
-    """Rows `<cls> question <sep> window of the context <sep>`, padded to one length, and where each row's answer is."""
-
-    token_ids_BN: Tensor
-    """int64 [B, N]."""
-    first_positions_B: Tensor
-    """int64 [B], of the answer's first token; 0, the position of <cls>, in a row without the answer."""
-    last_positions_B: Tensor
-    """int64 [B], of the answer's last token; 0 in a row without the answer."""
-
-    def to(self, device: torch.device | str) -> "SpanBatch":
-        return SpanBatch(
-            self.token_ids_BN.to(device, non_blocking=True),
-            self.first_positions_B.to(device, non_blocking=True),
-            self.last_positions_B.to(device, non_blocking=True),
-        )
-
-
-class SpanPredictor(Backbone):
-    """SpanBatch -> scalar float32 loss. Each position has two logits: that the answer begins there, and ends there."""
-
-    def __init__(self, **backbone):
-        super().__init__(**backbone)
-        self.spans = nn.Linear(self.embedding.embedding_dim, 2)
-
-    def forward(self, batch: SpanBatch) -> Tensor:
-        """The mean of two cross-entropies over positions, for the first and for the last token, averaged over rows."""
-        first_logits_BN, last_logits_BN = self.predict(batch).unbind(-1)
-        first_loss = F.cross_entropy(first_logits_BN, batch.first_positions_B)
-        return (first_loss + F.cross_entropy(last_logits_BN, batch.last_positions_B)) / 2
-
-    def predict(self, batch: SpanBatch) -> Tensor:
-        """Float32 logits_BN2."""
-        return self.logits(self.norm(self.encode(batch.token_ids_BN)))
-
-    def logits(self, x_BND: Tensor) -> Tensor:
-        """Float32 logits_BN2 from the positions after the final LayerNorm."""
-        return self.spans(x_BND).float()
-
-    def flops_per_sample(self) -> int:
-        """Forward FLOPs of one sequence of full length, without the head's, which are few."""
-        return 2 * len(self.blocks) * self.multiply_adds_per_block

@@ -101,6 +101,6 @@ class ImageClassifier(Backbone):
         return self.classifier(self.norm(self.encode(batch.images_B3HW)).mean(1)).float()
 
     def flops_per_sample(self) -> int:
-        """Forward FLOPs of one image, as in Table 1: 2 per multiply-add, matrix products only."""
+        """Forward FLOPs of one image, as in Table 1."""
         ends = self.sequence_length * self.embedding.weight.numel() + self.classifier.weight.numel()
-        return 2 * (len(self.blocks) * self.multiply_adds_per_block + ends)
+        return super().flops_per_sample() + 2 * ends

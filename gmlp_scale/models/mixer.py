@@ -9,17 +9,15 @@ Shape suffixes: B batch, N positions, D width.
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from gmlp_scale.models.backbone import NumBlocks
-from gmlp_scale.models.norm import LayerNorm
+from gmlp_scale.models.family import FamilyConfig, NumBlocks
+from gmlp_scale.models.layers import LayerNorm
 
 
-class MixerConfig(BaseModel, frozen=True, extra="forbid"):
+class MixerConfig(FamilyConfig):
     display_name: ClassVar[str] = "MLP-Mixer"
-    has_absolute_positions: ClassVar[bool] = False
-    masks_padding: ClassVar[bool] = False
     kind: Literal["mixer"] = "mixer"
     """MLP-Mixer: a two-layer network over positions, then one over channels."""
     num_blocks: NumBlocks

@@ -14,18 +14,19 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
-from gmlp_scale.models.attention import AttentionBlock, SelfAttention, attention_mask
-from gmlp_scale.models.backbone import INIT_STD, NumBlocks
-from gmlp_scale.models.exporting import flatten_heads, is_exporting
+from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention, attention_mask
+from gmlp_scale.models.backbone import INIT_STD
+from gmlp_scale.models.family import NumBlocks
+from gmlp_scale.models.layers import flatten_heads, is_exporting
 
 
-class MlpAttentionConfig(BaseModel, frozen=True, extra="forbid"):
+class MlpAttentionConfig(AttentionConfig):
     display_name: ClassVar[str] = "MLP-Attention"
-    masks_padding: ClassVar[bool] = True
     has_absolute_positions: ClassVar[bool] = True
+    can_be_causal: ClassVar[bool] = True
     kind: Literal["mlp_attention"] = "mlp_attention"
     """MLP-Attention, whose attention takes its weights from a multi-layer perceptron."""
     num_blocks: NumBlocks
@@ -47,10 +48,6 @@ class MlpAttentionConfig(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _fits_the_scores(self):
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"d_model is {self.d_model} and num_heads {self.num_heads}: make d_model a multiple of num_heads"
-            )
         if (self.scores == "mlp") != (self.d_scores is not None):
             raise ValueError(f"d_scores is {self.d_scores} with scores {self.scores}: only mlp has one, and needs it")
         return self

@@ -5,26 +5,21 @@ Shape suffixes: B batch, N positions, D width, V vocabulary.
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gmlp_scale.data.batch import Batch
 from gmlp_scale.models.backbone import Backbone
 
 
 @dataclass(frozen=True)
-class NextTokenBatch:
+class NextTokenBatch(Batch):
     """Rows of tokens, and the token that follows each."""
 
     token_ids_BN: Tensor
     """int64 [B, N]."""
     next_ids_BN: Tensor
     """int64 [B, N]."""
-
-    def to(self, device: torch.device | str) -> "NextTokenBatch":
-        return NextTokenBatch(
-            self.token_ids_BN.to(device, non_blocking=True), self.next_ids_BN.to(device, non_blocking=True)
-        )
 
 
 class NextTokenModel(Backbone):
@@ -48,4 +43,4 @@ class NextTokenModel(Backbone):
     def flops_per_sample(self) -> int:
         """Forward FLOPs of one sequence of full length."""
         head = self.sequence_length * self.embedding.embedding_dim * self.embedding.num_embeddings
-        return 2 * (len(self.blocks) * self.multiply_adds_per_block + head)
+        return super().flops_per_sample() + 2 * head

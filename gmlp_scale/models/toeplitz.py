@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gmlp_scale.models.exporting import is_exporting
+from gmlp_scale.models.layers import is_exporting
 
 
 def toeplitz(offsets: Tensor) -> Tensor:

@@ -16,20 +16,19 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, PositiveInt, model_validator
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from gmlp_scale.models.attention import AttentionBlock, SelfAttention
-from gmlp_scale.models.backbone import NumBlocks
+from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention
+from gmlp_scale.models.family import NumBlocks
 from gmlp_scale.models.toeplitz import toeplitz
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
 
 
-class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
+class TransformerConfig(AttentionConfig):
     display_name: ClassVar[str] = "Transformer"
-    masks_padding: ClassVar[bool] = True
     kind: Literal["transformer"] = "transformer"
     """BERT's layers, with LayerNorm before each part."""
     num_blocks: NumBlocks
@@ -47,14 +46,6 @@ class TransformerConfig(BaseModel, frozen=True, extra="forbid"):
     """Longest input. [tokens]"""
     vocab_size: PositiveInt
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
-
-    @model_validator(mode="after")
-    def _whole_heads(self):
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"d_model is {self.d_model} and num_heads {self.num_heads}: make d_model a multiple of num_heads"
-            )
-        return self
 
     @property
     def has_absolute_positions(self) -> bool:

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from gmlp_scale.engine.float32_vectors import round_matrices
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
-from gmlp_scale.models.backbone import Recompute
+from gmlp_scale.models.recompute import Recompute
 
 
 def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Recompute) -> float:

@@ -23,8 +23,7 @@ from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.errors import InputError
-from gmlp_scale.models import ModelConfig, build_model
-from gmlp_scale.models.gmlp import GmlpConfig
+from gmlp_scale.models import ModelConfig, build_model, kinds_with
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import is_url, open_filesystem, redacted
@@ -232,8 +231,8 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
         yield from _schedule_mistakes(self.optimizer, train.num_steps)
         yield from _budget_mistakes(self)
         yield from _change_mistakes("train.global_batch_size", train.batch_sizes, self.changes_end)
-        if train.log_filters and not isinstance(self.model, GmlpConfig):
-            needed = "false, or a model with spatial filters: model.kind gmlp or amlp"
+        if train.log_filters and not self.model.has_spatial_filters:
+            needed = f"false, or a model with spatial filters: model.kind {kinds_with('has_spatial_filters')}"
             yield f"train.log_filters: found true with model.kind = {self.model.kind}; needed: {needed}"
         if train.compile == "reduce-overhead" and (
             train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs

@@ -20,8 +20,7 @@ from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
-from gmlp_scale.models import CausalModelConfig, ModelConfig, build_model
-from gmlp_scale.models.gmlp import GmlpConfig
+from gmlp_scale.models import ModelConfig, build_model, kinds_with
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import PretrainingRecipe
@@ -68,9 +67,9 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def mistakes(self) -> Iterable[str]:
         yield from super().mistakes()
-        if not isinstance(self.model, CausalModelConfig):
-            yield f"model.kind: found {self.model.kind}; needed: one that can be causal: gmlp, amlp or mlp_attention"
-        if isinstance(self.model, GmlpConfig) and self.model.kernels == "triton":
+        if not self.model.can_be_causal:
+            yield f"model.kind: found {self.model.kind}; needed: one that can be causal: {kinds_with('can_be_causal')}"
+        if getattr(self.model, "kernels", None) == "triton":
             yield "model.kernels: found triton; needed: auto or torch, since the fused kernels are not causal"
         if self.train.micro_batch_size == "auto":
             yield "train.micro_batch_size: found auto; needed: a number with task=characters"

@@ -21,7 +21,7 @@ from gmlp_scale.checkpoint.trained import TrainedModelError, read_export
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import build_model
-from gmlp_scale.models.heads import SequenceClassifier
+from gmlp_scale.models.finetuning_heads import SequenceClassifier
 from tests.analysis.pretrained_runs import SEQUENCE_LENGTH
 
 NUM_BLOCKS = 2

@@ -6,7 +6,8 @@ in `input_ids`, or any token where `attention_mask`, [B, N], is 0. `token_type_i
 give it, and not used. `inputs_embeds`, [B, N, D], may stand in for `input_ids`; then `attention_mask` alone says what
 is padding.
 
-Every class returns on request
+Every class's `forward` takes `input_ids`, `attention_mask`, `token_type_ids`, `inputs_embeds` and the labels as int64
+or float tensors, and `output_hidden_states` and `output_attentions` as names. It returns on request
     hidden_states   what each block read, and the last state after the final LayerNorm: [B, N, D], one more than blocks
     attentions      [B, H, N, N] for each block that has attention; an aMLP's tiny attention has one head. A row of an
                     aMLP's sums to less than 1 where a part fell on the padding that the model added.
@@ -17,7 +18,6 @@ C classes, H heads.
 
 from functools import partial
 from inspect import signature
-from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +33,13 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
-from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.heads import SequenceClassifier, SpanPredictor
+from gmlp_scale.models.finetuning_heads import SequenceClassifier, SpanPredictor
 
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
-    families = {signature(family).parameters["kind"].default: family for family in get_args(get_args(ModelConfig)[0])}
-    family = families[config.kind]
+    family = FAMILIES[config.kind]
     return family(**{name: getattr(config, name) for name in signature(family).parameters})
 
 
@@ -50,6 +49,7 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
     config_class = GmlpScaleConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False  # so that Trainer gives `forward` no names but its own
 
     def __init__(self, config: GmlpScaleConfig, head, dropout: float):
         super().__init__(config)
@@ -70,11 +70,11 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
 
     def _encode(
         self,
-        input_ids,
-        attention_mask,
-        inputs_embeds,
-        output_attentions: bool | None,
-        output_hidden_states: bool | None,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> tuple[Tensor, int, dict[str, tuple[Tensor, ...] | None]]:
         """x_BRD after the last LayerNorm, N, and the output's hidden_states and attentions.
 
@@ -103,14 +103,11 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
             else:
                 x_BRD = block(x_BRD, *padding_mask)
         x_BRD = self.model.norm(x_BRD)
-        return (
-            x_BRD,
-            num_positions,
-            {
-                "hidden_states": (*states, self._cut(x_BRD, num_positions)) if output_hidden_states else None,
-                "attentions": tuple(attentions) if output_attentions else None,
-            },
-        )
+        extras = {
+            "hidden_states": (*states, self._cut(x_BRD, num_positions)) if output_hidden_states else None,
+            "attentions": tuple(attentions) if output_attentions else None,
+        }
+        return x_BRD, num_positions, extras
 
     def _rows(self, input_ids, attention_mask, inputs_embeds) -> tuple[Tensor, Tensor, int]:
         """embedded_BRD, is_token_BR and N. All padding has the embedding of <pad>.
@@ -157,18 +154,8 @@ class GmlpScaleModel(GmlpScalePreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-    ):
-        x_BRD, num_positions, extras = self._encode(
-            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
-        )
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, inputs_embeds=None, **wanted):
+        x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, inputs_embeds, **wanted)
         return BaseModelOutput(last_hidden_state=self._cut(x_BRD, num_positions), **extras)
 
 
@@ -190,19 +177,10 @@ class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        self, input_ids=None, attention_mask=None, token_type_ids=None, inputs_embeds=None, labels=None, **wanted
     ):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
-        x_BRD, num_positions, extras = self._encode(
-            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
-        )
+        x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, inputs_embeds, **wanted)
         logits_BNV = self.lm_head(self._cut(x_BRD, num_positions)).float()
         loss = None if labels is None else self.loss_function(logits_BNV, labels.contiguous(), self.config.vocab_size)
         return MaskedLMOutput(loss=loss, logits=logits_BNV, **extras)
@@ -218,14 +196,7 @@ class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        self, input_ids=None, attention_mask=None, token_type_ids=None, inputs_embeds=None, labels=None, **wanted
     ):
         """config.problem_type says what the labels are and which loss is their mean. If it is None, they tell it.
 
@@ -233,9 +204,7 @@ class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
         | single_label_classification | int64 [B], cross-entropy
         | multi_label_classification  | float [B, C] of zeros and ones, binary cross-entropy
         """
-        x_BRD, _, extras = self._encode(
-            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
-        )
+        x_BRD, _, extras = self._encode(input_ids, attention_mask, inputs_embeds, **wanted)
         logits_BC = self.model.logits(x_BRD[:, 0])
         loss = None if labels is None else self.loss_function(labels, logits_BC, self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits_BC, **extras)
@@ -251,19 +220,10 @@ class GmlpScaleForTokenClassification(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        self, input_ids=None, attention_mask=None, token_type_ids=None, inputs_embeds=None, labels=None, **wanted
     ):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
-        x_BRD, num_positions, extras = self._encode(
-            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
-        )
+        x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, inputs_embeds, **wanted)
         logits_BNC = self.classifier(self.model.dropout(self._cut(x_BRD, num_positions))).float()
         loss = None if labels is None else self.loss_function(logits_BNC, labels.contiguous(), self.config)
         return TokenClassifierOutput(loss=loss, logits=logits_BNC, **extras)
@@ -279,19 +239,16 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        inputs_embeds=None,
+        start_positions=None,
+        end_positions=None,
+        **wanted,
     ):
         """start_positions, end_positions: int64 [B]; the loss is the mean of both cross-entropies over positions."""
-        x_BRD, num_positions, extras = self._encode(
-            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
-        )
+        x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, inputs_embeds, **wanted)
         start_logits_BR, end_logits_BR = self.model.logits(x_BRD).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

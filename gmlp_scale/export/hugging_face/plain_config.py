@@ -3,18 +3,18 @@
 Types and ranges were checked when the export was written. An unknown or a missing field is still a TypeError.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 
 PositiveInt = int
 
 
 class BaseModel:
-    def __init_subclass__(cls, frozen: bool, extra: str):
+    def __init_subclass__(cls, frozen: bool = True, extra: str = "forbid"):
         dataclass(frozen=frozen, kw_only=True)(cls)
 
 
-def Field(default=MISSING, **checks):
-    return field(default=default)
+def Field(**checks):
+    return None
 
 
 def model_validator(mode: str):

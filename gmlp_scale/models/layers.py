@@ -1,10 +1,22 @@
-"""What a model does differently while it is exported as a program for any batch size and any length.
+"""What several block families share: LayerNorm, and what a model does differently while it is exported as a program for
+any batch size and any length.
 
 Shape suffixes: B batch, H heads, N positions, K head width.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, computed in the dtype of its parameters, with the result in x's dtype.
+
+    Engines leave the parameters in float32 beside bfloat16 activations, which torch's kernel for CUDA refuses. Its
+    kernel for CPUs adds up their gradients in bfloat16: over 4,096 tokens they are 4 % off, over 65,536 tokens 20 %.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 def is_exporting() -> bool:
