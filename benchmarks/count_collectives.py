@@ -16,8 +16,8 @@ from benchmarks.collectives import table
 from benchmarks.parts import check_measurable
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.resolve import with_decided_precision
 
 
 @command

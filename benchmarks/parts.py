@@ -16,9 +16,9 @@ from benchmarks.step import measure_step
 from benchmarks.timing import medians, say, time_in_turns, turns_of
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.errors import InputError
-from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.config import ConfigError, RunConfig
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.resolve import with_decided_precision
 
 USUAL_PARTS = ("step", "loader", "checkpoint", "start_up")
 PARTS = (*USUAL_PARTS, "scaling")

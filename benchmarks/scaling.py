@@ -27,9 +27,9 @@ from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import EngineConfig, Fsdp2Config
 from gmlp_scale.plan.describe import count_parameters, meta_model
 from gmlp_scale.plan.layouts import wire_bytes
-from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.trial.carried_bytes import count_step
 from gmlp_scale.trial.random_step import new_engine, random_batch, train_step
 

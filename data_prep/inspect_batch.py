@@ -33,7 +33,7 @@ def main() -> int:
     run = load_run_config(options.config, options.overrides)
     if not 0 <= options.step < run.train.num_steps:
         raise InputError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")
-    run = run.with_micro_batch_size(1)
+    run = run.with_train(micro_batch_size=1)
     loader = build_loader(run, rank=0, world_size=1)
     tokenizer = Tokenizer(run.data.tokenizer_folder)
     print_batch(loader, tokenizer, options.step, options.rows)

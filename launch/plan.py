@@ -40,7 +40,7 @@ def main() -> int:
     )
     run = load_run_config(options.config, options.overrides)
     if run.train.precision == "auto":
-        run = run.with_precision("bf16")  # as a run decides on every one of GPUS
+        run = run.with_train(precision="bf16")  # as a run decides on every one of GPUS
     print(table(run, assumed))
     if options.fake_ranks:
         print(describe_fake_step(run, options.fake_ranks))

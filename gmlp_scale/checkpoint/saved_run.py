@@ -46,7 +46,7 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
     run = read_recipe(run_folder)
     checkpoint, weights = read_weights(run_folder, step)
     if run.train.micro_batch_size == "auto":
-        run = run.with_micro_batch_size(checkpoint.details["config"]["train"]["micro_batch_size"])
+        run = run.with_train(micro_batch_size=checkpoint.details["config"]["train"]["micro_batch_size"])
     return TrainedModel(
         place=redacted(f"{run_folder}/checkpoints/{folder_name(checkpoint.step)}"),
         config=with_kernels(run.model, "auto"),  # the run may have had a GPU that this machine lacks

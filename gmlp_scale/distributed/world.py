@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from uuid import UUID
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from gmlp_scale.distributed.process import (
     ONE_GPU_EACH,
@@ -136,8 +136,7 @@ def start_fake_world(size: int) -> "World":
 
 def _refuse_shared_gpus(world: "World") -> None:
     """Raises DeviceError on every rank. NCCL refuses them too, but only at the first collective of an engine."""
-    uuid = UUID(str(torch.cuda.get_device_properties(world.device).uuid))
-    gpus = world.gather(uuid.int >> 65)  # as many bits as an int64 holds
+    gpus = world.gather(str(torch.cuda.get_device_properties(world.device).uuid))
     sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
     if sharing:
         world.stop()
@@ -185,49 +184,53 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def gather(self, value: int) -> list[int]:
-        """Every rank's value, by rank, on every rank."""
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank. Values are small and JSON-able."""
         if self._host_group is None:
-            return [value]
-        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(values, torch.tensor([value]), group=self._host_group)
-        return [v.item() for v in values]
+            return [json.loads(json.dumps(value))]
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._host_group)
+        longest = max(sizes).item()
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, F.pad(text, (0, longest - len(text))), group=self._host_group)
+        return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
     def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
         """The items, of which all ranks have equally many. StopSignalled on all ranks once any has a stop signal."""
         for item in items:
-            if any(self.gather(int(self.is_stop_signalled))):
+            if any(self.gather(self.is_stop_signalled)):
                 raise StopSignalled
             yield item
 
     def broadcast(self, value: Any) -> Any:
         """Returns rank 0's value, which must be small and JSON-able, on every rank."""
-        if self._host_group is None:
-            return value
-        text = json.dumps(value).encode() if self.is_main else b""
-        size = torch.tensor([len(text)])
-        dist.broadcast(size, src=0, group=self._host_group)
-        content = torch.tensor(list(text), dtype=torch.uint8) if self.is_main else torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(content, src=0, group=self._host_group)
-        return json.loads(bytes(content.tolist()))
+        return self.on_main(lambda: value)
 
-    def on_main(self, action: Callable[[], object]) -> None:
-        """Runs `action` on rank 0 while the others wait for it.
+    def on_all(self, action: Callable[[], T]) -> list[T]:
+        """Runs `action` on every rank at once and returns all results, by rank. They are small and JSON-able.
 
         Raises:
-            What `action` raises, on rank 0; OtherRankError on the other ranks, so that none goes on alone.
+            What `action` raises, on the ranks where it fails; OtherRankError on the others, so that none goes on alone.
         """
-        error = None
-        if self.is_main:
-            try:
-                action()
-            except Exception as raised:
-                error = raised
-        failed = self.gather(int(error is not None))[0]
+        result = error = None
+        try:
+            result = action()
+        except Exception as raised:
+            error = raised
+        outcomes = self.gather([result, error is not None])
         if error:
             raise error
-        if failed:
-            raise OtherRankError("rank 0 could not go on; its own message says why")
+        if failed := [self.name_of(rank) for rank, (_, has_failed) in enumerate(outcomes) if has_failed]:
+            raise OtherRankError(f"{' and '.join(failed)} could not go on; the message there says why")
+        return [result for result, _ in outcomes]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Runs `action` on rank 0 while the others wait for it. Its result, as of `on_all`, comes to every rank.
+
+        Raises: as `on_all`.
+        """
+        return self.on_all(action if self.is_main else lambda: None)[0]
 
     def alone(self) -> "World":
         """A world of this process alone, for work without the other ranks. Do not stop it."""

@@ -21,12 +21,11 @@ from gmlp_scale.engine.collective_check import WIRE_SHARES, try_collective
 from gmlp_scale.errors import USER_ERRORS, LostRankError, UserError
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
-from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import is_url, redacted
 from gmlp_scale.storage.run_folder import claimed
 from gmlp_scale.tasks.pretraining import build_loader
-from gmlp_scale.tasks.start_weights import with_decided_start
+from gmlp_scale.train.resolve import with_decided_precision, with_decided_start
 from gmlp_scale.train.run import check_packages, starting_point
 from gmlp_scale.train.stragglers import SLOW_FACTOR
 
@@ -124,7 +123,7 @@ class Checkup:
         check_packages(self.run.name, self.run.train)
         self.run = with_decided_precision(self.run, self.world)
         if self.run.train.micro_batch_size == "auto":
-            self.run = self.run.with_micro_batch_size(largest_micro_batch_size(self.run, self.world))
+            self.run = self.run.with_train(micro_batch_size=largest_micro_batch_size(self.run, self.world))
         train = self.run.train
         return (
             f"{self.world.size}; micro-batches of each in a step: {train.num_micro_batches(self.world.size).told()} of "

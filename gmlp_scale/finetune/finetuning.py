@@ -104,6 +104,9 @@ class Finetuning:
                 trunk = build_model(self.inputs.pretrained.config, head=Backbone)
             copy_weights(model, {name: self.inputs.pretrained.weights[name] for name, _ in trunk.named_parameters()})
 
+    def epochs(self, step: int) -> dict[str, float]:
+        return {"data/epoch": self.train.batch_sizes.before(step) / self.num_rows}
+
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Scores by tag. Writes best/ if the dev score is the best so far."""
         if self._evaluated_step is None:

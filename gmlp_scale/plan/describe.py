@@ -25,7 +25,7 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
     """
     flops, tokens = run.flops_per_step(), run.tokens_per_step
     is_auto = run.train.precision == "auto"
-    planned = run.with_precision("float32") if is_auto else run
+    planned = run.with_train(precision="float32") if is_auto else run
     states = run.engine.state_bytes(
         meta_model(run), run.optimizer, planned.train.precision, world_size, accumulates=run.accumulates(world_size)
     )

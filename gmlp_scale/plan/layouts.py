@@ -149,7 +149,7 @@ def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> st
     """
     if not isinstance(run, RunConfig):
         raise ConfigError(run.name, [f"task: found {run.task}; --gpu-memory is for recipes of text"])
-    run = run.with_precision("bf16") if run.train.precision == "auto" else run
+    run = run.with_train(precision="bf16") if run.train.precision == "auto" else run
     memory = partial(_memory, run, run.engine, meta_model(run), _row_bytes(run), num_ranks)
     run.rows_per_rank(num_ranks)
     most = _most_rows(run, memory, num_ranks, memory_gb)

@@ -10,7 +10,6 @@ import torch
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import round_matrices
-from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
 from gmlp_scale.recipe.config import ConfigError, RunConfig
 
@@ -42,16 +41,7 @@ def largest_micro_batch_size(run: RunConfig, world: World) -> int:
     started = time.perf_counter()
     rows_per_rank = math.gcd(*run.rows_per_rank(world.size).values)
     divisors = [number for number in range(rows_per_rank, 0, -1) if rows_per_rank % number == 0]
-    found, error = -1, None
-    try:
-        found = next((number for number in divisors if _fits(run, world, number)), 0)
-    except Exception as raised:  # told below: the other ranks wait there
-        error = raised
-    num_rows = min(world.gather(found))
-    if error:
-        raise error
-    if num_rows < 0:
-        raise OtherRankError("another rank could not try a micro-batch; its own message says why")
+    num_rows = min(world.on_all(lambda: next((number for number in divisors if _fits(run, world, number)), 0)))
     seconds = time.perf_counter() - started
     log.info("train.micro_batch_size: auto is %d of a rank's %d rows (%.1f s)", num_rows, rows_per_rank, seconds)
     return num_rows
@@ -59,7 +49,7 @@ def largest_micro_batch_size(run: RunConfig, world: World) -> int:
 
 def _fits(run: RunConfig, world: World, num_rows: int) -> bool:
     try:
-        _run_micro_batches(run.with_micro_batch_size(num_rows), world)
+        _run_micro_batches(run.with_train(micro_batch_size=num_rows), world)
         fits = True
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and not any(w in str(error) for w in OUT_OF_MEMORY_WORDS):

@@ -1,4 +1,4 @@
-"""Decides `train.precision: auto`: bf16 where a block of the recipe's shape trains faster in it than in float32."""
+"""Whether a block of a recipe's shape trains faster in bf16 than in float32, for `train.precision: auto`."""
 
 import logging
 import time
@@ -6,12 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import round_matrices
 from gmlp_scale.models import build_model
-from gmlp_scale.recipe.config import PretrainingRecipe, split_step
-from gmlp_scale.recipe.reader import read_recipe_file
-from gmlp_scale.storage.files import read_file
+from gmlp_scale.recipe.config import PretrainingRecipe
 
 log = logging.getLogger(__name__)
 
@@ -20,31 +17,8 @@ MEASURING_SECONDS = 0.6
 NUM_TOKENS = 512
 
 
-def with_decided_precision(run: PretrainingRecipe, world: World) -> PretrainingRecipe:
-    """`run` with float32 or bf16 in place of auto. All ranks call it together; rank 0 decides.
-
-    A run that was started before keeps its precision. A GPU takes bf16 if it has it; on a CPU a block is timed.
-    """
-    if run.train.precision != "auto":
-        return run
-    found = []
-    world.on_main(lambda: found.append(_precision_so_far(run) or _faster_precision(run, world.device)))
-    return run.with_precision(world.broadcast(found[0] if found else None))
-
-
-def _precision_so_far(run: PretrainingRecipe) -> str | None:
-    """What the config.yaml of the run, or of the run that it branches off, says; None for a new run."""
-    branched_off = [split_step(run.branch_from)[0]] if run.branch_from else []
-    for folder in [run.run_folder, *branched_off]:
-        try:
-            read_file(f"{folder}/config.yaml")
-        except FileNotFoundError:
-            continue
-        return read_recipe_file(f"{folder}/config.yaml")["train"]["precision"]
-    return None
-
-
-def _faster_precision(run: PretrainingRecipe, device: torch.device) -> str:
+def faster_precision(run: PretrainingRecipe, device: torch.device) -> str:
+    """float32 or bf16 for a run on this device. A GPU is asked whether it has bf16, a CPU is timed."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     passes = {precision: _training_pass(run, precision) for precision in ("float32", "bf16")}

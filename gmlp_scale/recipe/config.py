@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import torch
 import yaml
@@ -117,7 +117,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         """Rows per rank of each step. Raises ConfigError if the recipe does not fit this number of ranks."""
         batch, micro_batch = Piecewise(self.train.global_batch_size), self.train.micro_batch_size
         if world_size > 1 and not self.engine.needs_process_group:
-            needed = f"use {_engines('needs_process_group')}, or start one process"
+            needed = f"use {engines_that('needs_process_group')}, or start one process"
             raise ConfigError(self.name, [f"engine.kind: found {self.engine.kind} with {world_size} ranks; {needed}"])
         if micro_batch == "auto" and any(rows % world_size for rows in batch.values):
             found = f"found {batch.told(str)}; must be a multiple of the number of ranks, {world_size}"
@@ -129,9 +129,9 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}: {largest}"])
         return batch.map(lambda rows: rows // world_size)
 
-    def with_precision(self, precision: str) -> Self:
-        """This run with "float32" or "bf16" instead of `auto`."""
-        return self.model_copy(update={"train": self.train.model_copy(update={"precision": precision})})
+    def with_train(self, **fields: Any) -> Self:
+        """This run with other values in its `train` section. They are not checked."""
+        return self.model_copy(update={"train": self.train.model_copy(update=fields)})
 
     def to_json(self) -> dict[str, Any]:
         """The fields as they are written and compared: without the passwords and signatures of URLs."""
@@ -240,7 +240,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
             # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
             yield (
                 "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
-                f"engine.kind {_engines('supports_cuda_graphs')}"
+                f"engine.kind {engines_that('supports_cuda_graphs')}"
             )
 
 
@@ -290,15 +290,6 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
         manifests = load_manifests(self.data, self.model.sequence_length, self.model.vocab_size)
         return [manifest.num_rows("train") for manifest in manifests]
 
-    def with_micro_batch_size(self, num_rows: int) -> "RunConfig":
-        """This run with a number instead of `auto`. Raises ConfigError if it is 0, as not even one row fits."""
-        if not num_rows:
-            found = "found auto, but not one row fits"
-            more_ranks = f"more ranks with engine.kind {_engines('needs_process_group')}"
-            needed = f"train.recompute=full, more memory, or {more_ranks}"
-            raise ConfigError(self.name, [f"train.micro_batch_size: {found}; needed: {needed}"])
-        return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": num_rows})})
-
     def mistakes(self) -> Iterable[str]:
         yield from super().mistakes()
         yield from _change_mistakes("data.masked_fraction", self.data.masked_fractions, self.changes_end)
@@ -306,6 +297,9 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
             yield from mixture_mistakes(self.data.sources, self.changes_end)
         if self.train.micro_batch_size == "auto" and self.train.device == "cpu":
             yield "train.micro_batch_size: found auto with train.device = cpu; give a number: auto tries sizes on a GPU"
+
+
+AnyPretraining = TypeVar("AnyPretraining", bound=PretrainingRecipe)
 
 
 def split_step(place: str) -> tuple[str, int | None]:
@@ -337,6 +331,6 @@ UNIONS: dict[str, dict[str, type[BaseModel]]] = {
 """The classes of the sections that come in kinds, by section and kind."""
 
 
-def _engines(ability: str) -> str:
-    """The kinds of engine that have this ability, as a message lists them."""
+def engines_that(ability: str) -> str:
+    """The kinds of engine with this attribute set, such as needs_process_group, as a message lists them."""
     return " or ".join(kind for kind, engine in UNIONS["engine"].items() if getattr(engine, ability))

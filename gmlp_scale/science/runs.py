@@ -21,7 +21,6 @@ from gmlp_scale.data.shards import Manifest
 from gmlp_scale.distributed.world import World
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.plan.describe import count_parameters
-from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.config import ConfigError, RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields
@@ -30,6 +29,7 @@ from gmlp_scale.storage.files import create_file, read_file, write_text
 from gmlp_scale.storage.run_folder import RunFolderError
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.run import run_task
 from gmlp_scale.train.step_guard import NotFiniteError
 

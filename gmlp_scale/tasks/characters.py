@@ -162,6 +162,9 @@ class Characters:
     def initialise(self, model: NextTokenModel) -> None:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
 
+    def epochs(self, step: int) -> dict[str, float]:
+        return {"data/epoch": self.train.batch_sizes.before(step) / self.num_rows}
+
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Held-out loss, perplexity and accuracy per character, on crops that do not overlap."""
         crops, num_rows = self.text.heldout, self.train.micro_batch_size

@@ -136,6 +136,9 @@ class Images:
     def initialise(self, model: ImageClassifier) -> None:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
 
+    def epochs(self, step: int) -> dict[str, float]:
+        return {"data/epoch": self.train.batch_sizes.before(step) / self.num_rows}
+
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         batches = self._loader.heldout_batches(self.train.num_evaluation_rows)
         return {f"eval/{name}": value for name, value in evaluate_images(engine.predict, batches, world).items()}

@@ -8,11 +8,10 @@ import torch
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine import Engine, TrainConfig
+from gmlp_scale.engine import Engine
 from gmlp_scale.models import build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.tasks.evaluate import evaluate, shown
 from gmlp_scale.tasks.start_weights import read_start, start_from
@@ -22,13 +21,8 @@ class Pretraining:
     """The Task of a pretraining recipe."""
 
     def __init__(self, config: RunConfig):
-        self.config = config
-        self.optimizer = config.optimizer
+        self.config, self.train, self.optimizer = config, config.train, config.optimizer
         self.tokens_per_step = config.tokens_per_step
-
-    @property
-    def train(self) -> TrainConfig:
-        return self.config.train
 
     @property
     def num_rows(self) -> int:
@@ -48,9 +42,7 @@ class Pretraining:
         return self.loader.fingerprint()
 
     def open_loader(self, world: World) -> Loader:
-        """Also replaces a micro_batch_size of auto. Raises ShardError if no rows are held out."""
-        if self.config.train.micro_batch_size == "auto":
-            self.config = self.config.with_micro_batch_size(largest_micro_batch_size(self.config, world))
+        """Raises ShardError if no rows are held out."""
         self.loader = build_loader(self.config, rank=world.rank, world_size=world.size)
         if not self.loader.num_heldout_rows:
             self.loader.close()
@@ -66,6 +58,9 @@ class Pretraining:
         model.init_weights(torch.Generator().manual_seed(self.config.seed))
         if self.config.init_from:
             start_from(read_start(self.config.init_from), model, self.config)
+
+    def epochs(self, step: int) -> dict[str, float]:
+        return self.loader.epochs(step)
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Held-out loss, perplexity and accuracy."""

@@ -9,59 +9,17 @@ import logging
 import torch
 from torch import Tensor
 
-from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of, saved_steps
-from gmlp_scale.checkpoint.saved_run import open_checkpoint, read_recipe, read_run
+from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
-from gmlp_scale.distributed.world import World
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from gmlp_scale.recipe.config import ConfigError, RunConfig, split_step
-from gmlp_scale.recipe.reader import read_recipe_file
-from gmlp_scale.storage.files import read_file, redacted
 
 log = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("sequence_length", "vocab_size", "kernels")
-
-
-def with_decided_start(run: RunConfig, world: World) -> RunConfig:
-    """`run` with RUN@STEP in place of an init_from of RUN. All ranks call it together; rank 0 decides.
-
-    RUN may save meanwhile, and then each rank would see another newest checkpoint. A run that was started before, or
-    that branches off, keeps the step that the first start recorded.
-
-    Raises:
-        TrainedModelError, CheckpointError, ConfigError: on rank 0, naming what is wrong with RUN.
-    """
-    if run.init_from is None or split_step(run.init_from)[1] is not None:
-        return run
-    found = []
-    world.on_main(lambda: found.append(_recorded_start(run) or _newest_start(run.init_from)))
-    return run.model_copy(update={"init_from": world.broadcast(found[0] if found else None)})
-
-
-def _recorded_start(run: RunConfig) -> str | None:
-    """What the config.yaml of the run, or of the run that it branches off, says; None for a new run."""
-    branched_off = [split_step(run.branch_from)[0]] if run.branch_from else []
-    for folder in [run.run_folder, *branched_off]:
-        if saved_steps(folder):
-            recorded = read_recipe_file(f"{folder}/config.yaml").get("init_from")
-            is_same = recorded and split_step(recorded)[0] == redacted(run.init_from)
-            return recorded if is_same else run.init_from
-    return None
-
-
-def _newest_start(place: str) -> str:
-    """RUN@STEP of the newest good checkpoint of a run; an export's place as it is."""
-    try:
-        read_file(f"{place}/config.json")
-        return place
-    except (FileNotFoundError, NotADirectoryError):
-        read_recipe(place)  # says so if there is no run either
-    with checkpoints_of(place) as checkpoints:
-        return f"{place}@{open_checkpoint(checkpoints, place).step}"
 
 
 def read_start(place: str) -> TrainedModel:

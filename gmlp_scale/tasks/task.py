@@ -8,7 +8,6 @@ from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import Recipe
-from gmlp_scale.tasks.pretraining import Pretraining
 
 
 class BatchLoader(Protocol):
@@ -28,7 +27,7 @@ class Task(Protocol):
 
     config: Recipe
     train: TrainConfig
-    """The config's `train` section, with values for what it leaves to the data or to the memory."""
+    """The config's `train` section, with values for what it leaves to the data."""
     optimizer: OptimizerConfig
     num_rows: int
     """Training rows in an epoch; of all sources together, if there are several."""
@@ -49,15 +48,11 @@ class Task(Protocol):
     def initialise(self, model: Backbone) -> None:
         """Fills a new run's weights in place: the same on every rank."""
 
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often the training rows were seen in the steps up to `step`, by tag."""
+
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """The values to log after `step`, by tag. StopSignalled cuts it off; the resumed run begins with it."""
 
     def finish(self, engine: Engine, world: World, step: int) -> None:
         """Writes the task's results after the schedule's last step. StopSignalled cuts it off, as an evaluation."""
-
-
-def epochs(task: Task, step: int) -> dict[str, float]:
-    """How often the training rows were seen in the steps up to `step`, by tag. Pretraining may have several sources."""
-    if isinstance(task, Pretraining):
-        return task.loader.epochs(step)
-    return {"data/epoch": task.train.batch_sizes.before(step) / task.num_rows}

@@ -9,19 +9,18 @@ from gmlp_scale import __version__
 from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.distributed.world import World
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.tasks.task import Task, epochs
-from gmlp_scale.train.time_budget import TimeBudget
+from gmlp_scale.tasks.task import Task
+from gmlp_scale.train.schedule import Schedule
 
 
-def banner(task: Task, world: World, budget: TimeBudget, checkpoint: Checkpoint | None) -> str:
+def banner(task: Task, world: World, schedule: Schedule, checkpoint: Checkpoint | None) -> str:
     """The run's name and a line for each thing. All ranks call it together.
 
     Args:
         task: after its open_loader().
-        budget: has the run's schedule.
         checkpoint: the one that the run resumes from, or branches off.
     """
-    config, train, optimizer = task.config, budget.config, budget.optimizer
+    config, train = task.config, task.train
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
     stop = f"; this start stops after step {train.stop_after_step:,}" if train.stop_after_step else ""
@@ -38,8 +37,8 @@ def banner(task: Task, world: World, budget: TimeBudget, checkpoint: Checkpoint 
         "engine": f"{config.engine.kind}, {train.precision}{compiled}",
         "batch": f"{train.batch_sizes.told()} rows, {task.tokens_per_step.told()} tokens; each rank "
         f"{train.num_micro_batches(world.size).told()} x {train.micro_batch_size} rows",
-        "steps": f"{train.num_steps:,}, {optimizer.warmup_steps:,} of them warm-up; "
-        f"{_told_epochs(task, train.num_steps)}{stop}",
+        "steps": f"{schedule.num_steps:,}, {task.optimizer.warmup_steps:,} of them warm-up; "
+        f"{_epochs(task, schedule.num_steps)}{stop}",
         "data": task.data,
         "output": config.run_folder,
         "resuming from" if checkpoint else "resuming": checkpoint.path if checkpoint else new_run,
@@ -57,16 +56,16 @@ def _versions(engine: str) -> str:
 
 
 def _ranks(world: World) -> str:
-    num_hosts = sum(world.gather(int(world.local_rank == 0)))
+    num_hosts = sum(world.gather(world.local_rank == 0))
     hosts = f"{num_hosts} hosts" if num_hosts > 1 else platform.node()
     if world.device.type == "cuda":
         return f"{world.size} on {hosts}, each with one {torch.cuda.get_device_name(world.device)}"
     return f"{world.size} on {hosts}, each with {torch.get_num_threads()} CPU threads"
 
 
-def _told_epochs(task: Task, num_steps: int) -> str:
+def _epochs(task: Task, num_steps: int) -> str:
     """Of the whole schedule."""
-    counts = epochs(task, num_steps)
+    counts = task.epochs(num_steps)
     if "data/epoch" in counts:
         return f"{counts['data/epoch']:.4g} epochs of {task.num_rows:,} rows"
     return ", ".join(f"{count:.4g} epochs of {tag.removeprefix('data/epoch/')}" for tag, count in counts.items())

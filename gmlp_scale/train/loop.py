@@ -4,24 +4,72 @@ The learning rate, the rows and the masks depend on nothing but the step. So the
 loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine import Engine, OptimizerConfig, TrainConfig
-from gmlp_scale.engine.optimizer import learning_rate
-from gmlp_scale.tasks.task import BatchLoader
-from gmlp_scale.train.metrics import Metrics
+from gmlp_scale.engine import Engine
+from gmlp_scale.tasks.task import BatchLoader, Task
+from gmlp_scale.train.filters import draw_filters, spatial_filters
+from gmlp_scale.train.metrics import Metrics, due
 from gmlp_scale.train.profiling import profiled
 from gmlp_scale.train.recheck import recheck
+from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_guard import StepGuard
-from gmlp_scale.train.step_reports import StepReports
-from gmlp_scale.train.stragglers import Stragglers
-from gmlp_scale.train.time_budget import TimeBudget
+from gmlp_scale.train.step_reports import StepReport, StepReports
+
+
+class Monitor(Protocol):
+    """Watches a run. Every rank has one, which sees the same reports and so decides the same as the others."""
+
+    def see(self, report: StepReport) -> None:
+        """Call for every report, in order. It may raise, on all ranks alike."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run consists of. run.py puts it together."""
+
+    task: Task
+    world: World
+    engine: Engine
+    loader: BatchLoader
+    checkpointer: Checkpointer
+    schedule: Schedule
+    guard: StepGuard
+    metrics: Metrics
+    reports: StepReports
+    monitors: tuple[Monitor, ...]
+    """All that see the reports: schedule, guard and metrics are among them."""
+
+    def evaluation_due(self, step: int) -> bool:
+        return due(step, self.task.train.evaluate_every_steps) or step == self.schedule.num_steps
+
+    def evaluate(self, step: int) -> bool:
+        """Logs the evaluation after `step`. False if a stop signal cut it off."""
+        self.world.note(f"the evaluation after step {step}")
+        return self.metrics.log_evaluation(step, lambda: self._evaluation(step))
+
+    def _evaluation(self, step: int) -> dict[str, float]:
+        values = self.task.evaluate(self.engine, self.world, step)
+        if self.task.train.log_filters:
+            filters = spatial_filters(self.engine.full_weights())  # all ranks take part; only rank 0 gets them
+            if self.world.is_main:
+                self.metrics.add_picture(step, "filters", draw_filters(filters))
+        return values
+
+    def save(self, step: int) -> None:
+        """Begins a checkpoint after `step`, unless it is saved already."""
+        self.world.note(f"the save of step {step}")
+        states = {"guard": self.guard.state(), "time_budget": self.schedule.state()}
+        self.checkpointer.keep(self.schedule.decided_at)  # another decay may branch off there
+        with self.metrics.clock_stopped():
+            kept = {name: state for name, state in states.items() if state is not None}
+            self.metrics.checkpoint_stall_seconds += self.checkpointer.save(self.engine, step, kept)
 
 
 @dataclass(frozen=True)
@@ -38,117 +86,80 @@ class Progress:
         return self.step == self.num_steps and not self.lacks_evaluation
 
 
-def due(step: int, every: int) -> bool:
-    return step % every == 0
-
-
-def evaluation_due(step: int, config: TrainConfig) -> bool:
-    return due(step, config.evaluate_every_steps) or step == config.num_steps
-
-
-def train(
-    config: TrainConfig,
-    optimizer: OptimizerConfig,
-    *,
-    world: World,
-    engine: Engine,
-    loader: BatchLoader,
-    checkpointer: Checkpointer,
-    guard: StepGuard,
-    budget: TimeBudget,
-    metrics: Metrics,
-    evaluate: Callable[[int], dict[str, float]],
-    start_step: int,
-    seed: int,
-) -> Progress:
+def train(run: Run, start_step: int) -> Progress:
     """Trains from `start_step` finished steps to the end of the schedule, `stop_after_step` or a stop signal.
 
     In all three cases it leaves a complete checkpoint of the last finished step. A stop signal cuts off an evaluation.
-
-    Args:
-        config, optimizer: the attributes of `budget` with these names.
-        evaluate: called on every rank with the number of finished steps; returns what to log, by tag.
-        seed: for dropout, together with the step and the rank, so that a resumed run draws the same.
 
     Raises:
         NotFiniteError, SpikeError: on every rank, naming the step, the ranks and their places in the data order.
             Nothing that is not finite was saved.
         RecheckError: on every rank, with the ranks that compute wrongly.
     """
-    step, last_step, lacks_evaluation = start_step, config.last_step, False
-
-    def save() -> None:
-        world.note(f"the save of step {step}")
-        states = {"guard": {"recent_losses": guard.recent_losses}, **budget.record()}
-        with metrics.clock_stopped():
-            metrics.checkpoint_stall_seconds += checkpointer.save(engine, step, states)
-
-    reports = StepReports(world)
-    stragglers = Stragglers(world, engine.module, loader)
-    if start_step and evaluation_due(start_step, config) and not metrics.is_evaluated:
+    world, schedule, reports, config = run.world, run.schedule, run.reports, run.task.train
+    step, lacks_evaluation = start_step, False
+    if start_step and run.evaluation_due(start_step) and not run.metrics.is_evaluated:
         # A kill after the save cut it off, or this is a branch, whose curve begins here.
-        if not metrics.log_evaluation(start_step, evaluate):
-            return Progress(start_step, config.num_steps, lacks_evaluation=True)
-        metrics.start_up.finish("evaluation")
-    metrics.start_clock(loader.wait_seconds)
-    batches = staged(loader.steps(start_step, last_step), world.device)
-    batches = profiled(batches, start_step, config.profile_steps, metrics.run_dir / "profile", world)
+        if not run.evaluate(start_step):
+            return Progress(start_step, schedule.num_steps, lacks_evaluation=True)
+        run.metrics.start_up.finish("evaluation")
+    run.metrics.start_clock()
+    batches = staged(run.loader.steps(start_step, schedule.last_step), world.device)
+    batches = profiled(batches, start_step, config.profile_steps, run.task.config.run_dir / "profile", world)
     # `step` counts from 1. A step's rate, rows and seed follow from the number of steps finished before it.
     for step, micro_batches in enumerate(batches, start_step + 1):
-        rate = learning_rate(optimizer, step - 1, config.num_steps)
-        step_seed = ((seed * config.num_steps + step - 1) * world.size + world.rank) % 2**63
-        if config.recheck_every_steps and due(step, config.recheck_every_steps):
-            world.note(f"the recheck before step {step}")
-            recheck(engine, world, micro_batches[0], step_seed, step)
-        torch.manual_seed(step_seed)
-        world.note(f"the loss and gradients of step {step}")
-        step_loss = accumulate(engine, micro_batches, guard, step, world.device)
+        rate = schedule.rate(step - 1)
+        loss = forward_backward(run, step, micro_batches)
         world.note(f"the norm and update of step {step}")
-        norm = engine.step(rate)
-        reports.send(step, step_loss, norm, rate, stragglers.own_seconds(), budget.spent_seconds())
+        norm = run.engine.step(rate)
+        reports.send(step, loss, norm, rate)
         if step == start_step + 1:
             world.wait_for_device()
-            metrics.log_start_up()
+            run.metrics.log_start_up()
 
-        is_save_due = due(step, checkpointer.config.save_every_steps) or budget.is_decay_due
-        is_evaluation_due = evaluation_due(step, config)
-        must_know_now = is_save_due or is_evaluation_due or step == last_step or budget.must_know(step)
+        is_evaluation_due = run.evaluation_due(step)
+        is_save_due = due(step, run.checkpointer.config.save_every_steps)
+        is_ending = step == schedule.last_step
+        must_know_now = is_save_due or is_evaluation_due or is_ending or schedule.may_decide(step)
         for report in reports.read(until_step=step if must_know_now else step - reports.lag):
-            guard.see(report)
-            metrics.see(report)
-            stragglers.see(report)
-            budget.see(report)
-            is_final = report.step == step and (reports.is_stop or step == last_step)
-            if due(report.step, config.log_every_steps) or is_final:
-                metrics.log_training(report, loader.wait_seconds)
-        if must_know_now and budget.is_decay_due:
-            is_save_due = True
-            config, optimizer = budget.decide()
-            checkpointer.keep(budget.decided_at)  # another decay may branch off there
-            metrics.config, last_step = config, config.last_step
-        leaving = reports.is_stop or step == last_step
+            for monitor in run.monitors:
+                monitor.see(report)
+        if must_know_now:
+            is_save_due |= schedule.decide()
+        leaving = reports.is_stop or is_ending
+        if leaving:
+            run.metrics.log_rest()
         if is_save_due or leaving:  # before the evaluation, which may fail or take longer than a stopped job has left
-            save()
-        if is_evaluation_due and not metrics.log_evaluation(step, evaluate):
-            save()  # does nothing if it is saved already
+            run.save(step)
+        if is_evaluation_due and not run.evaluate(step):
+            run.save(step)
             leaving = lacks_evaluation = True
         if leaving:
             break
     world.note("the end of the last save")
-    checkpointer.wait()
-    return Progress(step, config.num_steps, lacks_evaluation)
+    run.checkpointer.wait()
+    return Progress(step, schedule.num_steps, lacks_evaluation)
 
 
-def accumulate(
-    engine: Engine, micro_batches: list[Any], guard: StepGuard, step: int, device: torch.device
-) -> torch.Tensor:
-    """Forward and backward of each micro-batch. Returns the mean loss over this rank's rows, 0-d."""
-    step_loss = torch.zeros((), device=device)
+def forward_backward(run: Run, step: int, micro_batches: list[Any]) -> torch.Tensor:
+    """Loss and gradients of each micro-batch. Returns the mean loss over this rank's rows, 0-d.
+
+    The seed, for dropout, follows from the step and the rank, so that a resumed run draws the same.
+    """
+    world, engine, every = run.world, run.engine, run.task.train.recheck_every_steps
+    before = run.task.config.seed * run.schedule.num_steps + step - 1
+    seed = (before * world.size + world.rank) % 2**63
+    if every and due(step, every):
+        world.note(f"the recheck before step {step}")
+        recheck(engine, world, micro_batches[0], seed, step)
+    torch.manual_seed(seed)
+    world.note(f"the loss and gradients of step {step}")
+    step_loss = torch.zeros((), device=world.device)
     for index, micro_batch in enumerate(micro_batches, start=1):
         loss = engine.module(micro_batch)
         step_loss += loss.detach() / len(micro_batches)
         is_last = index == len(micro_batches)
-        marked = guard.marked(loss, step_loss, step) if is_last else loss
+        marked = run.guard.marked(loss, step_loss, step) if is_last else loss
         engine.backward(marked / len(micro_batches), is_last)
     return step_loss
 

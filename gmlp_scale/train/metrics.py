@@ -9,18 +9,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from gmlp_scale.distributed.world import StopSignalled, World
-from gmlp_scale.engine import TrainConfig
-from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.plan.devices import GPUS
 from gmlp_scale.tasks.evaluate import perplexity
+from gmlp_scale.tasks.task import BatchLoader, Task
 from gmlp_scale.train.events import picture_summary, recipe_summaries
 from gmlp_scale.train.log_files import EventsFile, MetricsFile
+from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.tracker import WandbRun
 
@@ -28,6 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
+
+
+def due(step: int, every: int) -> bool:
+    return step % every == 0
 
 
 class StartUp:
@@ -65,58 +68,42 @@ class Metrics:
     """Writes what the loop measures. Every rank has one; only rank 0's writes files and to the console.
 
     Args:
-        config: has the schedule, from which the time left follows, and the tracker.
-        fields: the recipe's, by their whole names, for TensorBoard and the tracker.
-        epochs: called with a step; returns how often each source's rows were seen up to it, by tag.
-        flops_per_step: training FLOPs of the global batch: 3 x the forward pass, the head on the masked positions only.
-        peak_tflops_per_device: what perf/mfu divides by; None leaves perf/mfu out.
+        task: has the sizes from which speeds follow. perf/mfu is left out where the device's peak is not known.
+        schedule: the time left follows from it.
         start_up: has the parts so far; the first step is the last part.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        world: World,
-        config: TrainConfig,
-        fields: dict[str, Any],
-        *,
-        start_step: int,
-        tokens_per_step: Piecewise,
-        epochs: Callable[[int], dict[str, float]],
-        flops_per_step: Piecewise,
-        peak_tflops_per_device: float | None,
-        start_up: StartUp,
+        self, task: Task, loader: BatchLoader, schedule: Schedule, world: World, *, start_step: int, start_up: StartUp
     ):
-        self.world, self.config = world, config
-        self.tokens_per_step, self.flops_per_step, self.epochs = tokens_per_step, flops_per_step, epochs
-        self.peak_tflops_per_device = peak_tflops_per_device
+        self.task, self.world, self.start_up = task, world, start_up
+        self._train, self._loader, self._schedule = task.train, loader, schedule
+        self.peak_tflops_per_device = task.train.peak_tflops_per_device
+        if self.peak_tflops_per_device is None:
+            self.peak_tflops_per_device = peak_tflops(world.device, task.train.precision)
         self.checkpoint_stall_seconds = 0.0
         self.evaluation_seconds = 0.0
         """How long the last evaluation took; 0 before the first."""
-        self.start_up = start_up
-        self.run_dir = run_dir
         self._files: list[MetricsFile | EventsFile | WandbRun] = []
-        self.is_evaluated = False
-        world.on_main(lambda: self._open_files(fields, start_step))
-        self.is_evaluated = world.broadcast(self.is_evaluated)
+        self.is_evaluated: bool = world.on_main(lambda: self._open_files(start_step))
         """Whether metrics.jsonl has the evaluation after `start_step`."""
-        self.start_clock(0.0)
+        self.start_clock()
 
-    def _open_files(self, fields: dict[str, Any], start_step: int) -> None:
-        metrics_file = MetricsFile(self.run_dir / "metrics.jsonl", start_step)
-        self.is_evaluated = any(tag.startswith("eval/") for line in metrics_file.of_start_step for tag in line)
-        self._files.append(metrics_file)
-        self._events = EventsFile(self.run_dir / "tensorboard", start_step)
-        self._files.append(self._events)
+    def _open_files(self, start_step: int) -> bool:
+        run_dir, fields = self.task.config.run_dir, self.task.config.fields()
+        metrics_file = MetricsFile(run_dir / "metrics.jsonl", start_step)
+        self._events = EventsFile(run_dir / "tensorboard", start_step)
+        self._files += [metrics_file, self._events]
         for summary in recipe_summaries(fields):
             self._events.add_summary(start_step, summary)
-        if self.config.tracker:
-            self._files.append(WandbRun(self.run_dir, fields))
+        if self._train.tracker:
+            self._files.append(WandbRun(run_dir, fields))
+        return any(tag.startswith("eval/") for line in metrics_file.of_start_step for tag in line)
 
-    def start_clock(self, data_wait_seconds: float) -> None:
+    def start_clock(self) -> None:
         """Begins the interval that the next line of the log averages over."""
-        self._clock, self._clock_wait = time.perf_counter(), data_wait_seconds
-        self._losses: list[float] = []
+        self._clock, self._clock_wait = time.perf_counter(), self._loader.wait_seconds
+        self._reports: list[StepReport] = []
 
     @contextlib.contextmanager
     def clock_stopped(self) -> Iterator[None]:
@@ -131,17 +118,20 @@ class Metrics:
         log.info("start-up %s", self.start_up)
 
     def see(self, report: StepReport) -> None:
-        """Call for every step, in order."""
-        self._losses.append(report.loss)
+        """Writes a line where one is due."""
+        self._reports.append(report)
+        if due(report.step, self._train.log_every_steps):
+            self.log_rest()
 
-    def log_training(self, report: StepReport, data_wait_seconds: float) -> None:
+    def log_rest(self) -> None:
         """Writes the report of the step last seen, with the mean finite loss and the speed since the line before."""
-        step, seconds, num_steps = report.step, time.perf_counter() - self._clock, len(self._losses)
-        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        if not self._reports:
+            return
+        report, seconds, num_steps = self._reports[-1], time.perf_counter() - self._clock, len(self._reports)
+        finite = [seen.loss for seen in self._reports if math.isfinite(seen.loss)]
         loss = sum(finite) / len(finite) if finite else math.nan
-        num_tokens, num_flops = (
-            each.before(step) - each.before(step - num_steps) for each in (self.tokens_per_step, self.flops_per_step)
-        )
+        step, sizes = report.step, (self.task.tokens_per_step, self.task.flops_per_step)
+        num_tokens, num_flops = (size.before(step) - size.before(step - num_steps) for size in sizes)
         tflops = num_flops / seconds / self.world.size / 1e12
         values = {
             "train/loss": loss,
@@ -151,28 +141,27 @@ class Metrics:
             "perf/tokens_per_second": num_tokens / seconds,
             "perf/model_tflops_per_device": tflops,
             "perf/step_seconds": seconds / num_steps,
-            "perf/data_wait_fraction": (data_wait_seconds - self._clock_wait) / seconds,
+            "perf/data_wait_fraction": (self._loader.wait_seconds - self._clock_wait) / seconds,
             "perf/checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "memory/peak_gib": peak_memory_bytes(self.world.device) / 2**30,
-            "data/samples_seen": self.config.batch_sizes.before(step),
-            **self.epochs(step),
+            "data/samples_seen": self._train.batch_sizes.before(step),
+            **self.task.epochs(step),
         }
         if self.peak_tflops_per_device:
             values["perf/mfu"] = tflops / self.peak_tflops_per_device
         self._write(step, values)
         if self.world.is_main:
             left = self._seconds_left(report, seconds / num_steps)
-            log.info(_console_line(step, self.config.last_step, values, left))
+            log.info(_console_line(step, self._schedule.last_step, values, left))
         self.checkpoint_stall_seconds = 0.0
-        self.start_clock(data_wait_seconds)
+        self.start_clock()
 
-    def log_evaluation(self, step: int, evaluate: Callable[[int], dict[str, float]]) -> bool:
+    def log_evaluation(self, step: int, evaluate: Callable[[], dict[str, float]]) -> bool:
         """Evaluates, outside the clock, and writes the values. False, and nothing is written, after a stop signal."""
-        self.world.note(f"the evaluation after step {step}")
         began = time.perf_counter()
         with self.clock_stopped():
             try:
-                values = evaluate(step)
+                values = evaluate()
             except StopSignalled:
                 return False
         self.evaluation_seconds = time.perf_counter() - began
@@ -189,12 +178,11 @@ class Metrics:
     def _seconds_left(self, report: StepReport, step_seconds: float) -> float:
         """Until this start ends, or until the time budget is spent if that is sooner. Counts the steps to come and the
         evaluations from this step on, each as long as the last one."""
-        step, every, last_step = report.step, self.config.evaluate_every_steps, self.config.last_step
+        step, every, last_step = report.step, self._train.evaluate_every_steps, self._schedule.last_step
         num_evaluations = last_step // every - (step - 1) // every
-        num_evaluations += last_step == self.config.num_steps and last_step % every != 0
+        num_evaluations += last_step == self._schedule.num_steps and last_step % every != 0
         seconds = (last_step - step) * step_seconds + num_evaluations * self.evaluation_seconds
-        budget = self.config.time_budget_seconds
-        return seconds if budget is None else min(seconds, max(0.0, budget - report.spent_seconds))
+        return min(seconds, self._schedule.seconds_left(report))
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         for file in self._files:

@@ -31,7 +31,7 @@ def recheck(engine: Engine, world: World, micro_batch, seed: int, step: int) -> 
         RecheckError: on every rank, with the ranks that differ.
     """
     first, second = (_sums(engine, micro_batch, seed) for _ in range(2))
-    unsteady = [rank for rank, differs in enumerate(world.gather(int(first != second))) if differs]
+    unsteady = [rank for rank, differs in enumerate(world.gather(first != second)) if differs]
     if unsteady:
         raise RecheckError(_message(world, step, unsteady, "computed one micro-batch twice and got two results"))
     weights = world.gather(first[0])

@@ -1,11 +1,11 @@
 """Assembles one run of any task, resumes it where it stopped, and trains.
 
-Here a Task meets the World, its loader, model and Engine, the Checkpointer, Metrics and the loop.
+Here a Task meets the World, its loader, model and Engine, the Checkpointer, the monitors and the loop.
 """
 
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,16 +16,15 @@ from torch import nn
 
 import gmlp_scale
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
-from gmlp_scale.checkpoint.format import Checkpoint, folder_name, newest_of
+from gmlp_scale.checkpoint.format import Checkpoint, newest_of
 from gmlp_scale.checkpoint.local_checkpoints import LocalCheckpoints
-from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of
+from gmlp_scale.checkpoint.remote_checkpoints import RemoteCheckpoints, checkpoints_of
 from gmlp_scale.checkpoint.remote_folder import RemoteFolder
 from gmlp_scale.checkpoint.saved_run import open_checkpoint
 from gmlp_scale.distributed.logs import set_up_logging
 from gmlp_scale.distributed.world import StopSignalled, World, lone_world, start_world
 from gmlp_scale.engine import Engine, TrainConfig, build_engine
 from gmlp_scale.plan.describe import meta_model
-from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
 from gmlp_scale.recipe.reader import load_config, read_recipe_file
 from gmlp_scale.recipe.resume import check_continues
@@ -34,14 +33,15 @@ from gmlp_scale.storage.run_folder import claimed
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.tasks.start_weights import with_decided_start
-from gmlp_scale.tasks.task import Task, epochs
+from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.banner import banner
-from gmlp_scale.train.filters import draw_filters, spatial_filters
-from gmlp_scale.train.loop import Progress, train
-from gmlp_scale.train.metrics import Metrics, StartUp, peak_tflops
+from gmlp_scale.train.loop import Progress, Run, train
+from gmlp_scale.train.metrics import Metrics, StartUp
+from gmlp_scale.train.resolve import resolve
+from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_guard import StepGuard
-from gmlp_scale.train.time_budget import TimeBudget
+from gmlp_scale.train.step_reports import StepReports
+from gmlp_scale.train.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def pretrain(config: PretrainingRecipe) -> Progress:
     with start_world_of(config) as world:
         start_up.finish("process group")
         with world.naming_lost_ranks():
-            task = _task_of(config, world)
-        return run_task(task, world, start_up)
+            config = resolve(config, world)
+        return run_task(task_of(config), world, start_up)
 
 
 def check_start(config: PretrainingRecipe) -> None:
@@ -84,23 +84,22 @@ def check_start(config: PretrainingRecipe) -> None:
         if newest is None and config.branch_from is None:
             return
         if config.train.micro_batch_size == "auto":
-            config = config.with_micro_batch_size(1)  # it may change on resume, and is found by trying sizes
-        task = _task_of(config, world)
+            config = config.with_train(micro_batch_size=1)  # it may change on resume, and is found by trying sizes
+        task = task_of(resolve(config, world))
         task.open_loader(world).close()
         details = {"config": task.config.to_json(), "data": task.fingerprint}
         starting_point(task.config, newest, details, meta_model(config), world)
 
 
-def _task_of(config: PretrainingRecipe, world: World) -> Task:
-    """The task of a recipe, once what the recipe leaves to the start is decided. All ranks call it together."""
-    config = with_decided_precision(config, world)
+def task_of(config: PretrainingRecipe) -> Task:
+    """The task of a resolved recipe."""
     match config:
         case CharactersConfig():
             return Characters(config)
         case ImagesConfig():
             return Images(config)
         case _:
-            return Pretraining(with_decided_start(config, world))
+            return Pretraining(config)
 
 
 def start_world_of(config: Recipe) -> World:
@@ -128,93 +127,85 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     config.rows_per_rank(world.size)
     check_packages(config.name, task.train)
     with ExitStack() as stack, world.naming_lost_ranks():
-        remote = _hold_run_folder(config, world, stack)
+        place = _hold_run_folder(config, world, stack)
         loader = task.open_loader(world)
         stack.callback(loader.close)
         start_up.finish("data")
+        details = {"config": config.to_json(), "data": task.fingerprint}
+        timeout_seconds = config.engine.timeout_seconds / 2
         checkpointer = Checkpointer(
-            remote.checkpoints if remote else config.run_dir / "checkpoints",
-            config.checkpoint,
-            details={"config": task.config.to_json(), "data": task.fingerprint},
-            world=world,
-            timeout_seconds=config.engine.timeout_seconds / 2,
+            place, config.checkpoint, details=details, world=world, timeout_seconds=timeout_seconds
         )
         stack.callback(checkpointer.close)
-        checkpoint = checkpointer.newest()
-        recorded = checkpoint.details.get("time_budget") if checkpoint else None
-        budget = TimeBudget(task.train, task.optimizer, began=start_up.since, recorded=recorded)
-        checkpointer.keep(budget.decided_at)
+        newest = checkpointer.newest()
+        states = newest.details if newest else {}
         with torch.device("meta"):
             model = task.build_model()
-        checkpoint = starting_point(config, checkpoint, checkpointer.details, model, world)
+        checkpoint = starting_point(config, newest, details, model, world)
         start_up.finish("checkpoint")
-        log.info(banner(task, world, budget, checkpoint))
+        schedule = Schedule(task.train, task.optimizer, states.get("time_budget"))
+        log.info(banner(task, world, schedule, checkpoint))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)
         start_up.finish("model and engine")
-        start_step = 0
         if checkpoint:
             checkpoint.load_into(engine)
-            start_step = checkpoint.step
+        start_step = checkpoint.step if checkpoint else 0
         # Nothing is written before this: a start that was refused leaves no run folder.
         world.on_main(lambda: write_text(f"{config.run_folder}/config.yaml", config.to_yaml()))
         start_up.finish("checkpoint")
-        metrics = _build_metrics(task, budget.config, world, start_step, start_up)
+        metrics = Metrics(task, loader, schedule, world, start_step=start_step, start_up=start_up)
         stack.callback(metrics.close)
-        guard = StepGuard(
-            task.train,
-            world,
-            config.run_dir,
-            checkpoint.details["guard"]["recent_losses"] if checkpoint else [],
-            batch_printer=config.batch_printer,
-            may_skip="train.on_not_finite" in config.fields(),
-            data_changes=config.data_changes,
-        )
+        guard = StepGuard(config, task.train, world, checkpoint.details["guard"] if checkpoint else None)
         stack.callback(guard.close)
+        stragglers = Stragglers(world, engine.module, loader)
         start_up.finish("metrics")
-        progress = train(
-            budget.config,
-            budget.optimizer,
+        run = Run(
+            task=task,
             world=world,
             engine=engine,
             loader=loader,
             checkpointer=checkpointer,
+            schedule=schedule,
             guard=guard,
-            budget=budget,
             metrics=metrics,
-            evaluate=lambda step: _evaluate(task, engine, world, metrics, step),
-            start_step=start_step,
-            seed=config.seed,
+            reports=StepReports(world, stragglers.own_seconds, began=start_up.since),
+            monitors=(guard, metrics, stragglers, schedule),
         )
-        return _finish(task, engine, world, progress)
+        return _finish(run, train(run, start_step))
 
 
-def _finish(task: Task, engine: Engine, world: World, progress: Progress) -> Progress:
+def _finish(run: Run, progress: Progress) -> Progress:
     """Writes the results of a run that came to its end. Returns how far it is, which a stop signal may change."""
     if progress.finished:
         try:
-            task.finish(engine, world, progress.step)
+            run.task.finish(run.engine, run.world, progress.step)
         except StopSignalled:
             progress = replace(progress, lacks_evaluation=True)
     if progress.finished:
-        log.info("finished at step %d: %s", progress.step, task.config.run_folder)
+        log.info("finished at step %d: %s", progress.step, run.task.config.run_folder)
     else:
         log.info("stopped after step %d of %d; the same command resumes", progress.step, progress.num_steps)
     return progress
 
 
-def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> RemoteFolder | None:
-    """Claims the run folder until `stack` ends. For one at a URL, also makes its local folders, and returns it."""
+def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> Path | RemoteCheckpoints:
+    """Claims the run folder until `stack` ends, with local folders for one at a URL. Returns where checkpoints go."""
+
+    def hold(*contexts: AbstractContextManager) -> None:
+        for context in contexts:
+            stack.enter_context(context)
+
     if not is_url(config.run_folder):
-        world.on_main(lambda: stack.enter_context(claimed(config.run_folder)))
-        return None
+        world.on_main(lambda: hold(claimed(config.run_folder)))
+        return config.run_dir / "checkpoints"
     remote = RemoteFolder(config.run_folder, config.run_dir)
-    world.on_main(lambda: stack.enter_context(remote.claimed()))
+    world.on_main(lambda: hold(remote.claimed()))
     if world.local_rank == 0:
-        stack.enter_context(remote.local_folder())
-    world.on_main(lambda: stack.enter_context(remote.mirrored()))
-    return remote
+        hold(remote.local_folder())
+    world.on_main(lambda: hold(remote.mirrored()))
+    return remote.checkpoints
 
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
@@ -253,8 +244,8 @@ def starting_point(
 def _branch_point(config: PretrainingRecipe, details: dict[str, Any], model: nn.Module, world: World) -> Checkpoint:
     run_folder, step = split_step(config.branch_from)
     checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")
-    world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step))
-    checkpoint = Checkpoint.open(checkpoints.directory / folder_name(step), verify_files=False)
+    verified = world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step).path.name)
+    checkpoint = Checkpoint.open(checkpoints.directory / verified, verify_files=False)
     check_continues(
         config,
         config.branch_from,
@@ -270,15 +261,6 @@ def _branch_point(config: PretrainingRecipe, details: dict[str, Any], model: nn.
     return checkpoint
 
 
-def _evaluate(task: Task, engine: Engine, world: World, metrics: Metrics, step: int) -> dict[str, float]:
-    values = task.evaluate(engine, world, step)
-    if task.train.log_filters:
-        filters = spatial_filters(engine.full_weights())  # all ranks take part; only rank 0 gets them
-        if world.is_main:
-            metrics.add_picture(step, "filters", draw_filters(filters))
-    return values
-
-
 def check_packages(name: str, train: TrainConfig) -> None:
     """Raises ConfigError if an option needs a package that is not installed."""
     mistakes = []
@@ -288,18 +270,3 @@ def check_packages(name: str, train: TrainConfig) -> None:
         mistakes.append("train.log_filters: found true without matplotlib; needed: false, or the extra `plot`")
     if mistakes:
         raise ConfigError(name, mistakes)
-
-
-def _build_metrics(task: Task, config: TrainConfig, world: World, start_step: int, start_up: StartUp) -> Metrics:
-    return Metrics(
-        task.config.run_dir,
-        world,
-        config,
-        task.config.fields(),
-        start_step=start_step,
-        tokens_per_step=task.tokens_per_step,
-        epochs=lambda step: epochs(task, step),
-        flops_per_step=task.flops_per_step,
-        peak_tflops_per_device=config.peak_tflops_per_device or peak_tflops(world.device, config.precision),
-        start_up=start_up,
-    )

@@ -7,8 +7,7 @@ resumed run leaves it out too.
 import logging
 import math
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.errors import UserError
+from gmlp_scale.recipe.config import Recipe
 from gmlp_scale.train.log_files import MetricsFile, read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReport
 
@@ -48,34 +48,24 @@ class StepGuard:
     """Sees every step before its update and every report after it.
 
     Args:
-        recent_losses: the attribute of this name, at the checkpoint that the run resumes from.
-        batch_printer: the script that prints the batch of a step of this recipe, or "" if there is none.
-        may_skip: whether the recipe has `train.on_not_finite`.
-        data_changes: the numbers of finished steps after which the recipe changes its data.
+        train: the `train` section of `config`, with the values of a pretraining recipe.
+        state: what `state` gave for the checkpoint that the run resumes from.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        run_dir: Path,
-        recent_losses: list[tuple[int, float]],
-        *,
-        batch_printer: str,
-        may_skip: bool,
-        data_changes: Sequence[int],
-    ):
-        self.config, self.world = config, world
-        self.batch_printer, self.may_skip = batch_printer, may_skip
-        self.data_changes = data_changes
-        path = run_dir / "skipped_steps.jsonl"
-        self.recent_losses = recent_losses
+    def __init__(self, config: Recipe, train: TrainConfig, world: World, state: dict[str, Any] | None = None):
+        self.config, self.train, self.world = config, train, world
+        path = config.run_dir / "skipped_steps.jsonl"
+        self.recent_losses: list[tuple[int, float]] = state["recent_losses"] if state else []
         """(step, loss) of the last steps whose updates were made."""
-        recorded = [line["step"] for line in read_metrics(path)] if world.is_main and path.exists() else []
-        self._recorded: set[int] = set(world.broadcast(recorded))
+        recorded = world.on_main(lambda: [line["step"] for line in read_metrics(path)] if path.exists() else [])
+        self._recorded = set(recorded)
         self._record = MetricsFile(path) if world.is_main else None
         self._limits: dict[int, float] = {}
         self._num_in_a_row = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of the step last seen records."""
+        return {"recent_losses": self.recent_losses}
 
     def marked(self, loss: Tensor, step_loss: Tensor, step: int) -> Tensor:
         """The loss to differentiate in the last micro-batch of a step: NaN if its update is to be left out.
@@ -89,32 +79,28 @@ class StepGuard:
         limit = self._limits[step] = self._limit(step)
         if step in self._recorded:
             return loss * math.nan
-        if self.config.on_spike == "skip" and limit < math.inf:
+        if self.train.on_spike == "skip" and limit < math.inf:
             mean = self.world.sum_on_device(step_loss / self.world.size)
             return loss * torch.ones_like(mean).masked_fill(mean > limit, math.nan)
         return loss
 
     def see(self, report: StepReport) -> None:
-        """Call for every report in order.
-
-        Raises:
-            NotFiniteError, SpikeError: as the recipe asks for it, or after MOST_IN_A_ROW updates left out.
-        """
+        """Raises NotFiniteError or SpikeError, as the recipe asks for it, or after MOST_IN_A_ROW updates left out."""
         limit = self._limits.pop(report.step)
         # Sums over ranks may differ in the last digit from the device's own, which decided.
         is_spike = math.isfinite(report.loss) and (report.loss > limit or math.isclose(report.loss, limit))
         if report.is_finite:
-            recent = [*self.recent_losses, (report.step, report.loss)]
-            self.recent_losses = recent[-NUM_RECENT - LAG_ON_GPU :]
-            self._num_in_a_row = 0
+            self._keep(report)
+            if is_spike and self.train.on_spike == "stop":
+                raise SpikeError(f"{self._spike(report, limit)}. {_BEYOND_A_SPIKE}")
             if is_spike:
-                self._tell_spike(report, limit)
+                self._warn(self._spike(report, limit))
             return
-        is_spike = is_spike and self.config.on_spike == "skip"
-        what = self._describe_spike(report, limit) if is_spike else self._describe_not_finite(report)
+        is_spike = is_spike and self.train.on_spike == "skip"
+        what = self._spike(report, limit) if is_spike else self._not_finite(report)
         beyond = _BEYOND_SPIKES if is_spike else self._beyond_not_finite()
         is_recorded = report.step in self._recorded
-        if self.config.on_not_finite == "stop" and not is_spike and not is_recorded:
+        if self.train.on_not_finite == "stop" and not is_spike and not is_recorded:
             raise NotFiniteError(f"{what}. {beyond}")
         self._num_in_a_row += 1
         self._warn(f"{what}. Its update was left out{' as before the run stopped' if is_recorded else ''}")
@@ -123,11 +109,10 @@ class StepGuard:
             if self._num_in_a_row >= MOST_IN_A_ROW:
                 raise NotFiniteError(f"{what}. It is number {self._num_in_a_row} in a row. {beyond}")
 
-    def _tell_spike(self, report: StepReport, limit: float) -> None:
-        what = self._describe_spike(report, limit)
-        if self.config.on_spike == "stop":
-            raise SpikeError(f"{what}. {_BEYOND_A_SPIKE}")
-        self._warn(what)
+    def _keep(self, report: StepReport) -> None:
+        recent = [*self.recent_losses, (report.step, report.loss)]
+        self.recent_losses = recent[-NUM_RECENT - LAG_ON_GPU :]
+        self._num_in_a_row = 0
 
     def _warn(self, text: str) -> None:
         if self.world.is_main:
@@ -140,7 +125,7 @@ class StepGuard:
     def _limit(self, step: int) -> float:
         # What a GPU's host has not read yet is left out on every device, so that a resumed run decides the same.
         # Other data have other losses.
-        since = max((change for change in self.data_changes if change < step), default=0)
+        since = max((change for change in self.config.data_changes if change < step), default=0)
         known = [loss for at, loss in self.recent_losses if since < at < step - LAG_ON_GPU][-NUM_RECENT:]
         if len(known) < FEWEST_RECENT:
             return math.inf
@@ -156,25 +141,26 @@ class StepGuard:
 
     def _positions(self, step: int) -> tuple[int, int]:
         """The place in the data order of the first of the step's rows, and their number."""
-        batch_sizes = self.config.batch_sizes
+        batch_sizes = self.train.batch_sizes
         return batch_sizes.before(step - 1), batch_sizes.at(step - 1)
 
-    def _describe_spike(self, report: StepReport, limit: float) -> str:
+    def _spike(self, report: StepReport, limit: float) -> str:
         first, num_rows = self._positions(report.step)
         return (
             f"step {report.step}: the loss is {report.loss:.4f}, above {limit:.4f}, the limit that follows from those "
             f"before it; positions {first} to {first + num_rows - 1} of the data order"
         )
 
-    def _describe_not_finite(self, report: StepReport) -> str:
-        """All ranks call it together, since only they know whose loss it was."""
-        losses = self.world.gather(int(not math.isfinite(report.own_loss)))
-        bad_ranks = [rank for rank, is_bad in enumerate(losses) if is_bad]
+    def _not_finite(self, report: StepReport) -> str:
         first, num_rows = self._positions(report.step)
         per_rank = num_rows // self.world.size
-        starts = {rank: first + rank * per_rank for rank in bad_ranks}
-        places = [f"the loss on rank {rank} (positions {p} to {p + per_rank - 1})" for rank, p in starts.items()]
-        shown = f" ({self.batch_printer} --step {report.step - 1} shows it)" if self.batch_printer else ""
+        places = [
+            f"the loss on rank {rank} (positions {first + rank * per_rank} to {first + (rank + 1) * per_rank - 1})"
+            for rank, loss in enumerate(report.losses)
+            if not math.isfinite(loss)
+        ]
+        printer = self.config.batch_printer
+        shown = f" ({printer} --step {report.step - 1} shows it)" if printer else ""
         return (
             f"step {report.step}: {' and '.join(places) or 'the gradient norm, though not the loss of any rank,'} is "
             f"not finite. The batch is positions {first} to {first + num_rows - 1} of the data order{shown}"
@@ -183,9 +169,9 @@ class StepGuard:
     def _beyond_not_finite(self) -> str:
         """What is left to try, of what the recipe has."""
         ways = ["Lower optimizer.peak_learning_rate", "set optimizer.gradient_clipping"]
-        if self.config.precision != "float32":
+        if self.train.precision != "float32":
             ways.append("train in float32")
-        if self.may_skip and self.config.on_not_finite == "stop":
+        if "train.on_not_finite" in self.config.fields() and self.train.on_not_finite == "stop":
             ways.append("set train.on_not_finite=skip to go on without such updates")
         return f"The update was left out and nothing was saved since. {', '.join(ways[:-1])}, or {ways[-1]}."
 

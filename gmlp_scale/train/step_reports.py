@@ -5,8 +5,9 @@ summed over the devices, within each step, and every host reads it at the same l
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,21 +22,21 @@ of the step before."""
 
 @dataclass(frozen=True)
 class StepReport:
-    """The same on every rank, but for `own_loss`."""
+    """The same on every rank. Its tuples have a value for each rank."""
 
     step: int
     loss: float
     """Mean over the global batch."""
     norm: float
     learning_rate: float
-    own_loss: float
-    """Mean over this rank's rows."""
+    losses: tuple[float, ...] = ()
+    """Mean over each rank's rows."""
     compute_seconds: tuple[float, ...] = ()
-    """By rank: how long each computed without waiting for another (train/stragglers.py)."""
+    """How long each rank computed without waiting for another (train/stragglers.py)."""
     wait_seconds: tuple[float, ...] = ()
-    """By rank: how long each waited for the step's batches."""
+    """How long each rank waited for the step's batches."""
     spent_seconds: float = 0.0
-    """By rank 0's clock when it had sent the step (train/time_budget.py)."""
+    """Since the start of the run began, by rank 0's clock when it had sent the step."""
 
     @property
     def is_finite(self) -> bool:
@@ -43,37 +44,31 @@ class StepReport:
 
 
 class StepReports:
-    """All ranks send each step's report and read them in order; between a step's sending and reading no host waits."""
+    """All ranks send each step's report and read them in order; between a step's sending and reading no host waits.
 
-    def __init__(self, world: World):
-        self.world = world
+    Args:
+        own_seconds: called once a step; gives this rank's compute_seconds and wait_seconds.
+        began: when this start of the run began, in seconds of time.perf_counter().
+    """
+
+    def __init__(self, world: World, own_seconds: Callable[[], tuple[float, float]], began: float):
+        self.world, self._own_seconds, self._began = world, own_seconds, began
         self.lag = LAG_ON_GPU if world.device.type == "cuda" else 0
         self.is_stop = False
         """Whether a report that was read says that a rank has received a stop signal."""
         self._sent: deque[tuple[int, float, Tensor, torch.cuda.Event | None]] = deque()
 
-    def send(
-        self,
-        step: int,
-        loss: Tensor,
-        norm: Tensor,
-        learning_rate: float,
-        own_seconds: tuple[float, float],
-        spent_seconds: float,
-    ) -> None:
-        """loss: the mean over this rank's rows; norm: the global one. Both 0-d, on the device.
-
-        own_seconds: this rank's compute_seconds and wait_seconds. spent_seconds: only rank 0's is told.
-        """
+    def send(self, step: int, loss: Tensor, norm: Tensor, learning_rate: float) -> None:
+        """loss: the mean over this rank's rows; norm: the global one. Both 0-d, on the device."""
         # torch.tensor would copy the flag and the seconds to the device and wait for that.
         is_stop = torch.full_like(loss, self.world.is_stop_signalled, dtype=torch.float64)
-        seconds_by_rank = loss.new_zeros(2, self.world.size, dtype=torch.float64)
-        for kind, seconds in enumerate(own_seconds):
-            seconds_by_rank[kind, self.world.rank].fill_(seconds)
-        spent = torch.full_like(is_stop, spent_seconds if self.world.is_main else 0.0)
-        summed = torch.cat([torch.stack([loss.double() / self.world.size, is_stop, spent]), seconds_by_rank.flatten()])
-        summed = self.world.sum_on_device(summed)
-        on_device = torch.cat([summed, torch.stack([norm.double(), loss.double()])])
+        spent = torch.full_like(is_stop, self.spent_seconds() if self.world.is_main else 0.0)
+        by_rank = loss.new_zeros(3, self.world.size, dtype=torch.float64)
+        by_rank[0, self.world.rank].copy_(loss)
+        for kind, seconds in enumerate(self._own_seconds(), start=1):
+            by_rank[kind, self.world.rank].fill_(seconds)
+        summed = torch.cat([torch.stack([loss.double() / self.world.size, is_stop, spent]), by_rank.flatten()])
+        on_device = torch.cat([self.world.sum_on_device(summed), norm.double()[None]])
         if on_device.device.type == "cpu":
             self._sent.append((step, learning_rate, on_device, None))
             return
@@ -83,13 +78,17 @@ class StepReports:
         copied.record()
         self._sent.append((step, learning_rate, on_host, copied))
 
+    def spent_seconds(self) -> float:
+        return time.perf_counter() - self._began
+
     def read(self, until_step: int) -> Iterator[StepReport]:
         """The reports not yet read up to that of `until_step`; after one that says to stop, all that were sent."""
         while self._sent and (self._sent[0][0] <= until_step or self.is_stop):
             step, learning_rate, values, copied = self._sent.popleft()
             if copied:
                 copied.synchronize()
-            loss, num_signalled, spent, *by_rank, norm, own_loss = values.numpy().tolist()
+            loss, num_signalled, spent, *by_rank, norm = values.numpy().tolist()
             self.is_stop |= num_signalled > 0
-            seconds = tuple(by_rank[: self.world.size]), tuple(by_rank[self.world.size :])
-            yield StepReport(step, loss, norm, learning_rate, own_loss, *seconds, spent)
+            size = self.world.size
+            kinds = (tuple(by_rank[kind * size :][:size]) for kind in range(3))
+            yield StepReport(step, loss, norm, learning_rate, *kinds, spent)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from gmlp_scale.distributed.world import launched_world_size, start_world
+from gmlp_scale.errors import OtherRankError
 from tests.gloo_ranks import run_ranks
 
 
@@ -19,8 +21,8 @@ def _agree() -> dict:
         return {
             "sum": world.sum([world.rank + 0.5, 1.0]),
             "sum_on_device": world.sum_on_device(torch.tensor([world.rank + 0.5, 1.0])).tolist(),
-            "gather": world.gather(world.rank * 2**40),
-            "broadcast": world.broadcast({"from": world.rank, "text": "é" * 100}),
+            "gather": world.gather({"from": world.rank, "text": "é" * 100 * world.rank}),
+            "on_main": world.on_main(lambda: f"of rank {world.rank}"),
             "size": (world.rank, world.size, world.is_main, world.device),
         }
 
@@ -28,8 +30,8 @@ def _agree() -> dict:
 def test_all_ranks_get_the_same_values():
     for rank, result in enumerate(run_ranks(_agree, 3)):
         assert result["sum"] == result["sum_on_device"] == [0.5 + 1.5 + 2.5, 3.0]
-        assert result["gather"] == [0, 2**40, 2**41]
-        assert result["broadcast"] == {"from": 0, "text": "é" * 100}
+        assert result["gather"] == [{"from": other, "text": "é" * 100 * other} for other in range(3)]
+        assert result["on_main"] == "of rank 0"
         assert result["size"] == (rank, 3, rank == 0, torch.device("cpu"))
 
 
@@ -61,7 +63,21 @@ def _refuse() -> None:
 def test_what_fails_on_the_main_rank_fails_on_all():
     main, other = run_ranks(_main_fails, 2)
     assert main == "FileExistsError: another run holds the folder"
-    assert other.startswith("OtherRankError: rank 0 could not go on")
+    assert re.fullmatch(r"OtherRankError: rank 0 \(host .*\) could not go on; the message there says why", other)
+
+
+def _other_fails() -> str:
+    with start_world(30, "cpu") as world:
+        assert world.on_all(lambda: world.rank + 1) == [1, 2]
+        with pytest.raises(FileExistsError if world.rank == 1 else OtherRankError) as caught:
+            world.on_all(_refuse if world.rank == 1 else int)
+        return str(caught.value)
+
+
+def test_what_fails_on_one_rank_is_named_on_all():
+    main, other = run_ranks(_other_fails, 2)
+    assert other == "another run holds the folder"
+    assert re.fullmatch(r"rank 1 \(host .*\) could not go on; the message there says why", main)
 
 
 def _one_rank_fails() -> str:
@@ -125,7 +141,7 @@ def test_one_process_needs_no_launcher(monkeypatch, number):
         assert not torch.distributed.is_initialized()
         assert world.sum([2.5]) == [2.5]
         assert world.gather(3) == [3]
-        assert world.broadcast("x") == "x"
+        assert world.on_main(lambda: "x") == "x"
         world.barrier()
         assert world.sum_on_device(torch.ones(2)).tolist() == [1.0, 1.0]
         assert not world.is_stop_signalled

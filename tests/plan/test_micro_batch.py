@@ -1,6 +1,5 @@
 """train.micro_batch_size=auto: the largest micro-batch that fits, and a run that is the same but for it."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +10,13 @@ import yaml
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.engine.float32_vectors import count_vectors_and_others
-from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import micro_batch
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
-from gmlp_scale.tasks import pretraining
+from gmlp_scale.train import resolve
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
 from tests.gloo_ranks import run_ranks
@@ -59,30 +57,18 @@ def test_on_a_gpu_the_attempts_decide(error, monkeypatch):
     assert attempts == forgotten_peaks == [8, 4, 2]
 
 
-def test_another_error_of_one_rank_ends_all(monkeypatch):
+def test_another_error_is_raised(monkeypatch):
     def run_micro_batches(run, world) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(micro_batch, "_fits", lambda run, world, num_rows: True)
-    with pytest.raises(OtherRankError, match="another rank could not try a micro-batch"):
-        largest_micro_batch_size(smoke(*AUTO), stand_in_world(others=[-1]))
-    monkeypatch.undo()
     monkeypatch.setattr(micro_batch, "_run_micro_batches", run_micro_batches)
-    told = []
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        largest_micro_batch_size(smoke(*AUTO), stand_in_world(told))
-    assert told == [-1]
+        largest_micro_batch_size(smoke(*AUTO), stand_in_world())
 
 
-def stand_in_world(told: list[int] | None = None, others: Sequence[int] = ()) -> SimpleNamespace:
-    """A world on a GPU, with the `others`' numbers of rows; this rank's is added to `told`."""
-
-    def gather(value: int) -> list[int]:
-        if told is not None:
-            told.append(value)
-        return [value, *others]
-
-    return SimpleNamespace(device=torch.device("cuda"), size=1, gather=gather)
+def stand_in_world() -> SimpleNamespace:
+    """A world of one rank, on a GPU. World.on_all, of which this has the results alone, has tests of its own."""
+    return SimpleNamespace(device=torch.device("cuda"), size=1, on_all=lambda action: [action()])
 
 
 @pytest.mark.parametrize(
@@ -115,9 +101,10 @@ def test_an_attempt_trains_and_evaluates_beside_the_room_for_states(
     assert room == [of_states + bytes_per_logit * num_logits + 50]
 
 
-def test_nothing_fits_is_one_clear_message():
+def test_nothing_fits_is_one_clear_message(monkeypatch):
+    monkeypatch.setattr(micro_batch, "_fits", lambda run, world, num_rows: False)
     with pytest.raises(ConfigError, match=r"train.micro_batch_size: found auto, but not one row fits; needed: "):
-        smoke(*AUTO).with_micro_batch_size(0)
+        resolve.with_decided_micro_batch(smoke(*AUTO), stand_in_world())
 
 
 def test_a_cpu_needs_a_number():
@@ -147,7 +134,7 @@ def test_dry_run_says_what_it_can():
 
 
 def _train(overrides: list[str]) -> None:
-    pretraining.largest_micro_batch_size = lambda run, world: 4  # there is no GPU to try it on
+    resolve.largest_micro_batch_size = lambda run, world: 4  # there is no GPU to try it on
     pretrain(smoke(*overrides))
 
 
@@ -169,5 +156,5 @@ def test_a_run_is_the_same_but_for_rounding(tmp_path):
         assert found and found == pytest.approx(wanted, rel=1e-6), tag
 
     written = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
-    assert written["train"]["micro_batch_size"] == "auto"
+    assert written["train"]["micro_batch_size"] == 4
     assert read_run(tmp_path / "auto").recipe.train.micro_batch_size == 4

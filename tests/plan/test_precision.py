@@ -12,9 +12,10 @@ from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import precision
 from gmlp_scale.plan.describe import describe
-from gmlp_scale.plan.precision import with_decided_precision
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train import resolve
+from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.run import pretrain
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
@@ -28,9 +29,7 @@ def smoke(*overrides: str):
 
 
 def world_on(device: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        device=torch.device(device), is_main=True, on_main=lambda action: action(), broadcast=lambda value: value
-    )
+    return SimpleNamespace(device=torch.device(device), is_main=True, on_main=lambda action: action())
 
 
 @pytest.mark.parametrize("faster", ["float32", "bf16"])
@@ -89,7 +88,7 @@ def _train(answer: str | None, overrides: list[str]) -> int:
         measured.append(answer)
         return answer
 
-    precision._faster_precision = faster_precision
+    resolve.faster_precision = faster_precision
     pretrain(smoke(*overrides))
     return len(measured)
 

@@ -42,7 +42,7 @@ def continues(tmp_path):
         return load_run_config(SMOKE, [*sizes, f"data.shards={shards}", *overrides])
 
     def fingerprint(run):
-        loader = build_loader(run.with_micro_batch_size(1), rank=0, world_size=1)
+        loader = build_loader(run.with_train(micro_batch_size=1), rank=0, world_size=1)
         loader.close()
         return loader.fingerprint()
 

@@ -23,7 +23,7 @@ from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks import pretraining
 from gmlp_scale.tasks.start_weights import start_from
-from gmlp_scale.train import run as run_module
+from gmlp_scale.train import resolve
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
 from tests.analysis.pretrained_runs import RECIPE, SMOKE
@@ -176,7 +176,7 @@ def test_all_ranks_start_from_the_step_that_rank_0_finds_which_is_recorded(trunk
 def test_a_run_that_did_not_record_the_step_goes_on(trunk):
     folder, train = trunk
     with pytest.MonkeyPatch.context() as before:
-        before.setattr(run_module, "with_decided_start", lambda run, world: run)
+        before.setattr(resolve, "with_decided_start", lambda run, world: run)
         before.setattr(pretraining, "read_start", read_run)
         train("name=old", f"init_from={folder / 'trunk'}", "train.stop_after_step=2")
     assert train("name=old", f"init_from={folder / 'trunk'}").finished

@@ -14,7 +14,7 @@ from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine.single import SingleEngine
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train import loop
+from gmlp_scale.train import run as run_module
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.run import run_task
@@ -121,8 +121,8 @@ def test_no_step_waits_for_the_device(model, precision, engine, tmp_path):
 class ReadAStepLate(StepReports):
     """As on a GPU."""
 
-    def __init__(self, world: World):
-        super().__init__(world)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.lag = LAG_ON_GPU
 
 
@@ -133,7 +133,7 @@ def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeyp
         every = ["train.log_every_steps=2", "train.evaluate_every_steps=3", "checkpoint.save_every_steps=3"]
         assert run_loop(contextlib.nullcontext, tmp_path / name, *every, f"name={name}") == NUM_STEPS
         places.append(tmp_path / name / name)
-        monkeypatch.setattr(loop, "StepReports", ReadAStepLate)
+        monkeypatch.setattr(run_module, "StepReports", ReadAStepLate)
     at_once, late = (read_metrics(place / "metrics.jsonl") for place in places)
     assert [line["step"] for line in late] == [2, 3, 4, 5, 5]
     assert [_unhurried(line) for line in late] == [_unhurried(line) for line in at_once]
@@ -189,7 +189,7 @@ def test_a_stop_signal_cuts_an_evaluation_off_which_is_made_on_resume(stopped_at
 
 @pytest.mark.parametrize("reports, decided_at", [(StepReports, 3), (ReadAStepLate, 4)])
 def test_the_end_of_the_time_is_seen_by_reports_read_a_step_late_too(reports, decided_at, monkeypatch, tmp_path):
-    monkeypatch.setattr(loop, "StepReports", reports)
+    monkeypatch.setattr(run_module, "StepReports", reports)
     budget = ["train.num_steps=20", "train.time_budget_seconds=0.001"]  # long over
     stable = ["optimizer.schedule=stable", "optimizer.decay_steps=2"]
     assert run_loop(contextlib.nullcontext, tmp_path, *budget, *stable) == decided_at + 1

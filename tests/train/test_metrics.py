@@ -2,16 +2,19 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import TrainConfig
+from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
+from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_reports import StepReport
 
 
@@ -21,21 +24,29 @@ def world():
         yield world
 
 
-def make_metrics(run_dir, world, start_step, **changes) -> Metrics:
-    sizes = {"tokens_per_step": Piecewise(512), "flops_per_step": Piecewise(10**9), "peak_tflops_per_device": None}
-    sizes["epochs"] = lambda step: {"data/epoch": step * 8 / 16}
-    others = {"start_step": start_step, "start_up": StartUp(0.0), "config": train_config()}
-    return Metrics(run_dir, world, fields={"name": "smoke"}, **{**sizes, **others, **changes})
+def make_metrics(run_dir, world, start_step, *, tokens=512, **changes) -> Metrics:
+    """Of a run whose steps have so many tokens; `changes` are of its `train` section."""
+    train = TrainConfig(
+        **{"num_steps": 100, "global_batch_size": 8, "micro_batch_size": 8, "log_every_steps": 100} | changes
+    )
+    task = SimpleNamespace(
+        config=SimpleNamespace(run_dir=run_dir, fields=lambda: {"name": "smoke"}),
+        train=train,
+        tokens_per_step=Piecewise(tokens),
+        flops_per_step=Piecewise(10**9),
+        epochs=lambda step: {"data/epoch": step * 8 / 16},
+    )
+    schedule, loader = Schedule(train, AdamwConfig()), SimpleNamespace(wait_seconds=0.0)
+    return Metrics(task, loader, schedule, world, start_step=start_step, start_up=StartUp(0.0))
 
 
-def train_config(**changes) -> TrainConfig:
-    return TrainConfig(**{"num_steps": 100, "global_batch_size": 8, "micro_batch_size": 8, **changes})
+def see(metrics: Metrics, step: int, loss: float = 2.0) -> None:
+    metrics.see(StepReport(step, loss, norm=1.0, learning_rate=1e-3))
 
 
 def log_step(metrics: Metrics, step: int, loss: float = 2.0) -> None:
-    report = StepReport(step, loss, norm=1.0, learning_rate=1e-3, own_loss=loss)
-    metrics.see(report)
-    metrics.log_training(report, data_wait_seconds=0.0)
+    see(metrics, step, loss)
+    metrics.log_rest()
 
 
 def test_resume_cuts_the_file_after_the_checkpoint_and_drops_a_half_written_line(tmp_path, world):
@@ -47,18 +58,18 @@ def test_resume_cuts_the_file_after_the_checkpoint_and_drops_a_half_written_line
         file.write('{"step": 40, "train/lo')
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [10, 20, 30]
     metrics = make_metrics(tmp_path, world, 20)
-    metrics.log_evaluation(30, lambda step: {"eval/loss": 1.5})
+    metrics.log_evaluation(30, lambda: {"eval/loss": 1.5})
     metrics.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert rows[2] == {"step": 30, "eval/loss": 1.5}
 
 
-def test_what_a_step_tells(tmp_path, world):
+def test_what_a_line_says(tmp_path, world):
     metrics = make_metrics(tmp_path, world, 0, peak_tflops_per_device=2.0)
     metrics.checkpoint_stall_seconds = 0.25
     for step in (1, 2, 3):
-        metrics.see(StepReport(step, loss=1.0, norm=1.0, learning_rate=1e-3, own_loss=1.0))
+        see(metrics, step, loss=1.0)
     log_step(metrics, 4, loss=5.0)
     log_step(metrics, 5)
     metrics.close()
@@ -74,13 +85,11 @@ def test_what_a_step_tells(tmp_path, world):
 
 def test_speeds_count_the_tokens_of_each_step(tmp_path, world):
     batch_sizes = [[0, 8], [1, 16], [3, 32]]
-    tokens = Piecewise([(start, 64 * rows) for start, rows in batch_sizes])
-    metrics = make_metrics(
-        tmp_path, world, 0, config=train_config(global_batch_size=batch_sizes), tokens_per_step=tokens
-    )
+    tokens = [(start, 64 * rows) for start, rows in batch_sizes]
+    metrics = make_metrics(tmp_path, world, 0, tokens=tokens, global_batch_size=batch_sizes)
     log_step(metrics, 1)
     for step in (2, 3):
-        metrics.see(StepReport(step, loss=1.0, norm=1.0, learning_rate=1e-3, own_loss=1.0))
+        see(metrics, step, loss=1.0)
     log_step(metrics, 4)
     metrics.close()
     first, second = read_metrics(tmp_path / "metrics.jsonl")
@@ -104,10 +113,10 @@ def test_time_left_in_two_units(seconds, text):
 
 def test_the_time_left_counts_the_evaluations_to_come_and_ends_where_this_start_stops(tmp_path, world):
     def seconds_left(step: int, **changes) -> float:
-        metrics = make_metrics(tmp_path, world, 0, config=train_config(evaluate_every_steps=30, **changes))
+        metrics = make_metrics(tmp_path, world, 0, evaluate_every_steps=30, **changes)
         metrics.evaluation_seconds = 1000.0
         metrics.close()
-        return metrics._seconds_left(StepReport(step, 1.0, 1.0, 1e-4, 1.0, spent_seconds=500.0), step_seconds=1.0)
+        return metrics._seconds_left(StepReport(step, 1.0, 1.0, 1e-4, spent_seconds=500.0), step_seconds=1.0)
 
     assert seconds_left(29) == 71 + 4000  # after 30, 60, 90 and the last step
     assert seconds_left(29, time_budget_seconds=600.0) == 100
@@ -119,7 +128,7 @@ def test_the_time_left_counts_the_evaluations_to_come_and_ends_where_this_start_
 
 def test_the_console_line_has_no_unknown_mfu_and_counts_to_the_stop(tmp_path, world, caplog):
     caplog.set_level(logging.INFO, "gmlp_scale")
-    metrics = make_metrics(tmp_path, world, 0, config=train_config(stop_after_step=20))
+    metrics = make_metrics(tmp_path, world, 0, stop_after_step=20)
     log_step(metrics, 1)
     metrics.close()
     assert "step 1/20  loss 2.0000" in caplog.text and "mfu" not in caplog.text

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,14 +94,19 @@ def test_updates_left_out_are_left_out_again_after_a_resume(engine, tmp_path, tr
     trials("NaN, Inf or a 10,000-fold loss in one rank's batch", 2)
 
 
-RECIPE_FACTS = {"batch_printer": "print_batch.py", "may_skip": True, "data_changes": [0]}
-
-
-def _guard(tmp_path, world, recipe_facts=RECIPE_FACTS, **settings) -> StepGuard:
+def _guard(tmp_path, world, **settings) -> StepGuard:
+    """Of a pretraining recipe. `printer`, `lacks` and `data_changes` change what the guard asks the recipe for."""
+    fields = {"train.on_not_finite"} - {settings.pop("lacks", "")}
+    recipe = SimpleNamespace(
+        run_dir=tmp_path,
+        batch_printer=settings.pop("printer", "print_batch.py"),
+        data_changes=settings.pop("data_changes", [0]),
+        fields=lambda: fields,
+    )
     config = TrainConfig(**{"num_steps": 10**6, "global_batch_size": 8, "micro_batch_size": 8, **settings})
     recent_losses = [(step, 4.0 + 0.01 * (step % 3)) for step in range(1, 200)]
     tmp_path.mkdir(exist_ok=True)
-    return StepGuard(config, world, tmp_path, recent_losses, **recipe_facts)
+    return StepGuard(recipe, config, world, {"recent_losses": recent_losses})
 
 
 @pytest.fixture
@@ -112,7 +118,7 @@ def world(monkeypatch):
 
 def _see(guard: StepGuard, step: int, loss: float, norm: float = 1.0) -> torch.Tensor:
     marked = guard.marked(torch.tensor(loss), torch.tensor(loss), step)
-    guard.see(StepReport(step, loss, norm if marked.isfinite() else math.nan, 1e-3, own_loss=loss))
+    guard.see(StepReport(step, loss, norm if marked.isfinite() else math.nan, 1e-3, losses=(loss,)))
     return marked
 
 
@@ -148,10 +154,10 @@ def test_what_stops_a_run(monkeypatch, tmp_path, world, trials):
 
 
 def test_what_the_recipe_lacks_is_not_offered(tmp_path, world):
-    guard = _guard(tmp_path, world, {**RECIPE_FACTS, "batch_printer": "", "may_skip": False})
+    guard = _guard(tmp_path, world, printer="", lacks="train.on_not_finite")
     with pytest.raises(NotFiniteError, match=r"of the data order\. The update .*, or train in float32\.$"):
         _see(guard, 200, math.nan, math.nan)
-    guard = _guard(tmp_path, world, {**RECIPE_FACTS, "may_skip": False}, precision="float32")
+    guard = _guard(tmp_path, world, lacks="train.on_not_finite", precision="float32")
     with pytest.raises(NotFiniteError, match=r", or set optimizer\.gradient_clipping\.$"):
         _see(guard, 200, math.nan, math.nan)
 
@@ -178,8 +184,7 @@ def test_updates_left_out_in_a_row_stop_the_run(monkeypatch, tmp_path, world):
 
 def test_losses_before_a_planned_change_of_the_data_are_no_measure_of_those_after_it(tmp_path, world):
     for data_changes, is_left_out in (([0, 199], False), ([0, 198], False), ([0, 150, 200], True), ([0], True)):
-        facts = {**RECIPE_FACTS, "data_changes": data_changes}
-        guard = _guard(tmp_path / str(data_changes), world, facts, on_spike="skip")
+        guard = _guard(tmp_path / str(data_changes), world, data_changes=data_changes, on_spike="skip")
         assert _see(guard, 200, 9.0).isnan() == is_left_out
     config = load_run_config(SMOKE, ["data.masked_fraction=[[0,0.3],[7,0.15]]"])
     assert config.data_changes == [0, 7, 0]
@@ -196,7 +201,7 @@ def test_a_resumed_run_has_the_limits_of_one_that_never_stopped(tmp_path, world)
             guard.marked(torch.tensor(loss), torch.tensor(loss), step)
             limits.setdefault(step, set()).add(guard._limits[step])
             reports = [unread] if unread else []
-            unread = StepReport(step, loss, 1.0, 1e-3, own_loss=loss)
+            unread = StepReport(step, loss, 1.0, 1e-3, losses=(loss,))
             if step in stops:
                 reports, unread = [*reports, unread], None
             for report in reports:

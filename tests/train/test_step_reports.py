@@ -14,17 +14,17 @@ from tests.gloo_ranks import run_ranks
 def _stop_steps(lag: int) -> list[tuple[int, int, float]]:
     """(step when read, its step, its loss) of each report until one says to stop; rank 1 is signalled during step 3."""
     with start_world(30, "cpu") as world:
-        reports = StepReports(world)
-        reports.lag, seen, step = lag, [], 0
+        reports, step = StepReports(world, lambda: (step + world.rank, 0.5 * world.rank), began=0.0), 0
+        reports.lag, seen = lag, []
+        reports.spent_seconds = lambda: 10.1 * step + world.rank
         while not reports.is_stop:
             step += 1
             if step == 3 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss = torch.tensor(float(step + world.rank))
-            own = {"own_seconds": (step + world.rank, 0.5 * world.rank), "spent_seconds": 10.1 * step + world.rank}
-            reports.send(step, loss, loss.square(), 0.1 * step, **own)
+            reports.send(step, loss, loss.square(), 0.1 * step)
             for report in reports.read(until_step=step - lag):
-                assert report.own_loss == report.step + world.rank
+                assert report.losses == (report.step, report.step + 1)
                 assert report.compute_seconds == (report.step, report.step + 1) and report.wait_seconds == (0, 0.5)
                 assert report.spent_seconds == 10.1 * report.step, "by rank 0's clock, to the last bit"
                 seen.append((step, report.step, report.loss))
@@ -44,7 +44,7 @@ def test_all_ranks_stop_at_the_same_step_with_all_reports_read(lag):
 def test_a_report_knows_that_it_is_not_finite(monkeypatch, loss, norm):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with start_world(30, "cpu") as world:
-        reports = StepReports(world)
-        reports.send(7, torch.tensor(loss), torch.tensor(norm), 0.5, own_seconds=(0.0, 0.0), spent_seconds=0.0)
+        reports = StepReports(world, lambda: (0.0, 0.0), began=0.0)
+        reports.send(7, torch.tensor(loss), torch.tensor(norm), 0.5)
         (report,) = reports.read(until_step=7)
     assert (report.step, report.learning_rate, report.is_finite, reports.is_stop) == (7, 0.5, False, False)

@@ -108,7 +108,7 @@ def test_a_rank_is_named_once_until_it_is_fast_again(caplog, monkeypatch):
     slow, fast = (0.1, 0.1, 0.16), (0.1, 0.1, 0.14)
     named = []
     for step, seconds in enumerate([slow, slow, fast, *[slow] * 7, fast, *[slow] * 3], start=1):
-        watch.see(StepReport(step, 1.0, 1.0, 0.1, 1.0, seconds, (0.0, 0.0, 0.0)))
+        watch.see(StepReport(step, 1.0, 1.0, 0.1, (), seconds, (0.0, 0.0, 0.0)))
         named += [step] * len(caplog.records)
         if caplog.records:
             assert "rank 2 (host node)" in caplog.text and f"at step {step} 1.6 times" in caplog.text

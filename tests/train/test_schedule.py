@@ -6,12 +6,12 @@ import pytest
 
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.engine import TrainConfig
-from gmlp_scale.engine.optimizer import AdamwConfig, learning_rate
+from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.run import pretrain
-from gmlp_scale.train.step_reports import StepReport
-from gmlp_scale.train.time_budget import TimeBudget
+from gmlp_scale.train.schedule import Schedule
+from gmlp_scale.train.step_reports import StepReport, StepReports
 from launch.elastic import is_finished
 from tests.gloo_ranks import run_ranks
 from tests.whole_runs import FSDP2, RECIPE, SINGLE, SMOKE, assert_close, logged
@@ -19,50 +19,45 @@ from tests.whole_runs import FSDP2, RECIPE, SINGLE, SMOKE, assert_close, logged
 OPTIMIZER = AdamwConfig(schedule="stable", warmup_steps=10, decay_steps=100)  # a tenth of the 1000 steps
 
 
-def budget_of(seconds: float | None = 200.0, recorded: dict | None = None, **changes) -> TimeBudget:
+def schedule_of(seconds: float | None = 200.0, recorded: dict | None = None, **changes) -> Schedule:
     fields = {"num_steps": 1000, "global_batch_size": 8, "micro_batch_size": 8, "time_budget_seconds": seconds}
-    return TimeBudget(TrainConfig(**(fields | changes)), OPTIMIZER, began=0.0, recorded=recorded)
+    return Schedule(TrainConfig(**(fields | changes)), OPTIMIZER, recorded)
 
 
-def see(budget: TimeBudget, spent_seconds: dict[int, float]) -> TimeBudget:
+def see(schedule: Schedule, spent_seconds: dict[int, float]) -> Schedule:
     """Reports of the steps, with the seconds spent when each was done."""
     for step, seconds in spent_seconds.items():
-        budget.see(StepReport(step, 1.0, 1.0, 1e-4, 1.0, spent_seconds=seconds))
-    return budget
+        schedule.see(StepReport(step, 1.0, 1.0, 1e-4, spent_seconds=seconds))
+    return schedule
 
 
 def test_the_decay_fills_the_rest_of_the_time_by_the_speed_so_far():
-    budget = see(
-        budget_of(), {1: 60.0, 238: 60.0 + 237 * 0.5}
-    )  # the first step took a minute, each other half a second
-    assert not budget.is_decay_due
-    assert see(budget, {243: 60.0 + 242 * 0.5}).is_decay_due  # 181 s, of which nine tenths of 200 are past
-    config, optimizer = budget.decide()
-    assert (config.num_steps, optimizer.decay_steps) == (243 + 38, 38), "19 seconds of half a second each"
-    assert (config.last_step, budget.is_decay_due) == (281, False)
-    rates = [learning_rate(optimizer, step, config.num_steps) / OPTIMIZER.peak_learning_rate for step in range(10, 281)]
+    # The first step took a minute, each other half a second.
+    schedule = see(schedule_of(), {1: 60.0, 238: 60.0 + 237 * 0.5})
+    assert not schedule.may_decide(239) and not schedule.decide()
+    assert see(schedule, {243: 60.0 + 242 * 0.5}).decide()  # 181 s, of which nine tenths of 200 are past
+    assert (schedule.num_steps, schedule.last_step) == (243 + 38, 281), "19 seconds of half a second each"
+    assert not schedule.decide(), "it is decided once"
+    rates = [schedule.rate(step) / OPTIMIZER.peak_learning_rate for step in range(10, 281)]
     assert rates[:234] == [1.0] * 234 and rates[-2:] == pytest.approx([2 / 38, 1 / 38])
 
 
 def test_a_growing_batch_is_timed_by_its_rows():
-    budget = see(budget_of(global_batch_size=[(0, 8), (240, 16), (250, 32)]), {1: 0.5, 241: 181.0})
+    schedule = see(schedule_of(global_batch_size=[(0, 8), (240, 16), (250, 32)]), {1: 0.5, 241: 181.0})
     seconds_per_row = (181 - 0.5) / (239 * 8 + 16)
     rows_left = 19 / seconds_per_row
-    config, _ = budget.decide()
-    assert config.num_steps == 250 + (rows_left - 9 * 16) // 32
+    assert schedule.decide() and schedule.num_steps == 250 + (rows_left - 9 * 16) // 32
 
 
 def test_a_resume_repeats_the_decision_and_counts_the_time_before():
-    first = see(budget_of(), {1: 1.0, 150: 90.0})
-    spent_before = first.record()["time_budget"]
-    assert spent_before == {"spent_seconds": 90.0, "timed": (149 * 8, 89.0), "decided": None}
-    resumed = budget_of(recorded=spent_before)
-    assert resumed.spent_seconds() - budget_of().spent_seconds() == pytest.approx(90.0, abs=10.0)
-    decided = see(resumed, {151: 91.0, 241: 181.0}).decide()
-    again = budget_of(recorded=resumed.record()["time_budget"])
-    assert (again.config, again.optimizer) == decided and again.decided_at == 241
-    assert decided[0].num_steps == 266, "19 seconds at the speed of both starts, 239 steps in 179 seconds"
-    assert not see(again, {242: 500.0, 243: 1000.0}).is_decay_due
+    first = see(schedule_of(), {1: 1.0, 150: 90.0})
+    assert first.state() == {"spent_seconds": 90.0, "timed": (149 * 8, 89.0), "decided": None}
+    resumed = see(schedule_of(recorded=first.state()), {151: 1.0, 241: 91.0})
+    assert resumed.state()["spent_seconds"] == 181.0 and resumed.decide()
+    assert resumed.num_steps == 266, "19 seconds at the speed of both starts, 239 steps in 179 seconds"
+    again = schedule_of(recorded=resumed.state())
+    assert (again.num_steps, again.rate(250), again.decided_at) == (266, resumed.rate(250), 241)
+    assert not see(again, {242: 500.0, 243: 1000.0}).decide()
 
 
 @pytest.mark.parametrize(
@@ -76,63 +71,58 @@ def test_a_resume_repeats_the_decision_and_counts_the_time_before():
     ],
 )
 def test_a_run_never_ends_at_once_nor_after_the_recipes_last_step(spent, num_steps):
-    budget = see(budget_of(), spent)
-    assert budget.is_decay_due and budget.decide()[0].num_steps == num_steps
+    schedule = see(schedule_of(), spent)
+    assert schedule.decide() and schedule.num_steps == num_steps
 
 
-def test_a_decay_within_the_warm_up_falls_to_0_and_is_told(caplog):
-    budget = see(budget_of(), {1: 1.0, 5: 300.0})
-    config, optimizer = budget.decide()
-    assert "within the warm-up of 10 steps" in caplog.text
-    assert learning_rate(optimizer, config.num_steps, config.num_steps) == 0.0
-    assert learning_rate(optimizer, 3, 1000) == OPTIMIZER.peak_learning_rate * 4 / 10
+def test_a_decay_within_the_warm_up_falls_to_0_and_is_logged(caplog):
+    schedule = see(schedule_of(), {1: 1.0, 5: 300.0})
+    rate_before = schedule.rate(3)
+    assert schedule.decide() and "within the warm-up of 10 steps" in caplog.text
+    assert schedule.rate(schedule.num_steps) == 0.0
+    assert rate_before == OPTIMIZER.peak_learning_rate * 4 / 10
 
 
-def test_a_change_that_never_comes_is_told(caplog):
-    see(budget_of(global_batch_size=[(0, 8), (900, 16)]), {1: 1.0, 150: 190.0}).decide()
+def test_a_change_that_never_comes_is_logged(caplog):
+    see(schedule_of(global_batch_size=[(0, 8), (900, 16)]), {1: 1.0, 150: 190.0}).decide()
     assert "train.global_batch_size changes at step 900, which never comes" in caplog.text
 
 
 def test_the_recipes_own_decay_ends_with_the_time_too():
     """The batch grows fourfold as it begins, before nine tenths of the time are past."""
-    budget = see(budget_of(1000.0, global_batch_size=[(0, 8), (900, 32)]), {1: 0.9, 899: 899.0})
-    assert not budget.is_decay_due and [step for step in range(1, 1001) if budget.must_know(step)] == [900]
-    assert see(budget, {900: 899.9}).is_decay_due
-    config, optimizer = budget.decide()
-    assert (config.num_steps, optimizer.decay_steps) == (925, 25), "100 seconds of 4 seconds each"
+    schedule = see(schedule_of(1000.0, global_batch_size=[(0, 8), (900, 32)]), {1: 0.9, 899: 899.0})
+    assert not schedule.decide() and [step for step in range(1, 1001) if schedule.may_decide(step)] == [900]
+    assert see(schedule, {900: 899.9}).decide()
+    assert schedule.num_steps == 925, "100 seconds of 4 seconds each"
+    assert schedule.rate(900) == OPTIMIZER.peak_learning_rate > schedule.rate(901)
 
 
 def test_a_recipe_that_fits_its_budget_is_left_alone():
-    budget = see(budget_of(), {1: 0.1, 900: 179.0})  # 100 steps of a fifth of a second are left, and 21 seconds
-    assert not budget.is_decay_due
-    assert not see(budget, {901: 1e9}).is_decay_due, "once it has begun, the decay stays as it is"
+    schedule = see(schedule_of(), {1: 0.1, 900: 179.0})  # 100 steps of a fifth of a second are left, and 21 seconds
+    assert not schedule.decide()
+    assert not see(schedule, {901: 1e9}).decide(), "once it has begun, the decay stays as it is"
 
 
 def test_the_speed_of_the_starts_before_is_enough_to_decide():
     recorded = {"spent_seconds": 250.0, "timed": (898 * 8, 250.0), "decided": None}
-    budget = see(budget_of(280.0, recorded), {900: 255.0})
-    assert budget.is_decay_due and budget.decide()[0].num_steps == 989, "100 steps would take 28 seconds; 25 are left"
+    schedule = see(schedule_of(280.0, recorded), {900: 5.0})
+    assert schedule.decide() and schedule.num_steps == 989, "100 steps would take 28 seconds; 25 are left"
 
 
 def test_nothing_is_decided_without_a_budget_or_within_the_recipes_own_decay():
-    assert not see(budget_of(None), {1: 1.0, 2: 1e9}).is_decay_due and not budget_of(None).record()
-    assert not see(budget_of(), {1: 1.0, 900: 180.0}).is_decay_due
-    assert not see(budget_of(), {1: 190.0}).is_decay_due, "one step, which compiles, tells no speed"
+    assert not see(schedule_of(None), {1: 1.0, 2: 1e9}).decide() and schedule_of(None).state() is None
+    assert not see(schedule_of(), {1: 1.0, 900: 180.0}).decide()
+    assert not see(schedule_of(), {1: 190.0}).decide(), "one step, which compiles, says nothing of the speed"
 
 
 def _pretrain_by_clock(overrides: list[str], seconds_per_step: float) -> list[tuple[int, float]]:
     """By a clock that goes on by so much with each step, and on other ranks than the first ten times as fast."""
 
-    def spent_seconds(budget: TimeBudget) -> float:
-        budget.num_steps_timed = getattr(budget, "num_steps_timed", 0) + 1
-        rank = int(os.environ.get("RANK", 0))
-        return budget.spent_before + budget.num_steps_timed * seconds_per_step * (1 + 9 * rank)
+    def spent_seconds(reports: StepReports) -> float:
+        reports.num_steps_timed = getattr(reports, "num_steps_timed", 0) + 1
+        return reports.num_steps_timed * seconds_per_step * (1 + 9 * int(os.environ.get("RANK", 0)))
 
-    def noting_init(budget: TimeBudget, *configs, began: float, recorded: dict | None) -> None:
-        init(budget, *configs, began=began, recorded=recorded)
-        budget.spent_before = recorded["spent_seconds"] if recorded else 0.0
-
-    init, TimeBudget.__init__, TimeBudget.spent_seconds = TimeBudget.__init__, noting_init, spent_seconds
+    StepReports.spent_seconds = spent_seconds
     pretrain(load_run_config(SMOKE, overrides))
 
 
