@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gmlp_scale.engine.muon import count_in_matrices
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.plan.describe import count_parameters, meta_model
+from gmlp_scale.plan.engine_bytes import count_in_matrices
 from gmlp_scale.recipe.config import RunConfig
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}

@@ -21,6 +21,7 @@ from benchmarks.timing import medians, time_in_turns
 from benchmarks.trial import NUM_STEPS, STOP_STEP, Signalled, Trial, Verdict, bit_equality, nearness
 from gmlp_scale.checkpoint.format import Checkpoint, step_folders
 from gmlp_scale.distributed.world import World
+from gmlp_scale.engine import ENGINES, engine_overrides
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp, peak_memory_bytes
 from gmlp_scale.train.run import build_engine_of, run_task
@@ -30,13 +31,7 @@ log = logging.getLogger(__name__)
 Report = Callable[[dict], None]
 """Takes a finding: {"check": its name, "status": passed, failed or not run, and a reason or figures}."""
 
-ENGINES = {
-    "single": ["engine.kind=single"],
-    "fsdp2": ["engine.kind=fsdp2"],
-    "zero 1": ["engine.kind=zero", "engine.stage=1"],
-    "zero 2": ["engine.kind=zero", "engine.stage=2"],
-    "zero 3": ["engine.kind=zero", "engine.stage=3"],
-}
+OVERRIDES = {name: engine_overrides(engine) for name, engine in ENGINES.items()}
 # The bounds of tests/engine/test_parity.py. On a CPU only small models keep to the bound of the float32 norm, since
 # torch's norm of a million elements is off by 1e-5 there.
 BETWEEN_ENGINES = {
@@ -71,7 +66,7 @@ def check_compile(trial: Trial, report: Report) -> None:
     """Compiled blocks, and their CUDA graphs, give the losses of eager ones, in training and in evaluation."""
     with trial.world() as world:
         cases = [("single", "false"), ("single", "true"), ("single", "reduce-overhead")]
-        cases += [("fsdp2", "true"), ("zero 1", "true"), ("zero 1", "reduce-overhead")]
+        cases += [("fsdp2", "true"), ("zero, stage 1", "true"), ("zero, stage 1", "reduce-overhead")]
         for engine, compile in cases:
             verdict = partial(compiling, trial, world, engine, compile)
             judge(report, f"{engine}: train.compile={compile}", verdict, engine, needs_gpu=compile == "reduce-overhead")
@@ -122,7 +117,7 @@ def judge(
 
 
 def parity(trial: Trial, world: World, engine: str, precision: str) -> Verdict:
-    trial.train(world, f"{engine} {precision}", *ENGINES[engine], f"train.precision={precision}")
+    trial.train(world, f"{engine} {precision}", *OVERRIDES[engine], f"train.precision={precision}")
     if engine != "single":
         return nearness(trial, f"{engine} {precision}", f"single {precision}", BETWEEN_ENGINES[precision])
     if precision == "bf16":
@@ -131,7 +126,7 @@ def parity(trial: Trial, world: World, engine: str, precision: str) -> Verdict:
 
 
 def parity_with_cpu(trial: Trial) -> Verdict:
-    here = [*ENGINES["single"], "train.precision=float32", "train.device=cpu"]
+    here = [*OVERRIDES["single"], "train.precision=float32", "train.device=cpu"]
     with trial.world(*here) as world:
         trial.train(world, "cpu", *here)
     return nearness(trial, "single float32", "cpu", FROM_CPU_TO_GPU)
@@ -139,7 +134,7 @@ def parity_with_cpu(trial: Trial) -> Verdict:
 
 def resuming(trial: Trial, world: World, engine: str, precision: str) -> Verdict:
     whole, resumed = f"{engine} {precision}", f"{engine} {precision} resumed"
-    here = [*ENGINES[engine], f"train.precision={precision}"]
+    here = [*OVERRIDES[engine], f"train.precision={precision}"]
     trial.train(world, resumed, *here, f"train.stop_after_step={STOP_STEP}")
     trial.train(world, resumed, *here)
     return bit_equality(trial.checkpoint(whole), trial.checkpoint(resumed))
@@ -147,7 +142,7 @@ def resuming(trial: Trial, world: World, engine: str, precision: str) -> Verdict
 
 def stopping(trial: Trial, engine: str) -> Verdict:
     """Each run has a world of its own, since a signal ends the world's use."""
-    name, here = f"{engine} signalled", ENGINES[engine]
+    name, here = f"{engine} signalled", OVERRIDES[engine]
     with trial.world() as world:
         trial.train(world, f"{engine} whole", *here)
     with trial.world(hear_stop_signals=True) as world:
@@ -170,7 +165,7 @@ def compiling(trial: Trial, world: World, engine: str, compile: str) -> Verdict:
     torch.compiler.reset()  # else the graphs of other cases count towards the limit
     counters.clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        trial.train(world, name, *ENGINES[engine], f"train.compile={compile}", *ends)
+        trial.train(world, name, *OVERRIDES[engine], f"train.compile={compile}", *ends)
     num_skips = counters["inductor"]["cudagraph_skips"]
     if compile == "reduce-overhead" and num_skips:
         return Verdict(f"{num_skips} graphs ran without CUDA graphs; log.txt says why", {})
@@ -179,7 +174,7 @@ def compiling(trial: Trial, world: World, engine: str, compile: str) -> Verdict:
 
 def finding_micro_batch(trial: Trial) -> Verdict:
     with trial.world() as world:
-        task = Pretraining(trial.config("auto", *ENGINES["single"], "train.micro_batch_size=auto"))
+        task = Pretraining(trial.config("auto", *OVERRIDES["single"], "train.micro_batch_size=auto"))
         run_task(task, world, StartUp(time.perf_counter()))
         peak_gib = peak_memory_bytes(world.device) / 2**30
     return Verdict(None, {"micro_batch_size": task.train.micro_batch_size, "peak_memory_gib": peak_gib})

@@ -21,12 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is instal
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.collectives import ENGINES
 from benchmarks.timing import say
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.engine import EngineConfig, Fsdp2Config
+from gmlp_scale.engine import SHARDED_ENGINES, EngineConfig, Fsdp2Config
 from gmlp_scale.plan.describe import count_parameters, meta_model
-from gmlp_scale.plan.layouts import wire_bytes
+from gmlp_scale.plan.engine_bytes import carried_bytes, state_bytes, wire_bytes
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.resolve import with_decided_precision
@@ -73,7 +72,7 @@ def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float)
     started: when the launcher was called, in seconds of time.time().
     """
     engines, start_up_seconds = {}, None
-    for name, engine in ENGINES.items():
+    for name, engine in SHARDED_ENGINES.items():
         if mistakes := list(engine.mistakes(run.train)):
             engines[name] = {"not run": mistakes}
             continue
@@ -121,7 +120,7 @@ def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float
     """
     model, precision, num_parameters = meta_model(run), run.train.precision, count_parameters(run)
     counts = count_step(run, engine, world, num_micro_batches=1)
-    states = engine.state_bytes(model, run.optimizer, precision, world.size, accumulates=False)
+    states = state_bytes(engine, model, run.optimizer, precision, world.size, accumulates=False)
     figures = {
         "peak_bytes_per_parameter": max(world.gather(counts.peak)) / num_parameters,
         "planned_states_per_parameter": sum(states.values()) / num_parameters,
@@ -129,7 +128,7 @@ def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float
     }
     if world.size > 1:
         sent = wire_bytes(counts.carried)
-        planned = wire_bytes(engine.carried_bytes(model, run.optimizer, precision, 1, world.size))
+        planned = wire_bytes(carried_bytes(engine, model, run.optimizer, precision, 1, world.size))
         figures |= {"sent_bytes_per_parameter": sent / num_parameters, "sent_over_formula": sent / planned}
     return figures
 

@@ -7,11 +7,6 @@ Beside its fields, an engine's config has
     needs_process_group    whether it needs one even for a single process
     supports_cuda_graphs   whether train.compile may be reduce-overhead
     mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
-    state_bytes(model, optimizer, precision, world_size, accumulates=...)   bytes of parameters, gradients, float32
-                           masters, moments and buffers on the rank that holds the most, at a step's peak; without
-                           activations
-    carried_bytes(model, optimizer, precision, num_micro_batches, world_size)   bytes of whole tensors per step in each
-                           of COLLECTIVES
 """
 
 from collections.abc import Callable, Iterator
@@ -34,11 +29,24 @@ COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
 """Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
 it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""
 
-COLLECTIVES = {"all_reduce": 2, "reduce": 1, "gather": 1, "all_to_all": 1}
-"""How often a collective's bytes go over the wire. `reduce` is a reduction to owners. The whole tensor of an all-to-all
-is what one rank sends, its own part included."""
-
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
+
+ENGINES: dict[str, EngineConfig] = {
+    "single": SingleConfig(),
+    "fsdp2": Fsdp2Config(),
+    "fsdp2, reshard_after_forward": Fsdp2Config(reshard_after_forward=True),
+    "zero, stage 1": ZeroConfig(stage=1),
+    "zero, stage 2": ZeroConfig(stage=2),
+    "zero, stage 3": ZeroConfig(stage=3),
+}
+"""What plans, benchmarks, the GPU proof and the tests go through."""
+SHARDED_ENGINES = {name: engine for name, engine in ENGINES.items() if engine.needs_process_group}
+
+
+def engine_overrides(engine: EngineConfig) -> list[str]:
+    """The words that a command takes for this engine: engine.kind and the fields that were given to it."""
+    given = {"kind": engine.kind} | engine.model_dump(exclude_unset=True)
+    return [f"engine.{field}={value}" for field, value in given.items()]
 
 
 class Engine(Protocol):

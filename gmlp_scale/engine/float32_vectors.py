@@ -33,11 +33,6 @@ def round_matrices(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
-def count_vectors_and_others(model: nn.Module, precision: str) -> tuple[int, int]:
-    num_in_vectors = sum(vector.numel() for vector in float32_vectors(model, precision).values())
-    return num_in_vectors, sum(parameter.numel() for parameter in model.parameters()) - num_in_vectors
-
-
 class Vectors:
     """Float32 vectors that every rank holds whole and updates alike, beside what an engine shards.
 

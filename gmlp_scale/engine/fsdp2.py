@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine.float32_vectors import Vectors, count_vectors_and_others, float32_vectors
+from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
-from gmlp_scale.engine.muon import Muon, Span, count_in_matrices, exchanged_bytes, muon_matrices
+from gmlp_scale.engine.muon import Muon, Span, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 
@@ -37,51 +37,6 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
         """None beyond CUDA graphs, which RunConfig checks."""
         yield from ()
-
-    def state_bytes(
-        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int, *, accumulates: bool
-    ) -> dict[str, float]:
-        """Three things are not sharded: bf16's float32 vectors, the parameters that are gathered to compute with, and
-        the gradients while micro-batches accumulate. All parameters are gathered or, with `reshard_after_forward`, two
-        groups of blocks and what is outside the blocks. Without accumulation a group's gathered parameters are freed
-        before its gradients are kept, so gradients count only as far as they take more than that.
-
-        The buffers are one group's: its gradients before their reduction, what is being reduced (without accumulation,
-        of the group before too), and what comes back. One rank reduces nothing. tests/benchmarks/test_collectives.py
-        checks the sum.
-        """
-        weight_bytes = 2 if precision == "bf16" else 4
-        num_in_vectors, num_sharded = count_vectors_and_others(model, precision)
-        num_in_blocks = count_vectors_and_others(model.blocks, precision)[1]
-        num_in_group = min(1, self.blocks_per_group / len(model.blocks)) * num_in_blocks
-        num_outside = num_sharded - num_in_blocks
-        num_gathered = num_sharded
-        if self.reshard_after_forward:
-            num_gathered = num_outside + min(2 * num_in_group, num_in_blocks)
-        gradients, buffer_bytes = num_sharded * 4, weight_bytes + 4 + 4 / world_size
-        if not accumulates:
-            gradients = max(0, gradients / world_size - num_gathered * weight_bytes)
-            buffer_bytes += 4
-        return {
-            "parameters": num_in_vectors * 4 + num_gathered * weight_bytes,
-            "gradients": num_in_vectors * 4 + gradients,
-            "float32 master": num_sharded * 4 / world_size,
-            "moments": num_in_vectors * 8 + (num_sharded * 8 - count_in_matrices(model, optimizer) * 4) / world_size,
-            "buffers": max(num_in_group, num_outside) * (buffer_bytes if world_size > 1 else 4),
-        }
-
-    def carried_bytes(
-        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, num_micro_batches: int, world_size: int
-    ) -> dict[str, float]:
-        """One reduction and one gather a step or, with `reshard_after_forward`, two gathers a micro-batch."""
-        num_in_vectors, num_sharded = count_vectors_and_others(model, precision)
-        num_gathers = 2 * num_micro_batches if self.reshard_after_forward else 1
-        return {
-            "all_reduce": num_in_vectors * 4,
-            "reduce": num_sharded * 4,
-            "gather": num_sharded * (2 if precision == "bf16" else 4) * num_gathers,
-            "all_to_all": exchanged_bytes(model, optimizer, precision, world_size),
-        }
 
 
 class Fsdp2Engine:

@@ -40,20 +40,6 @@ def muon_matrices(model: nn.Module, optimizer: OptimizerConfig) -> dict[str, tup
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if id(parameter) in linears}
 
 
-def count_in_matrices(model: nn.Module, optimizer: OptimizerConfig) -> int:
-    """Elements of the parameters that Muon updates."""
-    return sum(math.prod(shape) for shape in muon_matrices(model, optimizer).values())
-
-
-def exchanged_bytes(model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int) -> float:
-    """What the rank that owns the most gets and sends back in a step's two all-to-alls, its own part included."""
-    shapes = muon_matrices(model, optimizer)
-    num_owned = [0] * world_size
-    for name, rank in owners(shapes, world_size).items():
-        num_owned[rank] += math.prod(shapes[name])
-    return 2 * max(num_owned) * (2 if precision == "bf16" else 4)
-
-
 def owners(shapes: Mapping[str, tuple[int, int]], num_ranks: int) -> dict[str, int]:
     """The rank that orthogonalises each matrix: the costliest first, each to the rank with the least work so far."""
     work = [0] * num_ranks

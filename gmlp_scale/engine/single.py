@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine.float32_vectors import Vectors, count_vectors_and_others, float32_vectors
+from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
-from gmlp_scale.engine.muon import Muon, count_in_matrices, muon_matrices
+from gmlp_scale.engine.muon import Muon, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
 
@@ -31,24 +31,6 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
         """None: this engine can do all that a `train` section asks for."""
         yield from ()
-
-    def state_bytes(
-        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int, *, accumulates: bool
-    ) -> dict[str, float]:
-        """See gmlp_scale/engine: every engine's config has this method."""
-        num_in_vectors, num_others = count_vectors_and_others(model, precision)
-        return {
-            "parameters": num_in_vectors * 4 + num_others * (2 if precision == "bf16" else 4),
-            "gradients": num_in_vectors * 4 + num_others * 4,
-            "float32 master": num_others * (4 if precision == "bf16" else 0),
-            "moments": num_in_vectors * 8 + num_others * 8 - count_in_matrices(model, optimizer) * 4,
-            "buffers": 0,
-        }
-
-    def carried_bytes(
-        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, num_micro_batches: int, world_size: int
-    ) -> dict[str, float]:
-        return {"all_reduce": 0, "reduce": 0, "gather": 0, "all_to_all": 0}
 
 
 class SingleEngine:

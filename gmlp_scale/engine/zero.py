@@ -16,9 +16,9 @@ from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine.float32_vectors import Vectors, count_vectors_and_others, float32_vectors
+from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.masters import Masters, Piece, ReadSlice, model_key
-from gmlp_scale.engine.muon import count_in_matrices, exchanged_bytes, muon_matrices
+from gmlp_scale.engine.muon import muon_matrices
 from gmlp_scale.engine.optimizer import (
     OptimizerConfig,
     build_adamw,
@@ -30,7 +30,7 @@ from gmlp_scale.engine.optimizer import (
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero_masters import ZeroMasters
 from gmlp_scale.engine.zero_muon import ZeroMuon
-from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS, merged_settings, refuse_offload, required_settings
+from gmlp_scale.engine.zero_settings import merged_settings, refuse_offload, required_settings
 
 log = logging.getLogger(__name__)
 
@@ -70,50 +70,6 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
                 f"train.recheck_every_steps: found {train.recheck_every_steps}; needed: null with engine.stage=3, "
                 "which holds no parameter whole while it differentiates"
             )
-
-    def state_bytes(
-        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int, *, accumulates: bool
-    ) -> dict[str, float]:
-        """Stage 1 shards the master and the moments, stage 2 the gradients too, stage 3 everything (Rajbhandari et al.
-        2020, figure 1), except bf16's float32 vectors.
-
-        At a step's peak stage 3 has gathered every parameter, as DeepSpeed's stage3_max_reuse_distance is 1e9 elements.
-        The buffers are those of DeepSpeed 0.19.8, as counted in bf16: the copy that stage 1 all-reduces, and the
-        buckets of stages 2 and 3 with their copies in float32 (tests/benchmarks/test_collectives.py holds the sums).
-        """
-        num_in_vectors, num_others = count_vectors_and_others(model, precision)
-        weight_bytes, master_bytes = (2, 4) if precision == "bf16" else (4, 0)
-        in_bucket = min(num_others, REDUCE_BUCKET_ELEMENTS)
-        buffers = {
-            1: num_others * 4,
-            2: in_bucket * (weight_bytes + (weight_bytes + 4) / world_size),
-            3: num_others * weight_bytes + in_bucket * 8,
-        }
-        return {
-            "parameters": num_in_vectors * 4 + num_others * weight_bytes * (1 + (self.stage == 3) / world_size),
-            "gradients": num_in_vectors * 4 + num_others * 4 / (world_size if self.stage >= 2 else 1),
-            "float32 master": num_others * master_bytes / world_size,
-            "moments": num_in_vectors * 8 + (num_others * 8 - count_in_matrices(model, optimizer) * 4) / world_size,
-            "buffers": buffers[self.stage],
-        }
-
-    def carried_bytes(
-        self, model: nn.Module, optimizer: OptimizerConfig, precision: str, num_micro_batches: int, world_size: int
-    ) -> dict[str, float]:
-        """Stages 2 and 3 reduce after every micro-batch; stage 3 gathers for each one, the others once a step.
-
-        In bf16 stage 1 is DeepSpeed's BF16_Optimizer, which all-reduces. Everything else reduces to owners.
-        """
-        num_in_vectors, num_others = count_vectors_and_others(model, precision)
-        reduced = num_others * 4 * (num_micro_batches if self.stage > 1 else 1)
-        gathered = num_others * (2 if precision == "bf16" else 4) * (num_micro_batches if self.stage == 3 else 1)
-        is_all_reduced = self.stage == 1 and precision == "bf16"
-        return {
-            "all_reduce": num_in_vectors * 4 + (reduced if is_all_reduced else 0),
-            "reduce": 0 if is_all_reduced else reduced,
-            "gather": gathered,
-            "all_to_all": exchanged_bytes(model, optimizer, precision, world_size),
-        }
 
 
 class ZeroEngine:

@@ -16,6 +16,7 @@ from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
+from gmlp_scale.plan.engine_bytes import state_bytes
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.resume import changed_fields, check_unchanged
 from gmlp_scale.storage.files import read_file, redacted, write_text
@@ -162,8 +163,8 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_micro_batches, num_steps = task.train.num_micro_batches(world_size).last, task.train.num_steps
     micro_batches = f"{num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each"
-    states = run.engine.state_bytes(
-        model, task.optimizer, run.train.precision, world_size, accumulates=num_micro_batches > 1
+    states = state_bytes(
+        run.engine, model, task.optimizer, run.train.precision, world_size, accumulates=num_micro_batches > 1
     )
     flops = task.flops_per_step.last
     lines = [

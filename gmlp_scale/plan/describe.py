@@ -9,6 +9,7 @@ from gmlp_scale.checkpoint.format import folder_name
 from gmlp_scale.checkpoint.remote_checkpoints import saved_steps
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
+from gmlp_scale.plan.engine_bytes import state_bytes
 from gmlp_scale.recipe.config import PretrainingRecipe, RunConfig
 
 
@@ -26,8 +27,9 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
     flops, tokens = run.flops_per_step(), run.tokens_per_step
     is_auto = run.train.precision == "auto"
     planned = run.with_train(precision="float32") if is_auto else run
-    states = run.engine.state_bytes(
-        meta_model(run), run.optimizer, planned.train.precision, world_size, accumulates=run.accumulates(world_size)
+    accumulates = run.accumulates(world_size)
+    states = state_bytes(
+        run.engine, meta_model(run), run.optimizer, planned.train.precision, world_size, accumulates=accumulates
     )
     lines = [
         run.to_yaml(),

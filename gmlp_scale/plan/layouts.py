@@ -3,7 +3,7 @@
 All of it is computed. Nothing was measured on a GPU; the times rest on `Assumptions`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import gcd, inf
@@ -11,22 +11,14 @@ from math import gcd, inf
 from torch import nn
 
 from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
-from gmlp_scale.engine.muon import count_in_matrices
+from gmlp_scale.engine import ENGINES, EngineConfig, Fsdp2Config
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.plan.describe import count_parameters, meta_model, short
 from gmlp_scale.plan.devices import Gpu
+from gmlp_scale.plan.engine_bytes import carried_bytes, count_in_matrices, state_bytes, wire_bytes
 from gmlp_scale.plan.micro_batch import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, RunConfig
 
-ENGINES: dict[str, EngineConfig] = {
-    "single": SingleConfig(),
-    "fsdp2": Fsdp2Config(),
-    "fsdp2, reshard_after_forward": Fsdp2Config(reshard_after_forward=True),
-    "zero, stage 1": ZeroConfig(stage=1),
-    "zero, stage 2": ZeroConfig(stage=2),
-    "zero, stage 3": ZeroConfig(stage=3),
-}
 ROW_BYTES_PER_TOKEN = 2
 
 
@@ -103,7 +95,7 @@ def _layout(
     fitting = _most_rows(run, memory, num_gpus, assumed.gpu.memory_gb)
     mean_rows = train.batch_sizes.before(train.num_steps) / train.num_steps
     num_micro_batches = mean_rows / num_gpus / max(1, fitting)
-    carried = engine.carried_bytes(model, run.optimizer, train.precision, num_micro_batches, num_gpus)
+    carried = carried_bytes(engine, model, run.optimizer, train.precision, num_micro_batches, num_gpus)
     wire = wire_bytes(carried) * (num_gpus - 1) / num_gpus
     # Recomputing a block is one more forward pass: 4 instead of 3. `selective` computes no matrix product again.
     work = run.flops_per_step().before(train.num_steps) / train.num_steps
@@ -119,17 +111,12 @@ def _layout(
     )
 
 
-def wire_bytes(carried: Mapping[str, float]) -> float:
-    """What collectives send if there are many ranks. `carried`: the bytes of whole tensors by kind of collective."""
-    return sum(passes * carried[kind] for kind, passes in COLLECTIVES.items())
-
-
 def _memory(
     run: RunConfig, engine: EngineConfig, model: nn.Module, row_bytes: dict[str, float], num_gpus: int, num_rows: int
 ) -> dict[str, float]:
     """Bytes by part on a rank with micro-batches of `num_rows`."""
     accumulates = num_rows < max(run.train.batch_sizes.values) // num_gpus
-    states = engine.state_bytes(model, run.optimizer, run.train.precision, num_gpus, accumulates=accumulates)
+    states = state_bytes(engine, model, run.optimizer, run.train.precision, num_gpus, accumulates=accumulates)
     return states | {part: num_rows * size for part, size in row_bytes.items()}
 
 

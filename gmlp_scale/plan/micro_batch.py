@@ -11,6 +11,7 @@ from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import round_matrices
 from gmlp_scale.models import build_model
+from gmlp_scale.plan.engine_bytes import state_bytes
 from gmlp_scale.recipe.config import ConfigError, RunConfig
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     device, num_rows, precision = world.device, run.train.micro_batch_size, run.train.precision
     with torch.device(device):
         model = build_model(run.model, seed=None)
-    states = run.engine.state_bytes(
-        model, run.optimizer, precision, world.size, accumulates=run.accumulates(world.size)
+    states = state_bytes(
+        run.engine, model, run.optimizer, precision, world.size, accumulates=run.accumulates(world.size)
     )
     round_matrices(model, precision).set_recompute(run.train.recompute)
     own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # parameters and gradients

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from gmlp_scale.distributed.world import World, start_fake_world
-from gmlp_scale.engine import COLLECTIVES, EngineConfig, Fsdp2Config
+from gmlp_scale.engine import EngineConfig, Fsdp2Config
 from gmlp_scale.plan.describe import short
+from gmlp_scale.plan.engine_bytes import COLLECTIVES
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.trial.random_step import new_engine, random_batch, train_step
 

@@ -5,11 +5,11 @@ import sys
 import pytest
 
 from benchmarks import count_collectives
-from benchmarks.collectives import ENGINES
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import COLLECTIVES, Fsdp2Config, SingleConfig
+from gmlp_scale.engine import ENGINES, SHARDED_ENGINES, Fsdp2Config
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.plan.describe import meta_model
+from gmlp_scale.plan.engine_bytes import COLLECTIVES, carried_bytes, state_bytes
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.trial.carried_bytes import ByteCounts, count_fake_step, count_step
@@ -32,14 +32,11 @@ ADAMW, MUON = RUN.optimizer, MuonConfig(**RUN.optimizer.model_dump(exclude={"kin
 
 
 def _engines(world_size: int) -> dict:
-    """Those of the plan; FSDP2 with several groups, as large models have."""
-    alone = {"single": SingleConfig()} if world_size == 1 else {}
-    small_groups = {
-        name: engine.model_copy(update={"blocks_per_group": 2})
-        for name, engine in ENGINES.items()
-        if isinstance(engine, Fsdp2Config)
+    """FSDP2 with several groups, as large models have."""
+    return {
+        name: engine.model_copy(update={"blocks_per_group": 2}) if isinstance(engine, Fsdp2Config) else engine
+        for name, engine in (ENGINES if world_size == 1 else SHARDED_ENGINES).items()
     }
-    return ENGINES | small_groups | alone
 
 
 def _counts(counts: ByteCounts) -> tuple[dict, int]:
@@ -68,10 +65,10 @@ def test_every_engine_carries_and_holds_what_its_plan_says(world_size, cases):
     ranks = run_ranks(_count_each, world_size, cases)
     for case, (found, _) in ranks[0].items():
         name, num, optimizer = case
-        wanted = engines[name].carried_bytes(model, optimizer, precision, num, world_size)
+        wanted = carried_bytes(engines[name], model, optimizer, precision, num, world_size)
         if world_size > 1:
             assert found == pytest.approx(wanted, rel=0.02, abs=0.02 * max(wanted.values())), case
-        states = engines[name].state_bytes(model, optimizer, precision, world_size, accumulates=num > 1)
+        states = state_bytes(engines[name], model, optimizer, precision, world_size, accumulates=num > 1)
         peak = max(counted[case][1] for counted in ranks)
         # Within 10 % on a calm machine; on a busy one gloo's threads free their buffers later (12 % seen).
         assert sum(states.values()) == pytest.approx(peak, rel=0.2), (case, states)
@@ -85,7 +82,7 @@ def _count_in_float32(name: str) -> dict[str, float]:
 def test_in_float32_stage_1_reduces_to_owners():
     """In bf16 it all-reduces, which is twice the bytes."""
     found = run_ranks(_count_in_float32, 2, "zero, stage 1")[0]
-    wanted = ENGINES["zero, stage 1"].carried_bytes(meta_model(FLOAT32), FLOAT32.optimizer, "float32", 1, 2)
+    wanted = carried_bytes(ENGINES["zero, stage 1"], meta_model(FLOAT32), FLOAT32.optimizer, "float32", 1, 2)
     assert found == pytest.approx(wanted, rel=0.02, abs=1000)
 
 
@@ -103,5 +100,5 @@ def test_fake_ranks_carry_and_hold_what_the_plan_says():
     run = RUN.model_copy(update={"engine": engine, "model": RUN.model.model_copy(update={"num_blocks": 8})})
     model = meta_model(run)
     found, peak = _counts(count_fake_step(run, 64))
-    assert found == pytest.approx(engine.carried_bytes(model, ADAMW, precision, 1, 64), rel=0.02)
-    assert 0.75 < peak / sum(engine.state_bytes(model, ADAMW, precision, 64, accumulates=False).values()) < 1
+    assert found == pytest.approx(carried_bytes(engine, model, ADAMW, precision, 1, 64), rel=0.02)
+    assert 0.75 < peak / sum(state_bytes(engine, model, ADAMW, precision, 64, accumulates=False).values()) < 1

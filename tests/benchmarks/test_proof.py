@@ -39,7 +39,7 @@ def findings_of(check: str, trial: Trial) -> dict[str, dict]:
 def test_engines_are_compared_and_resumed_and_those_not_installed_are_told(trial, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = findings_of("engines", trial)
-    assert len(found) == 21
+    assert len(found) == 25
     for name, finding in found.items():
         if name.startswith("zero"):
             assert finding["status"] == "not run" and finding["reason"] == "deepspeed is not installed"

@@ -9,16 +9,16 @@ import pytest
 from benchmarks import scaling
 from benchmarks.comparison import table
 from benchmarks.scaling import main, sixteen_bytes_model, union_length
-from gmlp_scale.engine import Fsdp2Config, ZeroConfig
+from gmlp_scale.engine import SHARDED_ENGINES, Fsdp2Config, ZeroConfig
 from tests.benchmarks.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
 
 RECIPE = ["model.num_blocks=8", "model.d_model=128", "model.d_ffn=512", "model.sequence_length=16"]
-ENGINES = {"fsdp2": Fsdp2Config(), "zero, stage 3": ZeroConfig(stage=3)}
+ENGINES = {name: SHARDED_ENGINES[name] for name in ("fsdp2", "zero, stage 3")}
 
 
 def _measure(output: Path) -> None:
-    scaling.ENGINES = ENGINES
+    scaling.SHARDED_ENGINES = ENGINES
     options = ["--config", str(SMOKE), "--rounds", "1", "--output", str(output), "--started", "0"]
     sys.argv = ["scaling.py", *options, *RECIPE, "train.micro_batch_size=1", "train.recompute=selective"]
     main()

@@ -7,14 +7,10 @@ import torch
 import torch.distributed as dist
 
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.engine import Fsdp2Config
 from gmlp_scale.models import build_model
-from tests.engine.trained_engines import AMLP, ENGINES, MUON, SIZES, pieces_of, reader, start_engine, train
+from tests.engine.trained_engines import AMLP, MUON, SHARDED, SINGLE, SIZES, pieces_of, reader, start_engine, train
 from tests.gloo_ranks import run_ranks
 
-SINGLE = {"single": ENGINES["single"]}
-SHARDED = {name: config for name, config in ENGINES.items() if name not in SINGLE}
-SHARDED["fsdp2"] = Fsdp2Config(blocks_per_group=2)
 OPTIONS = {
     "float32": {},
     "bf16, recomputing": {"precision": "bf16", "recompute": "full"},
@@ -68,7 +64,7 @@ def _go_on(engine_configs: dict, checkpoints: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict:
-    return run_ranks(_stop_and_go_on, 1, SINGLE | {"zero 2": SHARDED["zero 2"]})[0]
+    return run_ranks(_stop_and_go_on, 1, SINGLE | {"zero, stage 2": SHARDED["zero, stage 2"]})[0]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +81,13 @@ def test_the_same_engine_goes_on_bit_for_bit_twice_in_a_row(one_rank, two_ranks)
 @pytest.mark.parametrize(
     ("world_size", "engines", "sources"),
     [
-        (1, SINGLE | SHARDED, [("zero 2", "float32"), ("zero 3", "muon")]),
-        (2, SHARDED, [("zero 2", "float32"), ("fsdp2", "float32"), ("single", "float32"), ("fsdp2", "muon")]),
-        (4, {name: SHARDED[name] for name in ("fsdp2", "zero 3")}, [("zero 3", "float32"), ("zero 2", "muon")]),
+        (1, SINGLE | SHARDED, [("zero, stage 2", "float32"), ("zero, stage 3", "muon")]),
+        (2, SHARDED, [("zero, stage 2", "float32"), ("fsdp2", "float32"), ("single", "float32"), ("fsdp2", "muon")]),
+        (
+            4,
+            {name: SHARDED[name] for name in ("fsdp2", "zero, stage 3")},
+            [("zero, stage 3", "float32"), ("zero, stage 2", "muon")],
+        ),
     ],
 )
 def test_any_engine_goes_on_from_any_other(one_rank, two_ranks, world_size, engines, sources):

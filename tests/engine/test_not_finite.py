@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from gmlp_scale.distributed.world import World, start_world
-from tests.engine.trained_engines import AMLP, ENGINES, MUON, SHARDED, micro_batches_of, pieces_of, start_engine, train
+from tests.engine.trained_engines import AMLP, MUON, SHARDED, SINGLE, micro_batches_of, pieces_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 
-SINGLE = {"single": ENGINES["single"]}
 OPTIONS = {"float32": {}, "bf16": {"precision": "bf16"}, "muon": {"optimizer": MUON}}
 
 

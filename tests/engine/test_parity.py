@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig
+from gmlp_scale.engine import EngineConfig
 from gmlp_scale.engine.optimizer import build_adamw, decayed_names
 from gmlp_scale.models import build_model, heads
 from gmlp_scale.models.gmlp import SpatialGatingUnit
@@ -21,6 +21,8 @@ from tests.engine.trained_engines import (
     MUON,
     OPTIMIZER,
     SHARDED,
+    SHARDED_BUT_ZERO_3,
+    SINGLE,
     SIZES,
     micro_batches_of,
     start_engine,
@@ -29,7 +31,6 @@ from tests.engine.trained_engines import (
 from tests.gloo_ranks import run_ranks
 
 MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT}
-ALL_SHARDED = SHARDED | {"fsdp2 resharding": Fsdp2Config(blocks_per_group=2, reshard_after_forward=True)}
 OPTIONS = {
     "float32": {},
     "recompute": {"recompute": "full"},
@@ -40,7 +41,6 @@ OPTIONS = {
 CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute"), ("amlp", "muon")]
 BF16 = [("amlp", "bf16"), ("bert", "bf16")]
 SELECTIVE = [("amlp", "selective")]
-WITHOUT_ZERO_3 = {name: config for name, config in ALL_SHARDED.items() if name != "zero 3"}
 
 
 def _train_each(cases: list, engine_configs: dict) -> dict:
@@ -78,17 +78,17 @@ def _vectors_of(module: nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def single() -> dict:
-    return run_ranks(_train_each, 1, CASES + BF16, {"single": SingleConfig()})[0]
+    return run_ranks(_train_each, 1, CASES + BF16, SINGLE)[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict]:
-    return run_ranks(_train_each, 2, CASES + BF16, ALL_SHARDED)
+    return run_ranks(_train_each, 2, CASES + BF16, SHARDED)
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict:
-    return run_ranks(_train_each, 1, CASES[1:2], ALL_SHARDED)[0]
+    return run_ranks(_train_each, 1, CASES[1:2], SHARDED)[0]
 
 
 def _assert_close(run: dict, expected: dict) -> None:
@@ -100,7 +100,7 @@ def _assert_close(run: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize(("model", "option"), CASES)
-@pytest.mark.parametrize("engine", ALL_SHARDED)
+@pytest.mark.parametrize("engine", SHARDED)
 def test_engines_agree_in_float32_on_two_ranks(single, two_ranks, model, option, engine):
     expected = single[model, "muon" if option == "muon" else "float32", "single"]
     assert min(expected["norms"]) > OPTIMIZER.gradient_clipping  # so every step is clipped
@@ -109,12 +109,12 @@ def test_engines_agree_in_float32_on_two_ranks(single, two_ranks, model, option,
 
 def test_selective_recomputation_changes_nothing(single):
     # In processes of their own: what ZeRO-3 makes of torch's linear function, which the recipe refuses, stays in one.
-    runs = run_ranks(_train_each, 2, SELECTIVE, WITHOUT_ZERO_3)[0]
-    for engine in WITHOUT_ZERO_3:
+    runs = run_ranks(_train_each, 2, SELECTIVE, SHARDED_BUT_ZERO_3)[0]
+    for engine in SHARDED_BUT_ZERO_3:
         _assert_close(runs["amlp", "selective", engine], single["amlp", "float32", "single"])
 
 
-@pytest.mark.parametrize("engine", ALL_SHARDED)
+@pytest.mark.parametrize("engine", SHARDED)
 def test_engines_agree_in_float32_on_one_rank(single, one_rank, engine):
     _assert_close(one_rank["amlp", "float32", engine], single["amlp", "float32", "single"])
 
@@ -143,7 +143,7 @@ def test_engines_in_bf16_stay_near_float64(single, two_ranks, model):
     losses, norms = _losses_and_norms_in_float64(MODELS[model])
     exact = single[model, "float32", "single"]
     assert exact["losses"] == pytest.approx(losses, rel=1e-6) and exact["norms"] == pytest.approx(norms, rel=1e-5)
-    for engine in ["single", *ALL_SHARDED]:
+    for engine in ["single", *SHARDED]:
         run = (single if engine == "single" else two_ranks[0])[model, "bf16", engine]
         assert run["losses"] != exact["losses"], engine
         assert run["losses"] == pytest.approx(losses, rel=5e-4), engine
@@ -153,7 +153,7 @@ def test_engines_in_bf16_stay_near_float64(single, two_ranks, model):
 
 @pytest.mark.parametrize(("model", "option"), BF16)
 def test_engines_in_bf16_compute_with_the_float32_values_of_vectors(single, two_ranks, model, option):
-    for engine in ["single", *ALL_SHARDED]:
+    for engine in ["single", *SHARDED]:
         ranks = [single] if engine == "single" else two_ranks
         weights = ranks[0][model, option, engine]["weights"]
         assert all(weight.dtype == torch.float32 for weight in weights.values()), engine

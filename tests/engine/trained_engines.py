@@ -5,17 +5,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gmlp_scale import engine as engines
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine import (
-    EngineConfig,
-    Fsdp2Config,
-    OptimizerConfig,
-    SingleConfig,
-    TrainConfig,
-    ZeroConfig,
-    build_engine,
-)
+from gmlp_scale.engine import EngineConfig, Fsdp2Config, OptimizerConfig, TrainConfig, build_engine
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 from gmlp_scale.piecewise import Piecewise
@@ -28,14 +21,14 @@ BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
 OPTIMIZER = AdamwConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
 MUON = MuonConfig(**OPTIMIZER.model_dump(exclude={"kind"}), matrix_rate_ratio=2.0)
 BATCH_SIZES, MICRO_BATCH_SIZE = [(0, 8), (1, 16), (2, 8), (4, 16), (5, 8)], 2
-SHARDED = {
-    "fsdp2": Fsdp2Config(),
-    "zero 1": ZeroConfig(stage=1),
-    "zero 2": ZeroConfig(stage=2),
-    "zero 3": ZeroConfig(stage=3),
+# FSDP2 with several groups, as large models have
+ENGINES = {
+    name: engine.model_copy(update={"blocks_per_group": 2}) if isinstance(engine, Fsdp2Config) else engine
+    for name, engine in engines.ENGINES.items()
 }
-ENGINES = {"single": SingleConfig()} | SHARDED
-"""The one table of engines for tests."""
+SINGLE = {"single": ENGINES["single"]}
+SHARDED = {name: ENGINES[name] for name in engines.SHARDED_ENGINES}
+SHARDED_BUT_ZERO_3 = {name: config for name, config in SHARDED.items() if name != "zero, stage 3"}
 
 
 @dataclass

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from gmlp_scale import engine as engines
 from gmlp_scale.checkpoint.format import Checkpoint, newest_checkpoint
 from gmlp_scale.distributed import logs
+from gmlp_scale.engine import engine_overrides
 from tests.faults.disturbed import disturb
 from tests.forked import Script
 from tests.gloo_ranks import free_port, rank_variables
-from tests.whole_runs import FSDP2, ROOT, SINGLE, SMOKE, ZERO1, ZERO2, ZERO3, finish, logged
+from tests.whole_runs import FSDP2, ROOT, SINGLE, SMOKE, finish, logged
 from tests.whole_runs import RECIPE as FULL_RECIPE
 
 pytestmark = pytest.mark.faults
@@ -26,10 +28,12 @@ pytestmark = pytest.mark.faults
 NUM_STEPS = 12
 RECIPE = [*FULL_RECIPE, f"train.num_steps={NUM_STEPS}", "checkpoint.save_every_steps=3"]
 TIMEOUT_SECONDS = 8
-ENGINES = {"single": (1, SINGLE), "fsdp2": (2, FSDP2), "zero 1": (2, ZERO1), "zero 2": (2, ZERO2), "zero 3": (2, ZERO3)}
+ENGINES = {
+    name: (2 if engine.needs_process_group else 1, engine_overrides(engine)) for name, engine in engines.ENGINES.items()
+}
 LAUNCHERS = {
     "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], "fsdp2"),
-    "deepspeed": (["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"], "zero 1"),
+    "deepspeed": (["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"], "zero, stage 1"),
 }
 
 

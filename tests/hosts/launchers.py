@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gmlp_scale.engine import SHARDED_ENGINES, engine_overrides
 from tests.hosts.hosts import ROOT, Host, Job, wait_until
 from tests.written_shards import VOCAB_SIZE
 
@@ -16,10 +17,7 @@ RECIPE = [
     f"train.global_batch_size={GLOBAL_BATCH_SIZE}", "train.evaluate_every_steps=30", "train.num_evaluation_rows=10",
     "optimizer.warmup_steps=2", f"checkpoint.save_every_steps={SAVE_EVERY_STEPS}",
 ]  # fmt: skip
-ENGINES = {
-    "fsdp2": ["engine.kind=fsdp2"],
-    **{f"zero {stage}": ["engine.kind=zero", f"engine.stage={stage}"] for stage in (1, 2, 3)},
-}
+ENGINES = {name: engine_overrides(engine) for name, engine in SHARDED_ENGINES.items()}
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "PYTHONPATH": str(ROOT),

@@ -7,7 +7,7 @@ from tests.whole_runs import assert_close, logged
 
 pytestmark = pytest.mark.hosts
 ROW = "losses of one process, within 1e-5"
-SHAPES = [(2, 1, "fsdp2"), (2, 1, "zero 1"), (2, 1, "zero 2"), (2, 1, "zero 3"), (4, 2, "fsdp2")]
+SHAPES = [(2, 1, "fsdp2"), (2, 1, "zero, stage 1"), (2, 1, "zero, stage 2"), (2, 1, "zero, stage 3"), (4, 2, "fsdp2")]
 
 
 @pytest.mark.parametrize("num_hosts, num_ranks, engine", SHAPES)
@@ -19,7 +19,9 @@ def test_torchrun(num_hosts, num_ranks, engine, boot, run, undisturbed, tmp_path
     seen(f"{ROW}: torchrun", f"{engine} on {num_hosts} x {num_ranks}")
 
 
-@pytest.mark.parametrize("num_hosts, num_ranks, engine", [(2, 1, "zero 1"), (2, 1, "fsdp2"), (4, 2, "zero 2")])
+@pytest.mark.parametrize(
+    "num_hosts, num_ranks, engine", [(2, 1, "zero, stage 1"), (2, 1, "fsdp2"), (4, 2, "zero, stage 2")]
+)
 def test_deepspeed(num_hosts, num_ranks, engine, boot, run, undisturbed, tmp_path, seen):
     ssh = Ssh(*boot(num_hosts))
     launcher = ssh.deepspeed(num_ranks, run(engine, num_hosts * num_ranks))
@@ -28,7 +30,9 @@ def test_deepspeed(num_hosts, num_ranks, engine, boot, run, undisturbed, tmp_pat
     seen(f"{ROW}: deepspeed over pdsh and ssh", f"{engine} on {num_hosts} x {num_ranks}")
 
 
-@pytest.mark.parametrize("num_hosts, num_ranks, engine", [(2, 1, "fsdp2"), (2, 1, "zero 2"), (4, 2, "zero 3")])
+@pytest.mark.parametrize(
+    "num_hosts, num_ranks, engine", [(2, 1, "fsdp2"), (2, 1, "zero, stage 2"), (4, 2, "zero, stage 3")]
+)
 def test_sbatch(num_hosts, num_ranks, engine, boot, run, undisturbed, tmp_path, seen):
     slurm = Slurm(*boot(num_hosts))
     job = slurm.sbatch(num_ranks, run(engine, num_hosts * num_ranks))

@@ -32,7 +32,7 @@ def printed(jobs: list[Job]) -> str:
     return "".join(job.printed() for job in jobs)
 
 
-@pytest.mark.parametrize("launcher, engine", [("torchrun", "fsdp2"), ("deepspeed", "zero 2")])
+@pytest.mark.parametrize("launcher, engine", [("torchrun", "fsdp2"), ("deepspeed", "zero, stage 2")])
 def test_a_host_that_is_lost_is_named_and_the_same_command_resumes(
     launcher, engine, boot, run, undisturbed, tmp_path, seen
 ):
@@ -101,7 +101,7 @@ def test_a_link_cut_for_good_ends_the_ranks_of_both_sides(boot, run, undisturbed
 
 def test_a_rank_that_stands_still_is_named(boot, run, undisturbed, tmp_path, seen):
     _, hosts = boot(2)
-    arguments = run("zero 1", 2, LIMITED)
+    arguments = run("zero, stage 1", 2, LIMITED)
     agents = torchrun(hosts, 1, arguments)
     wait_for_step(tmp_path / "run", FAULT_STEP)
     ((_, still),), others = hosts[1].ranks().items(), list(hosts[0].ranks().values())

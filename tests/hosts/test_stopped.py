@@ -23,7 +23,7 @@ def assert_saved(run_dir: Path) -> None:
     assert checkpoint and FAULT_STEP <= checkpoint.step < NUM_STEPS and not damaged
 
 
-@pytest.mark.parametrize("launcher, engine", [("torchrun", "fsdp2"), ("deepspeed", "zero 3")])
+@pytest.mark.parametrize("launcher, engine", [("torchrun", "fsdp2"), ("deepspeed", "zero, stage 3")])
 def test_a_rank_told_to_stop(launcher, engine, boot, run, undisturbed, tmp_path, seen):
     login, hosts = boot(2)
     ssh = Ssh(login, hosts)
@@ -64,7 +64,7 @@ def test_an_agent_of_torchrun_told_to_stop(boot, run, undisturbed, tmp_path, see
 def test_the_runner_of_deepspeed_told_to_stop(boot, run, undisturbed, tmp_path, seen):
     login, hosts = boot(2)
     ssh = Ssh(login, hosts)
-    runner = ssh.deepspeed(1, run("zero 1", 2, NEVER))
+    runner = ssh.deepspeed(1, run("zero, stage 1", 2, NEVER))
     wait_for_step(tmp_path / "run", FAULT_STEP)
     start = time.monotonic()
     os.kill(runner.pid, signal.SIGTERM)
@@ -72,7 +72,7 @@ def test_the_runner_of_deepspeed_told_to_stop(boot, run, undisturbed, tmp_path, 
     wait_until(lambda: not any(host.ranks() for host in hosts), "the end of all ranks")
     seconds = time.monotonic() - start
     assert_saved(tmp_path / "run")
-    runner = ssh.deepspeed(1, run("zero 1", 2))
+    runner = ssh.deepspeed(1, run("zero, stage 1", 2))
     assert runner.end() == 0, runner.printed()
     assert_close(training(tmp_path / "run"), training_of(undisturbed))
     shown = f"deepspeed's runner: all saved, gone after {seconds:.0f} s, exit code {code}"

@@ -9,10 +9,10 @@ import yaml
 
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.engine.float32_vectors import count_vectors_and_others
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import micro_batch
 from gmlp_scale.plan.describe import describe
+from gmlp_scale.plan.engine_bytes import count_vectors_and_others
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config

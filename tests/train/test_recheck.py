@@ -8,22 +8,27 @@ import pytest
 import torch
 
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.engine import Fsdp2Config, compute_repeatably
+from gmlp_scale.engine import compute_repeatably
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train import loop
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.recheck import RecheckError, checksum, recheck
 from gmlp_scale.train.run import pretrain
-from tests.engine.trained_engines import AMLP, BERT, ENGINES, SHARDED, micro_batches_of, start_engine, train
+from tests.engine.trained_engines import (
+    AMLP,
+    BERT,
+    ENGINES,
+    SHARDED_BUT_ZERO_3,
+    SINGLE,
+    micro_batches_of,
+    start_engine,
+    train,
+)
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
 
-SINGLE = {"single": ENGINES["single"]}
-SHARDED_BUT_ZERO_3 = {name: config for name, config in SHARDED.items() if name != "zero 3"} | {
-    "fsdp2 resharding": Fsdp2Config(blocks_per_group=2, reshard_after_forward=True)
-}
 BITS = (0, 5, 15)  # of a 2-byte or 4-byte number: also the one that changes it least
 
 

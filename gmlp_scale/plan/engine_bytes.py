@@ -1,0 +1,162 @@
+"""What each engine holds in a rank's memory and sends in a step, by formulas.
+
+tests/benchmarks/test_collectives.py compares them with what is counted on gloo ranks.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import assert_never
+
+from torch import nn
+
+from gmlp_scale.engine import EngineConfig, Fsdp2Config, OptimizerConfig, SingleConfig, ZeroConfig
+from gmlp_scale.engine.float32_vectors import float32_vectors
+from gmlp_scale.engine.muon import muon_matrices, owners
+from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS
+
+COLLECTIVES = {"all_reduce": 2, "reduce": 1, "gather": 1, "all_to_all": 1}
+"""How often a collective's bytes go over the wire. `reduce` is a reduction to owners. The whole tensor of an all-to-all
+is what one rank sends, its own part included."""
+
+
+def state_bytes(
+    engine: EngineConfig,
+    model: nn.Module,
+    optimizer: OptimizerConfig,
+    precision: str,
+    world_size: int,
+    *,
+    accumulates: bool,
+) -> dict[str, float]:
+    """Bytes by part on the rank that holds the most, at a step's peak, without activations.
+
+    accumulates: whether a step has several micro-batches.
+    """
+    num_in_vectors, num_others = count_vectors_and_others(model, precision)
+    weight_bytes = 2 if precision == "bf16" else 4
+    match engine:
+        case SingleConfig():
+            parameters, gradients, buffers = num_others * weight_bytes, num_others * 4, 0
+        case ZeroConfig():
+            parameters, gradients, buffers = _zero_bytes(engine.stage, num_others, weight_bytes, world_size)
+        case Fsdp2Config():
+            parameters, gradients, buffers = _fsdp2_bytes(
+                engine, model, precision, weight_bytes, world_size, accumulates
+            )
+        case _:
+            assert_never(engine)
+    # In float32 the parameters are the masters, but FSDP2 gathers parameters beside its masters.
+    has_masters = precision == "bf16" or isinstance(engine, Fsdp2Config)
+    moments = (num_others * 8 - count_in_matrices(model, optimizer) * 4) / world_size
+    return {
+        "parameters": num_in_vectors * 4 + parameters,
+        "gradients": num_in_vectors * 4 + gradients,
+        "float32 master": num_others * 4 / world_size if has_masters else 0,
+        "moments": num_in_vectors * 8 + moments,
+        "buffers": buffers,
+    }
+
+
+def _zero_bytes(stage: int, num: int, weight_bytes: int, world_size: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and buffers, for `num` parameters beside the float32 vectors.
+
+    Stage 1 shards the masters and the moments, stage 2 the gradients too, stage 3 everything (Rajbhandari et al. 2020,
+    figure 1). At a step's peak stage 3 has gathered every parameter, as DeepSpeed's stage3_max_reuse_distance is 1e9
+    elements. The buffers are those of DeepSpeed 0.19.8, as counted in bf16: the copy that stage 1 all-reduces, and the
+    buckets of stages 2 and 3 with their copies in float32.
+    """
+    parameters = num * weight_bytes * (1 + (stage == 3) / world_size)
+    gradients = num * 4 / (world_size if stage >= 2 else 1)
+    in_bucket = min(num, REDUCE_BUCKET_ELEMENTS)
+    match stage:
+        case 1:
+            return parameters, gradients, num * 4
+        case 2:
+            return parameters, gradients, in_bucket * (weight_bytes + (weight_bytes + 4) / world_size)
+        case _:
+            return parameters, gradients, num * weight_bytes + in_bucket * 8
+
+
+def _fsdp2_bytes(
+    engine: Fsdp2Config, model: nn.Module, precision: str, weight_bytes: int, world_size: int, accumulates: bool
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and buffers, without the float32 vectors.
+
+    Two things are not sharded: the parameters that are gathered to compute with, and the gradients while micro-batches
+    accumulate. All parameters are gathered or, with `reshard_after_forward`, two groups of blocks and what is outside
+    the blocks. Without accumulation a group's gathered parameters are freed before its gradients are kept, so gradients
+    count only as far as they take more than that.
+
+    The buffers are one group's: its gradients before their reduction, what is being reduced (without accumulation, of
+    the group before too), and what comes back. One rank reduces nothing.
+    """
+    num, num_in_blocks = (count_vectors_and_others(module, precision)[1] for module in (model, model.blocks))
+    num_in_group = min(1, engine.blocks_per_group / len(model.blocks)) * num_in_blocks
+    num_outside = num - num_in_blocks
+    num_gathered = num_outside + min(2 * num_in_group, num_in_blocks) if engine.reshard_after_forward else num
+    gradients, buffer_bytes = num * 4, weight_bytes + 4 + 4 / world_size
+    if not accumulates:
+        gradients = max(0, gradients / world_size - num_gathered * weight_bytes)
+        buffer_bytes += 4
+    buffers = max(num_in_group, num_outside) * (buffer_bytes if world_size > 1 else 4)
+    return num_gathered * weight_bytes, gradients, buffers
+
+
+def carried_bytes(
+    engine: EngineConfig,
+    model: nn.Module,
+    optimizer: OptimizerConfig,
+    precision: str,
+    num_micro_batches: float,
+    world_size: int,
+) -> dict[str, float]:
+    """Bytes of whole tensors per step in each of COLLECTIVES.
+
+    ZeRO's stages 2 and 3 reduce after every micro-batch; stage 3 gathers for each one. In bf16 stage 1 is DeepSpeed's
+    BF16_Optimizer, which all-reduces. Everything else reduces to owners.
+    """
+    num_reductions = num_gathers = 1
+    match engine:
+        case SingleConfig():
+            return dict.fromkeys(COLLECTIVES, 0)
+        case ZeroConfig():
+            num_reductions = num_micro_batches if engine.stage > 1 else 1
+            num_gathers = num_micro_batches if engine.stage == 3 else 1
+        case Fsdp2Config():
+            num_gathers = 2 * num_micro_batches if engine.reshard_after_forward else 1
+        case _:
+            assert_never(engine)
+    num_in_vectors, num_others = count_vectors_and_others(model, precision)
+    reduced = num_others * 4 * num_reductions
+    is_all_reduced = isinstance(engine, ZeroConfig) and engine.stage == 1 and precision == "bf16"
+    return {
+        "all_reduce": num_in_vectors * 4 + (reduced if is_all_reduced else 0),
+        "reduce": 0 if is_all_reduced else reduced,
+        "gather": num_others * (2 if precision == "bf16" else 4) * num_gathers,
+        "all_to_all": _exchanged_bytes(model, optimizer, precision, world_size),
+    }
+
+
+def wire_bytes(carried: Mapping[str, float]) -> float:
+    """What collectives send if there are many ranks. `carried`: the bytes of whole tensors by kind of collective."""
+    return sum(passes * carried[kind] for kind, passes in COLLECTIVES.items())
+
+
+def _exchanged_bytes(model: nn.Module, optimizer: OptimizerConfig, precision: str, world_size: int) -> float:
+    """What the rank that owns the most of Muon's matrices gets and sends back in a step's two all-to-alls."""
+    shapes = muon_matrices(model, optimizer)
+    num_owned = [0] * world_size
+    for name, rank in owners(shapes, world_size).items():
+        num_owned[rank] += math.prod(shapes[name])
+    return 2 * max(num_owned) * (2 if precision == "bf16" else 4)
+
+
+def count_in_matrices(model: nn.Module, optimizer: OptimizerConfig) -> int:
+    """Elements of the parameters that Muon updates."""
+    return sum(math.prod(shape) for shape in muon_matrices(model, optimizer).values())
+
+
+def count_vectors_and_others(model: nn.Module, precision: str) -> tuple[int, int]:
+    """Elements that stay in float32 on every rank under bf16, and all others."""
+    num_in_vectors = sum(vector.numel() for vector in float32_vectors(model, precision).values())
+    return num_in_vectors, sum(parameter.numel() for parameter in model.parameters()) - num_in_vectors
