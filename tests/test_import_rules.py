@@ -66,7 +66,7 @@ CONFINED = {
     "benchmarks": ("benchmarks",),
     "gmlp_scale.prepare": ("gmlp_scale.prepare", "data_prep", "benchmarks"),
     "datatrove": ("gmlp_scale.prepare",),
-    "deepspeed": ("gmlp_scale.engine.zero", "gmlp_scale.engine.zero_masters"),
+    "deepspeed": ("gmlp_scale.engine.zero_sharding",),
     "torch.distributed": (
         "gmlp_scale.distributed",
         "gmlp_scale.engine",

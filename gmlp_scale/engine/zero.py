@@ -1,24 +1,21 @@
-"""DeepSpeed's ZeRO, stages 1 to 3. Only this file and zero_masters.py import DeepSpeed (0.19.8), and only to run it.
+"""DeepSpeed's ZeRO, stages 1 to 3, through zero_sharding.py. This file knows nothing of DeepSpeed's inside.
 
 Stage 1 shards masters and moments, stage 2 gradients as well, stage 3 the parameters too.
 """
 
-import contextlib
-import io
-import logging
-import warnings
+import math
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, Field, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
-from gmlp_scale.engine.masters import Masters, Piece, ReadSlice, model_key
-from gmlp_scale.engine.muon import muon_matrices
+from gmlp_scale.engine.masters import MOMENTS, MOMENTUM, Masters, Piece, ReadSlice, model_key, moment_key, read_elements
+from gmlp_scale.engine.muon import Muon, muon_matrices
 from gmlp_scale.engine.optimizer import (
     OptimizerConfig,
     build_adamw,
@@ -28,11 +25,8 @@ from gmlp_scale.engine.optimizer import (
     differentiated,
 )
 from gmlp_scale.engine.train_config import TrainConfig
-from gmlp_scale.engine.zero_masters import ZeroMasters
-from gmlp_scale.engine.zero_muon import ZeroMuon
-from gmlp_scale.engine.zero_settings import merged_settings, refuse_offload, required_settings
-
-log = logging.getLogger(__name__)
+from gmlp_scale.engine.zero_settings import deepspeed_settings
+from gmlp_scale.engine.zero_sharding import ShardedModel
 
 
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
@@ -75,47 +69,45 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
 class ZeroEngine:
     """Works with one process too. In bf16 masters are float32, and gradients add up and are reduced in float32.
 
-    DeepSpeed would round the vectors with all the rest, so it sees a model without them.
+    DeepSpeed would round the vectors with all the rest, so it sees a model without them. Its own Muon has other
+    iterations than torch's and orthogonalises before the gradients are clipped, so clipping would scale the update
+    itself. So ours takes the place of AdamW's step for the matrices.
     """
 
     def __init__(
         self, model: nn.Module, config: ZeroConfig, world: World, *, train: TrainConfig, optimizer: OptimizerConfig
     ):
-        self.stage = config.stage
         self.world = world
         self.gradient_clipping = optimizer.gradient_clipping
         self.vectors = Vectors(_taken_out(model, float32_vectors(model, train.precision), world), world)
         self.vectors_norm = torch.zeros((), device=world.device)
         self.vector_masters = Masters(self.vectors.masters(), optimizer, decayed=set())
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        initial = {model_key(name): parameter.data for name, parameter in model.named_parameters()}
-        matrices = muon_matrices(model, optimizer)
-        settings = merged_settings(
+        parameters, matrices = dict(model.named_parameters()), muon_matrices(model, optimizer)
+        settings = deepspeed_settings(
             config.deepspeed_config,
-            num_parameters=sum(parameter.numel() for parameter in initial.values()),
-            required=required_settings(config.stage, world.size, train, optimizer.gradient_clipping),
+            stage=config.stage,
+            num_parameters=sum(parameter.numel() for parameter in parameters.values()),
+            world_size=world.size,
+            train=train,
+            optimizer=optimizer,
         )
-        if matrices:
-            refuse_offload(settings, config.deepspeed_config)
-        others = [(name, parameter) for name, parameter in model.named_parameters() if name not in matrices]
+        others = [(name, parameter) for name, parameter in parameters.items() if name not in matrices]
         adamw = build_adamw(others, optimizer, decayed_names(model))
         if matrices:
-            adamw.add_param_group({"params": [model.get_parameter(name) for name in matrices]})
-        self.module = _initialize(model, adamw, settings)
-        # DeepSpeed makes its own process group with torch's default timeout.
-        self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=config.timeout_seconds))
-        self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around ours
-        self.zero.clip_grad = 0.0  # its norm is without the vectors, so we do it
-        self.adamw: torch.optim.AdamW = self.zero.optimizer
+            adamw.add_param_group({"params": [parameters[name] for name in matrices]})
+        initial = {name: parameter.data for name, parameter in parameters.items()}
+        self.sharded = ShardedModel(
+            model, adamw, settings, stage=config.stage, world=world, timeout_seconds=config.timeout_seconds
+        )
+        self.module, self.adamw = self.sharded.module, self.sharded.adamw
         self.adamw.register_step_pre_hook(self._clip_and_update_matrices)
         self.adamw.register_step_post_hook(lambda adamw, *_: count_left_out(adamw))
-        # Without matrices it does nothing.
-        self.muon = ZeroMuon(self.module, matrices, optimizer, stage=self.stage, world=world, precision=train.precision)
-        self.zero_masters = ZeroMasters(self.module, shapes, self.muon, stage=self.stage, world=world)
+        self.muons = self._build_muons(matrices, optimizer, train.precision)
+        self.sharded.create_moments(without=self.muons)
         if train.precision == "bf16":
             # DeepSpeed made its masters from weights that it had already rounded to bfloat16.
-            for name in shapes:
-                self.zero_masters.write(name, None, lambda key, first, stop: initial[key][first:stop])
+            for name, weights in initial.items():
+                self.sharded.write(name, None, weights.flatten()[slice(*self.sharded.places[name].span)])
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.module.set_gradient_accumulation_boundary(is_last)
@@ -134,30 +126,50 @@ class ZeroEngine:
         return norm
 
     def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        whole = [*self.zero_masters.parameters.values(), *self.vectors.parameters.values()]
+        whole = [*self.sharded.parameters.values(), *self.vectors.parameters.values()]
         return differentiated(self.module.module(batch), whole)
 
     @torch.no_grad()
     def predict(self, batch) -> Tensor:
         self.module.eval()
-        self._let_modules_read_others(True)
+        self.sharded.let_modules_read_others(True)
         logits = self.module.module.predict(batch)
-        self._let_modules_read_others(False)
+        self.sharded.let_modules_read_others(False)
         self.module.train()
         return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        yield from self.zero_masters.pieces()
+        sizes = [0] * self.world.size  # a parameter is given by the rank that has given the fewest elements so far
+        for name, shape in self.sharded.shapes.items():
+            owner = sizes.index(min(sizes))
+            sizes[owner] += math.prod(shape)
+            tensors = {key: self.sharded.whole(name, moment) for key, moment in self._moments(name)}  # on all ranks
+            if owner == self.world.rank:
+                for key, tensor in tensors.items():
+                    yield key, Piece(tensor, shape, 0)
         yield from self.vector_masters.pieces()
-        yield from self.muon.pieces()
+        for muon in self.muons.values():
+            for name, momentum in muon.whole_momenta():
+                yield moment_key(name, MOMENTUM), Piece(momentum, muon.shapes[name], 0)
 
     def load_state(self, read: ReadSlice, step: int) -> None:
-        self.zero_masters.load(read, step)
+        for name, shape in self.sharded.shapes.items():
+            for key, moment in self._moments(name):
+                values = read_elements(read, key, shape, *self.sharded.places[name].span)
+                self.sharded.write(name, moment, values)
+        for state in self.adamw.state.values():
+            state["step"].fill_(step)
+        self.sharded.refresh_weights()
         self.vector_masters.load(read, step)
-        self.muon.load(read)
+        for muon in self.muons.values():
+            for name, momentum in muon.momenta.items():
+                momentum.copy_(read_elements(read, moment_key(name, MOMENTUM), muon.shapes[name], *muon.spans[name]))
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.zero_masters.full_weights()
+        for name in self.sharded.shapes:
+            full = self.sharded.whole(name)
+            if self.world.is_main:
+                yield name, full.cpu()
         if self.world.is_main:
             for name, vector in self.vectors.parameters.items():
                 yield name, vector.detach().cpu()
@@ -165,29 +177,52 @@ class ZeroEngine:
     def close(self) -> None:
         self.module.destroy()
 
+    def _moments(self, name: str) -> list[tuple[str, str | None]]:
+        """(key in a checkpoint, moment) of a parameter's master, whose moment is None, and of AdamW's moments."""
+        in_muon = any(name in muon.shapes for muon in self.muons.values())
+        moments = [] if in_muon else [(moment_key(name, moment), moment) for moment in MOMENTS]
+        return [(model_key(name), None), *moments]
+
     def _norm(self) -> Tensor:
-        """The global gradient norm. It is infinite where DeepSpeed gives -1, its mark of a norm that is not finite."""
-        others_norm = self.zero._global_grad_norm.to(self.world.device)
-        return torch.hypot(torch.where(others_norm < 0, torch.inf, others_norm), self.vectors_norm)
+        """The global norm of all gradients."""
+        return torch.hypot(self.sharded.norm(), self.vectors_norm)
+
+    def _build_muons(
+        self, matrices: dict[str, tuple[int, int]], optimizer: OptimizerConfig, precision: str
+    ) -> dict[Tensor, Muon]:
+        """By the flat tensor that holds the matrices' parts. Stage 3 has several if the matrices are large, and steps
+        one after the other."""
+        muons, places = {}, self.sharded.places
+        for index in sorted({places[name].flat_index for name in matrices}):
+            own = {name: places[name].span for name in matrices if places[name].flat_index == index}
+            spans = [own] * self.world.size
+            dist.all_gather_object(spans, own)
+            shapes = {name: matrices[name] for name in own}
+            muons[self.sharded.flats[index]] = Muon(optimizer, shapes, spans, self.world, precision)
+        return muons
 
     def _clip_and_update_matrices(self, adamw: torch.optim.AdamW, *_) -> None:
         """Clips by all gradients' norm just before AdamW's step, which is skipped if that norm is not finite.
 
-        Muon updates its matrices here.
+        Muon updates its matrices here, of those that `adamw` is about to step, and takes their gradients away from it.
         """
         norm = self._norm()
         adamw.found_inf = (~torch.isfinite(norm)).float()
+        flats = [flat for group in adamw.param_groups for flat in group["params"]]
         if self.gradient_clipping is not None:
             scale = clip_divisor(norm, self.gradient_clipping).reciprocal()
-            for parameter in (p for group in adamw.param_groups for p in group["params"]):
-                parameter.grad.mul_(scale.to(parameter.grad.device))
-        self.muon.step(adamw, norm)
-
-    def _let_modules_read_others(self, is_forward: bool) -> None:
-        """Lets a module read another's parameter, which stage 3 gathers only inside DeepSpeed's own forward."""
-        if self.stage == 3:
-            for module in self.module.module.modules():
-                module._parameters._in_forward = is_forward
+            for flat in flats:
+                flat.grad.mul_(scale.to(flat.grad.device))
+        for flat in flats:
+            if muon := self.muons.get(flat):
+                offsets = {name: self.sharded.places[name].offset for name in muon.momenta}
+                parts, gradients = (
+                    {name: of.narrow(0, offsets[name], len(muon.momenta[name])) for name in offsets}
+                    for of in (flat.detach(), flat.grad)
+                )
+                learning_rate = adamw.param_groups[0]["lr"]  # of all groups
+                muon.step(parts, gradients, learning_rate=learning_rate, norm=norm, max_norm=None)
+                flat.grad = None
 
 
 def _taken_out(model: nn.Module, vectors: dict[str, nn.Parameter], world: World) -> dict[str, nn.Parameter]:
@@ -199,22 +234,3 @@ def _taken_out(model: nn.Module, vectors: dict[str, nn.Parameter], world: World)
         vector.data = vector.data.to(world.device)
         object.__setattr__(module, attribute, vector)
     return vectors
-
-
-def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) -> nn.Module:
-    """deepspeed.initialize, without what it would compile and print."""
-    import deepspeed
-    from deepspeed.runtime import bf16_optimizer
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
-
-    # No compiled extensions: on a CPU DeepSpeed would build one that only its inference uses.
-    deepspeed.ops.__compatible_ops__ = {}
-    # The host would wait for every step's norm to know whether it is finite. AdamW and Muon know without it.
-    for module in (bf16_optimizer, stage_1_and_2, stage3):
-        module.is_invalid_grad_norm = lambda norm: False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:  # stage 1 in bf16 prints memory reports
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
-    log.debug("deepspeed.initialize: %s", printed.getvalue())
-    return engine

@@ -4,19 +4,43 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from gmlp_scale.engine.optimizer import MuonConfig, OptimizerConfig
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.errors import InputError
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 
-def required_settings(stage: int, world_size: int, train: TrainConfig, gradient_clipping: float | None) -> dict:
-    """What the recipe decides, in DeepSpeed's words."""
-    return {
+def deepspeed_settings(
+    own_file: Path | None,
+    *,
+    stage: int,
+    num_parameters: int,
+    world_size: int,
+    train: TrainConfig,
+    optimizer: OptimizerConfig,
+) -> dict:
+    """Our defaults, then the user's file, then what the recipe decides; the later ones win.
+
+    Raises:
+        InputError: naming every field of the file that contradicts the recipe.
+    """
+    defaults = {
+        "zero_optimization": {
+            # DeepSpeed's users report wrong gradients with it; a file may turn it on.
+            "overlap_comm": False,
+            # In elements. DeepSpeed allocates the reduce bucket whole, however small the model is.
+            "reduce_bucket_size": min(num_parameters, REDUCE_BUCKET_ELEMENTS),
+            "allgather_bucket_size": 50_000_000,
+            # Stage 2 else sends every rank the sums of all gradients, of which it keeps its own part.
+            "use_multi_rank_bucket_allreduce": False,
+        },
+    }
+    required = {
         "train_batch_size": max(train.batch_sizes.values),
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": max(train.num_micro_batches(world_size).values),
-        "gradient_clipping": gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
+        "gradient_clipping": optimizer.gradient_clipping or 0.0,  # its default is 1.0 since 0.19.3
         "bf16": {
             "enabled": train.precision == "bf16",
             "check_grad_overflow": False,  # the host would wait for it; we do it
@@ -33,46 +57,21 @@ def required_settings(stage: int, world_size: int, train: TrainConfig, gradient_
         # With round_robin_gradients DeepSpeed says of masters that they are other parameters'.
         "zero_optimization": {"stage": stage, "round_robin_gradients": False},
     }
+    own = json.loads(own_file.read_text(encoding="utf-8")) if own_file else {}
+    if mistakes := [*_mistakes(own, optimizer), *_contradictions(own, required)]:
+        raise InputError(f"{own_file} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
+    return _merged(_merged(defaults, own), required)
 
 
-def merged_settings(own_file: Path | None, required: dict, num_parameters: int) -> dict:
-    """DeepSpeed's JSON: our defaults, then the user's file, then what the recipe decides; the later ones win.
-
-    Raises:
-        InputError: naming every field of the file that contradicts the recipe.
-    """
-    settings = {
-        "zero_optimization": {
-            # DeepSpeed's users report wrong gradients with it; a file may turn it on.
-            "overlap_comm": False,
-            # In elements. DeepSpeed allocates the reduce bucket whole, however small the model is.
-            "reduce_bucket_size": min(num_parameters, REDUCE_BUCKET_ELEMENTS),
-            "allgather_bucket_size": 50_000_000,
-            # Stage 2 else sends every rank the sums of all gradients, of which it keeps its own part.
-            "use_multi_rank_bucket_allreduce": False,
-        },
-    }
-    if own_file:
-        own = json.loads(own_file.read_text(encoding="utf-8"))
-        mistakes = [
-            f"{section}: the recipe's own sections decide it"
-            for section in ("optimizer", "scheduler", "fp16")
-            if section in own
-        ]
-        mistakes += _contradictions(own, required)
-        if mistakes:
-            raise InputError(f"{own_file} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
-        settings = _merged(settings, own)
-    return _merged(settings, required)
-
-
-def refuse_offload(settings: dict, own_file: Path | None) -> None:
-    """Raises InputError if the optimizer is offloaded: Muon computes on the device."""
-    place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
-    if place != "none":
-        raise InputError(
-            f"{own_file} offloads the optimizer to {place}, which optimizer.kind=muon cannot; take out "
-            "zero_optimization.offload_optimizer, or set optimizer.kind=adamw"
+def _mistakes(own: dict, optimizer: OptimizerConfig) -> Iterator[str]:
+    for section in ("optimizer", "scheduler", "fp16"):
+        if section in own:
+            yield f"{section}: the recipe's own sections decide it"
+    place = (own.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none")
+    if place != "none" and isinstance(optimizer, MuonConfig):
+        yield (
+            f"zero_optimization.offload_optimizer: it offloads the optimizer to {place}, but Muon computes on the "
+            "device; or set optimizer.kind=adamw"
         )
 
 

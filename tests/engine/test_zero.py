@@ -74,7 +74,7 @@ def _train_by_muon(engine_configs: list[ZeroConfig]) -> list[tuple[int, Run]]:
     with start_world(60, "cpu", init_group=True) as world:
         for engine_config in engine_configs:
             engine = start_engine(world, GMLP, engine_config, optimizer=MUON)
-            runs.append((len(engine.muon.muons), train(engine, world, 0, 3)))
+            runs.append((len(engine.muons), train(engine, world, 0, 3)))
             engine.close()
     return runs
 

@@ -1,0 +1,154 @@
+"""DeepSpeed 0.19.8 from inside. Only this file imports DeepSpeed, and knows what it does not document."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Container
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.muon import Span
+from gmlp_scale.engine.optimizer import create_moments
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where this rank's part of a parameter lies among the flat tensors that DeepSpeed updates."""
+
+    flat_index: int
+    """Which flat tensor holds it."""
+    offset: int
+    """Where it begins in the flat tensor."""
+    span: Span
+    """Which elements of the flattened parameter it has."""
+
+
+class ShardedModel:
+    """A model whose parameters, masters and moments DeepSpeed shards, with the AdamW that updates the masters.
+
+    Args:
+        adamw: over the model's parameters. DeepSpeed replaces a group's by one flat tensor, or by several at stage 3.
+            Matrices that Muon updates are the last group.
+        settings: DeepSpeed's JSON.
+        timeout_seconds: of the process group that DeepSpeed makes, which else has torch's default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adamw: torch.optim.AdamW,
+        settings: dict,
+        *,
+        stage: int,
+        world: World,
+        timeout_seconds: float,
+    ):
+        self.stage, self.world = stage, world
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.module = _initialize(model, adamw, settings)
+        self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=timeout_seconds))
+        self.parameters = dict(self.module.module.named_parameters())
+        self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around AdamW
+        self.zero.clip_grad = 0.0  # its norm is without the vectors, so ZeroEngine does it
+        self.adamw: torch.optim.AdamW = self.zero.optimizer
+        if stage == 3:
+            self.flats = self.zero.fp32_partitioned_groups_flat
+        else:
+            self.flats = [flat for group in self.adamw.param_groups for flat in group["params"]]
+        self.places = {name: self._place(parameter) for name, parameter in self.parameters.items()}
+
+    def norm(self) -> Tensor:
+        """The global norm of its gradients. It is infinite where DeepSpeed gives -1, its mark of one that is not
+        finite."""
+        norm = self.zero._global_grad_norm.to(self.world.device)
+        return torch.where(norm < 0, torch.inf, norm)
+
+    def create_moments(self, without: Container[Tensor]) -> None:
+        """DeepSpeed would create AdamW's moments at the first step. without: flat tensors that get none."""
+        create_moments(self.adamw, [flat for flat in self.flats if flat not in without])
+        if self.stage < 3:
+            self.zero._lazy_init_hp_params_optimizer_state()  # which makes an empty state for each other one
+            for flat in self.flats:
+                if flat in without:
+                    del self.adamw.state[flat]
+
+    def whole(self, name: str, moment: str | None = None) -> Tensor:
+        """A whole master, or its whole `moment`. All ranks call it together."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if moment:
+            return safe_get_full_optimizer_state(self.parameters[name], moment)
+        return safe_get_full_fp32_param(self.parameters[name])
+
+    @torch.no_grad()
+    def write(self, name: str, moment: str | None, values: Tensor) -> None:
+        """Sets this rank's part of a master, or of its `moment`: the elements of its place's span."""
+        parameter = self.parameters[name]
+        if self.stage < 3:
+            if parameter._hp_mapping:  # None where this rank holds no part of it
+                parameter._hp_mapping.get_hp_fragment(moment).copy_(values)
+            return
+        # safe_set_full_* fails where the ranks do not divide the parameter (stage3.py, set_full_hp_param).
+        # safe_set_local_* takes the rank's part with its padding.
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        padded = torch.zeros(parameter.ds_tensor.numel())
+        padded[: len(values)] = values
+        if moment:
+            safe_set_local_optimizer_state(parameter, padded, moment)
+        else:
+            safe_set_local_fp32_param(parameter, padded)
+
+    def refresh_weights(self) -> None:
+        """Copies the masters to the weights that the model computes with, as DeepSpeed does after a step."""
+        if self.stage < 3:
+            self.zero.update_lp_params()
+            return
+        self.zero._partition_all_parameters()
+        for group in range(len(self.zero.fp16_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        if persistent := self.zero.persistent_parameters:  # small ones, gathered all the time
+            persistent[0].all_gather(persistent)
+
+    def let_modules_read_others(self, is_forward: bool) -> None:
+        """Lets a module read another's parameter, which stage 3 gathers only inside DeepSpeed's own forward."""
+        if self.stage == 3:
+            for module in self.module.module.modules():
+                module._parameters._in_forward = is_forward
+
+    def _place(self, parameter: nn.Parameter) -> Place:
+        if self.stage == 3:
+            flat_index, offset, padded_length = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            rank = self.world.rank
+            start, stop = (min(index * padded_length, parameter.ds_numel) for index in (rank, rank + 1))
+            return Place(flat_index, offset, (start, stop))
+        if not parameter._hp_mapping:  # this rank holds no part of it; the index is that of Muon's matrices
+            return Place(len(self.flats) - 1, 0, (0, 0))
+        mapping = parameter._hp_mapping
+        part, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return Place(mapping.param_group_index, in_flat.start, (part.start, part.start + part.numel))
+
+
+def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) -> nn.Module:
+    """deepspeed.initialize, without what it would compile and print."""
+    import deepspeed
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    # No compiled extensions: on a CPU DeepSpeed would build one that only its inference uses.
+    deepspeed.ops.__compatible_ops__ = {}
+    # The host would wait for every step's norm to know whether it is finite. AdamW and Muon know without it.
+    for module in (bf16_optimizer, stage_1_and_2, stage3):
+        module.is_invalid_grad_norm = lambda norm: False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # stage 1 in bf16 prints memory reports
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    log.debug("deepspeed.initialize: %s", printed.getvalue())
+    return engine
