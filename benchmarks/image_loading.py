@@ -22,9 +22,11 @@ from benchmarks.timing import medians, time_in_turns
 from gmlp_scale.checkpoint.trained import sha256_of
 from gmlp_scale.data.augmentation import Augmentation
 from gmlp_scale.data.batch import ImageBatch
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.image_loader import ImageLoader
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import write_file, write_text
 from gmlp_scale.tasks.images import ImagesConfig
 
@@ -111,13 +113,11 @@ def _ours(run: ImagesConfig, folder: Path) -> ImageLoader:
     return ImageLoader(
         run.data.model_copy(update={"shards": str(folder / "shards"), "cache_dir": None}),
         run.augmentation,
+        BatchPlan(
+            seed=0, batch_sizes=Piecewise(run.train.micro_batch_size), micro_batch_size=run.train.micro_batch_size
+        ),
         image_size=run.image_size,
         num_classes=run.model.vocab_size,
-        seed=0,
-        global_batch_size=run.train.micro_batch_size,
-        micro_batch_size=run.train.micro_batch_size,
-        rank=0,
-        world_size=1,
     )
 
 

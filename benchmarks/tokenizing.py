@@ -19,12 +19,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.distributed.logs import command
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.prepare.input_files import Record
 from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
@@ -153,9 +155,12 @@ def _open_and_address(options: JobOptions, rank: int) -> dict:
     before = _peak_bytes()
     with _Stopwatch() as watch:
         loader = Loader(
-            DataConfig(shards=options.output), sequence_length=512, vocab_size=32_000, seed=0, global_batch_size=256,
-            micro_batch_size=32, rank=0, world_size=1, run_dir=Path(options.output),
-        )  # fmt: skip
+            DataConfig(shards=options.output),
+            BatchPlan(seed=0, batch_sizes=Piecewise(256), micro_batch_size=32),
+            sequence_length=512,
+            vocab_size=32_000,
+            run_dir=Path(options.output),
+        )
         opened = time.perf_counter()
         loader.addresses(_C4_STEP)
     seconds = {"addressing_seconds": round(time.perf_counter() - opened, 3)}

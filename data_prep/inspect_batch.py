@@ -43,8 +43,8 @@ def main() -> int:
 def print_batch(loader: Loader, tokenizer: Tokenizer, step: int, num_rows: int | None) -> None:
     batches = loader.micro_batches(step)  # of one row each
     addresses = loader.addresses(step)
-    sources = [loader.sources[place] for place in loader.sources_of_rows(step)]
-    positions = loader.positions(step)
+    sources = [loader.sources[place] for place in addresses.source]
+    positions = loader.plan.positions(step)
     for index in range(min(num_rows or len(positions), len(positions))):
         source = sources[index]
         shard = source.manifest.splits.train[addresses.shard[index]]

@@ -12,11 +12,13 @@ from contextlib import closing
 import torch
 
 from gmlp_scale.data.augmentation import AugmentationConfig
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import TrainedClassifier, read_image_run, read_timm
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import local_path, write_text
 from gmlp_scale.tasks.images import evaluate_images
 
@@ -55,13 +57,9 @@ def _evaluate(trained: TrainedClassifier, options: argparse.Namespace, world: Wo
     loader = ImageLoader(
         ImageDataConfig(shards=options.shards, cache_dir=options.cache_dir, num_workers=options.workers),
         AugmentationConfig(),
+        BatchPlan(seed=0, batch_sizes=Piecewise(options.batch_size), micro_batch_size=options.batch_size),
         image_size=trained.image_size,
         num_classes=len(trained.classes),
-        seed=0,
-        global_batch_size=options.batch_size,
-        micro_batch_size=options.batch_size,
-        rank=0,
-        world_size=1,
     )
     with closing(loader):
         if options.run:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.manifest import ShardError
-from gmlp_scale.data.mixture import SourceConfig
+from gmlp_scale.data.mixture import SourceConfig, with_names
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
@@ -27,7 +27,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
         Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "folder"),
     ]
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens. Or a mixture: a list of
-    {shards, weight}, of which each may have from_step and until_step."""
+    {shards, weight}, of which each may have a name, from_step and until_step."""
     cache_dir: str | None = None
     """Local folder that shards are copied to when they are first read; a URL needs one. With room for all shards a node
     fetches each once, else most of them in every epoch."""
@@ -57,8 +57,8 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The folders of shards that the rows come from."""
-        return self.shards if self.is_mixture else (SourceConfig(shards=self.shards, weight=1),)
+        """The folders of shards that the rows come from, each with its name."""
+        return with_names(self.shards if self.is_mixture else (SourceConfig(shards=self.shards, weight=1),))
 
     @property
     def masked_fractions(self) -> Piecewise:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from gmlp_scale.data.mixture import SourceConfig, changing_steps
+from gmlp_scale.data.mixture import SourceConfig, changing_steps, with_names
 from gmlp_scale.data.source import Source
 
 _OF_ALL = ("tokenizer_sha256", "sequence_length", "vocab_size", "packing")
@@ -64,7 +64,7 @@ def _sources(details: dict[str, Any]) -> dict[str, dict[str, Any]]:
     data = details["data"]
     if "sources" in data:
         return data["sources"]
-    alone = SourceConfig(shards=details["config"]["data"]["shards"], weight=1)
+    (alone,) = with_names([SourceConfig(shards=details["config"]["data"]["shards"], weight=1)])
     facts = {name: data[name] for name in ("manifest_sha256", "train_rows")}
     return {alone.name: facts | alone.model_dump(include={"weight", "from_step", "until_step"})}
 

@@ -12,12 +12,12 @@ from torch.utils.data import Dataset
 
 from gmlp_scale.data.augmentation import Augmentation, AugmentationConfig, centre_crop
 from gmlp_scale.data.batch import ImageBatch
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, ImageShards
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
-from gmlp_scale.data.order import RowOrder, places_in_shards, positions_of_rank
+from gmlp_scale.data.order import RowOrder, first_rows, places_in_shards
 from gmlp_scale.data.workers import made_ahead
-from gmlp_scale.piecewise import Piecewise
 
 
 class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -34,10 +34,7 @@ class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class ImageLoader:
-    """The batches of a run for one rank.
-
-    Step t, counted from 0, takes the rows of the order that follow those of all steps before it. This rank takes its
-    consecutive slice of them (`positions_of_rank`). Every batch is a pure function of the step, as in pretraining.
+    """The batches of a run for one rank, as its plan says.
 
     Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
     """
@@ -46,40 +43,32 @@ class ImageLoader:
         self,
         config: ImageDataConfig,
         augmentation: AugmentationConfig,
+        plan: BatchPlan,
         *,
         image_size: int,
         num_classes: int,
-        seed: int,
-        global_batch_size: int | Sequence[tuple[int, int]],
-        micro_batch_size: int,
-        rank: int,
-        world_size: int,
     ):
-        self._batch_sizes = Piecewise(global_batch_size)
-        assert not any(batch_size % (world_size * micro_batch_size) for batch_size in self._batch_sizes.values)
         self.manifest = ImageManifest.load(config.shards)
         check_images_fit(self.manifest, config.shards, num_classes)
         self.wait_seconds = 0.0
         """How long the caller of `steps` has waited for batches so far."""
-        self._config, self._augmentation, self._seed = config, augmentation, seed
+        self._config, self._augmentation, self._plan = config, augmentation, plan
         self._image_size = image_size
-        self._micro_batch_size = micro_batch_size
-        self._rank, self._world_size = rank, world_size
         files, splits = ShardFiles(config.shards, config.cache_dir), self.manifest.splits
-        self._order = RowOrder.of_shards(splits.train, group_bytes=config.shuffle_group_bytes, seed=seed)
+        self._order = RowOrder.of_shards(splits.train, group_bytes=config.shuffle_group_bytes, seed=plan.seed)
         # The rows of one step may be of two groups.
         self._train = ImageShards(files, splits.train, num_classes, num_open=self._order.shards_per_group + 8)
         self._heldout = ImageShards(files, splits.heldout, num_classes, num_open=1)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[ImageBatch]]:
         """The micro-batches of each step of [start_step, stop_step)."""
-        augmentation = Augmentation(self._augmentation, self._image_size, self._seed)
+        augmentation = Augmentation(self._augmentation, self._image_size, self._plan.seed)
         rows = _TrainingRows(self._train, self._order, augmentation)
-        keys = (positions for step in range(start_step, stop_step) for positions in self._micro_batches(step))
+        keys = (positions for step in range(start_step, stop_step) for positions in self._plan.micro_batches(step))
         batches = self._loaded(rows, keys)
         for step in range(start_step, stop_step):
             started = time.perf_counter()
-            micro_batches = [next(batches) for _ in self._micro_batches(step)]
+            micro_batches = [next(batches) for _ in self._plan.micro_batches(step)]
             self.wait_seconds += time.perf_counter() - started
             yield micro_batches
 
@@ -88,9 +77,8 @@ class ImageLoader:
 
         Every rank has the same number of batches; the images that fill up the last ones do not count.
         """
-        num_rows, size = min(num_rows, self.manifest.num_rows("heldout")), self._micro_batch_size
-        starts = range(self._rank * size, num_rows + self._rank * size, size * self._world_size)
-        places = [np.arange(start, start + size) for start in starts]
+        num_rows = min(num_rows, self.manifest.num_rows("heldout"))
+        places = self._plan.heldout(num_rows)
         rows = _HeldoutRows(self._heldout, self.manifest.splits.heldout, self._image_size)
         for batch, wanted in zip(self._loaded(rows, places), places, strict=True):
             yield batch, int((wanted < num_rows).sum())
@@ -104,11 +92,6 @@ class ImageLoader:
         """Closes the shards. The workers end with the iterator of `steps`."""
         self._train.close()
         self._heldout.close()
-
-    def _micro_batches(self, step: int) -> np.ndarray:
-        """The positions in the order of each of this rank's micro-batches, int64 [number, micro_batch_size]."""
-        positions = positions_of_rank(self._batch_sizes, step, self._rank, self._world_size)
-        return np.array(positions).reshape(-1, self._micro_batch_size)
 
     def _loaded(self, rows: Dataset, keys: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
         """The batches in order, made ahead by the workers. Raises the error that a worker had with a shard or store."""
@@ -148,7 +131,7 @@ class _HeldoutRows(Dataset):
 
     def __init__(self, shards: ImageShards, listed: Sequence[Shard], image_size: int):
         self._shards, self._image_size = shards, image_size
-        self._first_rows = np.cumsum([0, *(shard.rows for shard in listed)])
+        self._first_rows = first_rows(listed)
 
     def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | Exception:
         rows_B = np.where(rows_B < self._first_rows[-1], rows_B, 0)

@@ -25,6 +25,7 @@ from pydantic import Field, model_validator
 
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardList, Split, Splits, read_verified
+from gmlp_scale.data.order import first_rows
 
 _NOTE = np.dtype([("offset", "i8"), ("size", "i8"), ("label", "i8"), ("checksum", "u8")])
 """A _Member's fields, and the image's _checksum."""
@@ -116,7 +117,7 @@ class ImageShards:
     def __init__(self, files: ShardFiles, shards: Sequence[Shard], num_classes: int, *, num_open: int):
         self._files, self._shards, self._num_classes, self._num_open = files, shards, num_classes, num_open
         self._open: OrderedDict[int, io.FileIO] = OrderedDict()
-        self._first_rows = np.cumsum([0] + [shard.rows for shard in shards])
+        self._first_rows = first_rows(shards)
         shared = mmap.mmap(-1, int(self._first_rows[-1]) * _NOTE.itemsize)
         self._notes = np.frombuffer(shared, _NOTE)  # a size of 0 stands for an image that is not noted
         self._locks = tempfile.TemporaryFile()  # noqa: SIM115 - who verifies shard i locks byte i

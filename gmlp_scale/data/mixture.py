@@ -6,14 +6,15 @@ row, for any number of sources. Where a source starts or ends, another pattern b
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import gcd, lcm
+from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_serializer
 
 from gmlp_scale.data.hashing import hash64
 from gmlp_scale.piecewise import Piecewise
@@ -26,23 +27,41 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid"):
     """One of several folders of shards that a run draws from."""
 
     shards: str
-    """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens. Its last part names the
-    source, as in data/epoch/NAME."""
+    """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
     weight: float = Field(gt=0, allow_inf_nan=False)
     """The source's share of a step's rows is this weight over the sum of the weights of the step's sources. The shares
     must be whole numbers of every million rows or fewer: 0.7 and 0.3, or 1563 and 241. [no unit]"""
+    name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
+    """The source in tags and records, as in data/epoch/NAME. null: the last part of its folder's path, or as many parts
+    as tell it from the other sources, such as own/shards."""
     from_step: int = Field(default=0, ge=0)
     """The source gives rows from this many finished steps on. [steps]"""
     until_step: int | None = Field(default=None, gt=0)
     """The source gives no rows from this many finished steps on; null for the run's end. [steps]"""
 
-    @property
-    def name(self) -> str:
-        return self.shards.partition("?")[0].rstrip("/").rpartition("/")[2]
+    @model_serializer(mode="wrap")
+    def _with_given_name_alone(self, dump: Callable[[Self], dict]) -> dict:
+        """As configs were written before a source could have a name."""
+        fields = dump(self)
+        return fields if self.name else {field: value for field, value in fields.items() if field != "name"}
 
     def is_active(self, step: int) -> bool:
         """Whether the batch after `step` finished steps has a share of its rows."""
         return self.from_step <= step and (self.until_step is None or step < self.until_step)
+
+
+def with_names(sources: Sequence[SourceConfig]) -> tuple[SourceConfig, ...]:
+    """The sources, each with its name. Two are alike only where the folders or the given names are."""
+    paths = [
+        [source.name] if source.name else [part for part in source.shards.partition("?")[0].split("/") if part]
+        for source in sources
+    ]
+    named = []
+    for place, (source, own) in enumerate(zip(sources, paths, strict=True)):
+        others = paths[:place] + paths[place + 1 :]
+        lengths = (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others))
+        named.append(source.model_copy(update={"name": "/".join(own[-next(lengths, len(own)) :])}))
+    return tuple(named)
 
 
 def source_seed(seed: int, place: int) -> int:
@@ -164,7 +183,7 @@ def _weights_at(sources: Iterable[SourceConfig], step: int) -> list[float]:
 def mixture_mistakes(sources: Sequence[SourceConfig], num_steps: int) -> Iterable[str]:
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"data.shards: found {names.count(name)} sources named {name}; needed: folders whose last parts differ"
+        yield f"data.shards: found {names.count(name)} sources named {name}; needed: other folders, or another `name`"
     for source in sources:
         if source.from_step >= num_steps:
             found = f"{source.name} has from_step {source.from_step}"

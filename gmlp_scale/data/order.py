@@ -1,4 +1,4 @@
-"""The order of the training rows: which positions of it a rank takes at a step, and which row is at each position.
+"""The order of the training rows: which row is at each position.
 
 A position in the order counts rows from the start of training, through all epochs. In each epoch the shards are
 permuted and cut into groups of `shards_per_group`, and the rows of each group are permuted among themselves. This
@@ -6,7 +6,7 @@ shuffles as well as a buffer of one group, but the state of the data is one inte
 at once. All functions here are pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -15,7 +15,6 @@ import numpy as np
 
 from gmlp_scale.data.hashing import permutation
 from gmlp_scale.data.manifest import Shard
-from gmlp_scale.piecewise import Piecewise
 
 _SHARDS, _ROWS = 1, 2  # the first word of a permutation's key
 
@@ -33,21 +32,13 @@ class RowAddresses:
     """The row's number in the whole split, in the manifest's order; the same in every epoch."""
 
 
-def positions_of_rank(batch_sizes: Piecewise, step: int, rank: int, world_size: int) -> range:
-    """The positions that a rank takes at `step`: its consecutive slice of the global batch.
-
-    The global batch of a step takes the positions after those of all steps before it, whatever the number of ranks.
-    """
-    num_own = batch_sizes.at(step) // world_size
-    first = batch_sizes.before(step) + rank * num_own
-    return range(first, first + num_own)
+def first_rows(shards: Iterable[Shard]) -> np.ndarray:
+    """The number in the split of each shard's first row, and last the number of rows; int64 [shards + 1]."""
+    return np.cumsum([0, *(shard.rows for shard in shards)])
 
 
 def places_in_shards(first_rows: np.ndarray, row_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For rows by their number in the split: the index of the shard that holds each, and the row's number within it.
-
-    first_rows: the number of each shard's first row, ending with the rows of the split.
-    """
+    """For rows by their number in the split: the index of the shard that holds each, and the row's number within it."""
     shards = np.searchsorted(first_rows, row_indices, side="right") - 1
     return shards, row_indices - first_rows[shards]
 

@@ -1,54 +1,53 @@
 """The rows of one source: one folder of shards, its order, its epochs and its masks."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.manifest import CorruptShardError
-from gmlp_scale.data.mixture import SourceConfig, source_seed
+from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.manifest import CorruptShardError, Shard
+from gmlp_scale.data.mixture import source_seed
 from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
-from gmlp_scale.data.order import RowAddresses, RowOrder, places_in_shards
+from gmlp_scale.data.order import RowAddresses, RowOrder, first_rows, places_in_shards
 from gmlp_scale.data.shards import Manifest
 
 _HELDOUT_SEED = 0
 
 
 class Source:
-    """The rows of one folder of shards.
+    """The training rows of one folder of shards.
 
     Args:
-        place: the source's place in the recipe's list, by which each source draws otherwise; 0 for a single source.
+        config: the recipe's `data` section.
+        place: the source's place in its list, by which each source draws otherwise; 0 for a single source.
         seed: the run's.
+        run_dir: where the corrupt shards that were skipped are recorded.
     """
 
-    def __init__(
-        self,
-        config: SourceConfig,
-        manifest: Manifest,
-        files: ShardFiles,
-        *,
-        place: int,
-        seed: int,
-        shuffle_group_bytes: int,
-        skip_corrupt: SkipCorruptShards | None,
-    ):
-        self.config = config
-        self.manifest = manifest
+    def __init__(self, config: DataConfig, place: int, manifest: Manifest, *, seed: int, run_dir: Path):
+        self.config, self.manifest, self._place = config.sources[place], manifest, place
         self.num_rows = manifest.num_rows("train")
         self.seed = source_seed(seed, place)
-        """Decides the order and the masks of its training rows."""
-        self.heldout_seed = source_seed(_HELDOUT_SEED, place)
-        self._files = files
-        shards = manifest.splits.train
-        self._order = RowOrder.of_shards(shards, group_bytes=shuffle_group_bytes, seed=self.seed)
+        """Decides the order and the masks of its rows."""
+        shards, skip_corrupt = manifest.splits.train, None
+        if config.on_corrupt_shard == "skip":
+            prefix = f"{self.config.name}/" if config.is_mixture else ""
+            skip_corrupt = SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards, prefix)
+        self._order = RowOrder.of_shards(shards, group_bytes=config.shuffle_group_bytes, seed=self.seed)
+        self._files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
         num_open = 2 * self._order.shards_per_group + 8
-        self._shards = OpenShards(files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt)
+        self._shards = OpenShards(
+            self._files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt
+        )
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
-        """Addresses of its training rows at these positions, which count its own rows through all its epochs."""
+        """Addresses of its rows at these positions, which count its own rows through all its epochs."""
         return self._order.locate(positions)
 
     def read(self, shards: np.ndarray, row_indices: np.ndarray) -> np.ndarray:
-        """Training rows, uint16 [P, N], by their numbers within their shards. CorruptShardError as OpenShards.read."""
+        """Its rows, uint16 [P, N], by their numbers within their shards. CorruptShardError as OpenShards.read."""
         try:
             return self._shards.read(shards, row_indices)
         except CorruptShardError as error:
@@ -59,15 +58,14 @@ class Source:
         """Starts to open the shards of the group at `position` and of the next one, unless that begins at `stop`."""
         self._shards.open_ahead(self._order.shards_ahead(position, stop))
 
-    def locate_heldout(self, row_indices: np.ndarray) -> RowAddresses:
-        """Addresses of its held-out rows with these numbers in the split."""
-        first_rows = np.cumsum([0, *(shard.rows for shard in self.manifest.splits.heldout)])
-        return RowAddresses(np.zeros_like(row_indices), *places_in_shards(first_rows, row_indices), row_indices)
-
-    def open_heldout(self) -> OpenShards:
-        """The shards of its held-out rows, to be closed by the caller."""
-        shards = self.manifest.splits.heldout
-        return OpenShards(self._files, shards, self.manifest.sequence_length, num_open=1, skip_corrupt=None)
+    def open_heldout(self) -> "HeldoutRows":
+        """Its held-out rows, to be closed by the caller."""
+        return HeldoutRows(
+            self._files,
+            self.manifest.splits.heldout,
+            self.manifest.sequence_length,
+            seed=source_seed(_HELDOUT_SEED, self._place),
+        )
 
     def token_counts(self, num_rows: int) -> np.ndarray:
         """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
@@ -84,3 +82,16 @@ class Source:
     def close(self) -> None:
         """Ends its threads."""
         self._shards.close()
+
+
+class HeldoutRows(OpenShards):
+    """The held-out rows of one source. `seed` decides their masks, which are the same in every run."""
+
+    def __init__(self, files: ShardFiles, shards: Sequence[Shard], sequence_length: int, *, seed: int):
+        super().__init__(files, shards, sequence_length, num_open=1, skip_corrupt=None)
+        self.seed = seed
+        self._first_rows = first_rows(shards)
+
+    def locate(self, row_indices: np.ndarray) -> RowAddresses:
+        """Addresses of the rows with these numbers in the split."""
+        return RowAddresses(np.zeros_like(row_indices), *places_in_shards(self._first_rows, row_indices), row_indices)

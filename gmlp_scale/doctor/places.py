@@ -107,7 +107,8 @@ def check_shards(run: RunConfig, loader: Loader, world: World) -> str:
             _check_all_there(source.config.shards, shards)
     for step in (0, run.train.num_steps - 1):
         loader.micro_batches(step)
-        opened |= set(zip(loader.sources_of_rows(step).tolist(), loader.addresses(step).shard.tolist(), strict=True))
+        addresses = loader.addresses(step)
+        opened |= set(zip(addresses.source.tolist(), addresses.shard.tolist(), strict=True))
     next(loader.heldout_batches(run.train.num_evaluation_rows))
     rows = f"{loader.num_rows:,} training and {loader.num_heldout_rows:,} held-out rows"
     return f"{num_shards} shards, {rows}; {len(opened)} training shards verified by rank {world.rank}"

@@ -83,14 +83,7 @@ class Finetuning:
         return self.train.batch_sizes.map(lambda rows: 3 * model.flops_per_sample() * rows)
 
     def open_loader(self, world: World) -> EpochLoader:
-        return EpochLoader(
-            self.inputs.rows["train"],
-            seed=self.config.seed,
-            global_batch_size=self.train.global_batch_size,
-            micro_batch_size=self.train.micro_batch_size,
-            rank=world.rank,
-            world_size=world.size,
-        )
+        return EpochLoader(self.inputs.rows["train"], self.config.batch_plan(rank=world.rank, world_size=world.size))
 
     def build_model(self) -> Backbone:
         head, dropout = self.config.task_row.head, self.config.dropout

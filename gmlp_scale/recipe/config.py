@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
@@ -128,6 +129,11 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             largest = f"no size fits {world_size} ranks" if is_rest else f"at most {most}"
             raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}: {largest}"])
         return batch.map(lambda rows: rows // world_size)
+
+    def batch_plan(self, *, rank: int, world_size: int) -> BatchPlan:
+        """How this rank's batches are cut. Raises InputError if the ranks do not divide the batches evenly."""
+        batch_sizes = Piecewise(self.train.global_batch_size)
+        return BatchPlan(self.seed, batch_sizes, self.train.micro_batch_size, rank, world_size)
 
     def with_train(self, **fields: Any) -> Self:
         """This run with other values in its `train` section. They are not checked."""

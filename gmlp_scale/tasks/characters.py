@@ -147,14 +147,7 @@ class Characters:
         return {"sha256": self.text.sha256, "alphabet": self.text.alphabet}
 
     def open_loader(self, world: World) -> EpochLoader:
-        return EpochLoader(
-            self.text.train,
-            seed=self.config.seed,
-            global_batch_size=self.train.global_batch_size,
-            micro_batch_size=self.train.micro_batch_size,
-            rank=world.rank,
-            world_size=world.size,
-        )
+        return EpochLoader(self.text.train, self.config.batch_plan(rank=world.rank, world_size=world.size))
 
     def build_model(self) -> NextTokenModel:
         return self.config.build_model()

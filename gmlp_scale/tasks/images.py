@@ -120,13 +120,9 @@ class Images:
         self._loader = ImageLoader(
             config.data,
             config.augmentation,
+            config.batch_plan(rank=world.rank, world_size=world.size),
             image_size=config.image_size,
             num_classes=config.model.vocab_size,
-            seed=config.seed,
-            global_batch_size=self.train.global_batch_size,
-            micro_batch_size=self.train.micro_batch_size,
-            rank=world.rank,
-            world_size=world.size,
         )
         return self._loader
 

@@ -77,12 +77,8 @@ def build_loader(run: RunConfig, *, rank: int, world_size: int) -> Loader:
     """The run's loader for one rank of `world_size`."""
     return Loader(
         run.data,
+        run.batch_plan(rank=rank, world_size=world_size),
         sequence_length=run.model.sequence_length,
         vocab_size=run.model.vocab_size,
-        seed=run.seed,
-        global_batch_size=run.train.global_batch_size,
-        micro_batch_size=run.train.micro_batch_size,
-        rank=rank,
-        world_size=world_size,
         run_dir=run.run_dir,
     )

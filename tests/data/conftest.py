@@ -5,12 +5,21 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.piecewise import Piecewise
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 settings.register_profile("deterministic", deadline=None, derandomize=True)
 settings.load_profile("deterministic")
+
+
+def plan_of(fields: dict) -> BatchPlan:
+    """A plan of the fields that name a plan's, which it takes out of `fields`; else of 8 rows a step, 2 at a time."""
+    batch_sizes = Piecewise(fields.pop("global_batch_size", 8))
+    sizes = {"seed": 0, "micro_batch_size": 2, "rank": 0, "world_size": 1}
+    return BatchPlan(batch_sizes=batch_sizes, **{name: fields.pop(name, default) for name, default in sizes.items()})
 
 
 @pytest.fixture
@@ -34,11 +43,9 @@ def make_loader(tmp_path):
     loaders = []
 
     def make(folder=None, *, data=None, **fields):
-        settings = {
-            "sequence_length": 16, "vocab_size": VOCAB_SIZE, "seed": 0, "global_batch_size": 8, "micro_batch_size": 2,
-            "rank": 0, "world_size": 1, "run_dir": tmp_path / "run",
-        }  # fmt: skip
-        loader = Loader(DataConfig(**({"shards": str(folder)} | (data or {}))), **(settings | fields))
+        settings = {"sequence_length": 16, "vocab_size": VOCAB_SIZE, "run_dir": tmp_path / "run"} | fields
+        plan = plan_of(settings)
+        loader = Loader(DataConfig(**({"shards": str(folder)} | (data or {}))), plan, **settings)
         loaders.append(loader)
         return loader
 

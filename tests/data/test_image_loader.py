@@ -20,6 +20,7 @@ from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
 from gmlp_scale.data.image_shards import ImageShards, StoredImage, pack_images, unpack_images
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.errors import UserError
+from tests.data.conftest import plan_of
 from tests.written_images import prepare, stored_images, write_image_folder
 
 SIZE = 12
@@ -35,13 +36,10 @@ def shards(tmp_path_factory):
 
 
 def loader(shards, *, augmentation=None, num_workers=0, cache_dir=None, **changes) -> ImageLoader:
-    fields = {
-        "image_size": SIZE, "num_classes": 3, "seed": 1, "global_batch_size": 8, "micro_batch_size": 2,
-        "rank": 0, "world_size": 1,
-    }  # fmt: skip
+    fields = {"image_size": SIZE, "num_classes": 3, "seed": 1} | changes
     data = ImageDataConfig(shards=str(shards), cache_dir=cache_dir, num_workers=num_workers, shuffle_group_bytes=1)
     policy = AugmentationConfig(policy="none", **(augmentation or {}))
-    return ImageLoader(data, policy, **(fields | changes))
+    return ImageLoader(data, policy, plan_of(fields), **fields)
 
 
 def batches(*loaders: ImageLoader, start: int = 0, stop: int = 5) -> list[ImageBatch]:

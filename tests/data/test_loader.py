@@ -63,7 +63,9 @@ def test_the_global_batch_is_the_same_on_any_world_size(
     data = {"shuffle_group_bytes": group_bytes, "masked_fraction": [(0, 0.3), (17, 0.15)]}
     fields = {"global_batch_size": batch_sizes if len(changes) > 1 else batch_sizes[0][1], "data": data}
     loader = make_loader(folder, micro_batch_size=1, **fields)
-    assert [p for earlier in range(step) for p in loader.positions(earlier)] == list(range(loader.positions(step)[0]))
+    assert [p for earlier in range(step) for p in loader.plan.positions(earlier)] == list(
+        range(loader.plan.positions(step)[0])
+    )
     whole = join(loader.micro_batches(step))
     assert whole.labels_BM.shape[1] == (5 if step < 17 else 2)
     num_now = [num for start, num in changes if start <= step][-1]
@@ -87,8 +89,8 @@ def test_an_epoch_shows_every_row_once_and_positions_run_on(write_shards, make_l
     assert not (seen[:100] == seen[100:]).all()
     assert loader.num_rows == 100
     assert [loader.epochs(step) for step in (0, 12, 25)] == [{"data/epoch": epoch} for epoch in (0, 0.96, 2)]
-    assert loader.positions(3) == range(24, 32)
-    assert make_loader(folder, rank=1, world_size=2).positions(3) == range(28, 32)
+    assert loader.plan.positions(3) == range(24, 32)
+    assert make_loader(folder, rank=1, world_size=2).plan.positions(3) == range(28, 32)
 
 
 def test_prefetched_steps_equal_computed_ones_from_any_start(write_shards, make_loader, trials):

@@ -9,6 +9,7 @@ import torch
 from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.shards import Manifest
+from gmlp_scale.recipe.reader import load_run_config
 from tests.data.test_loader import SKIP, corrupt, join, same, unmasked
 from tests.written_shards import change_manifest, write_tiny_shards
 
@@ -37,7 +38,7 @@ def test_each_source_has_its_share_and_its_own_epochs(folders, make_loader):
     folder, rows = folders
     loader = make_loader(data=mixed(folder))
     seen = np.concatenate([unmasked(join(batches)) for batches in loader.steps(0, 10)])  # 60 rows of a, 20 of b
-    sources = np.concatenate([loader.sources_of_rows(step) for step in range(10)])
+    sources = np.concatenate([loader.addresses(step).source for step in range(10)])
     assert sources.reshape(10, 8).sum(axis=1).tolist() == [2] * 10
     of_b = seen[sources == 1]
     assert keys(of_b[:10]) == keys(of_b[10:]) == keys(rows["b"]["train"])
@@ -70,7 +71,7 @@ def test_a_source_that_joins_later_changes_nothing_before(folders, make_loader):
     for step in range(3):
         assert same(join(alone.micro_batches(step)), join(loader.micro_batches(step)))
     assert loader.epochs(3) == {"data/epoch/a": 24 / 40, "data/epoch/b": 0}
-    assert loader.sources_of_rows(3).sum() == 2
+    assert loader.addresses(3).source.sum() == 2
 
 
 def test_two_sources_draw_nothing_alike(folders, make_loader):
@@ -78,7 +79,8 @@ def test_two_sources_draw_nothing_alike(folders, make_loader):
     write_tiny_shards(folder / "c", [25, 15], [9], sequence_length=16)  # the rows of a
     sources = tuple({"shards": f"{folder}/{name}", "weight": 1} for name in "ac")
     loader = make_loader(data={"shards": sources}, global_batch_size=80)
-    batch, chosen, addresses = join(loader.micro_batches(0)), loader.sources_of_rows(0), loader.addresses(0)
+    batch, addresses = join(loader.micro_batches(0)), loader.addresses(0)
+    chosen = addresses.source
     of_a, of_c = (addresses.global_row_index[chosen == source] for source in (0, 1))
     assert (of_a != of_c).mean() > 0.8
     by_row = [batch.masked_positions_BM[chosen == place][np.argsort(of)] for place, of in ((0, of_a), (1, of_c))]
@@ -107,6 +109,26 @@ def test_a_fingerprint_names_every_source(folders, make_loader):
         "manifest_sha256": Manifest.load(folders[0] / "b").sha256,
         "train_rows": 10, "weight": 0.25, "from_step": 4, "until_step": None,
     }  # fmt: skip
+
+
+def test_folders_of_the_same_name_are_told_apart_by_their_paths(folders, make_loader, tmp_path):
+    """data/own/shards beside data/compare/shards, as in the README, was refused."""
+    folder, _ = folders
+    for name in "ab":
+        (folder / name).rename(folder / "shards")
+        (folder / name).mkdir()
+        (folder / "shards").rename(folder / name / "shards")
+    sources = [{"shards": f"{folder}/{name}/shards", "weight": 1} for name in "ab"]
+    run = load_run_config("smoke", [f"data.shards={json.dumps(sources)}", "model.vocab_size=1000"])
+    loader = make_loader(data=run.data.model_dump())
+    assert loader.epochs(1) == {"data/epoch/a/shards": 4 / 40, "data/epoch/b/shards": 4 / 10}
+    assert list(loader.fingerprint()["sources"]) == ["a/shards", "b/shards"]
+    (skipped,) = corrupt(folder / "b/shards", 0)
+    list(make_loader(data=run.data.model_dump() | SKIP).steps(0, 2))
+    record = json.loads((tmp_path / "run" / "corrupt_shards.jsonl").read_text())
+    assert record["shard"] == f"b/shards/{skipped}"
+    named = make_loader(data={"shards": (sources[0], sources[1] | {"name": "new"})})
+    assert named.epochs(1) == {"data/epoch/shards": 4 / 40, "data/epoch/new": 4 / 10}
 
 
 def test_sources_that_do_not_fit_together_are_refused(folders, make_loader):

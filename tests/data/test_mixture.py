@@ -1,8 +1,9 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gmlp_scale.data.mixture import Mixture, Pattern, SourceConfig, mixture_mistakes, source_seed
+from gmlp_scale.data.mixture import Mixture, Pattern, SourceConfig, mixture_mistakes, source_seed, with_names
 from gmlp_scale.piecewise import Piecewise
 
 weights = st.lists(st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 2.5])), min_size=1, max_size=8)
@@ -72,13 +73,34 @@ def test_the_pattern_is_pinned():
     assert [source_seed(7, place) for place in range(3)] == [7, 5248728172263328216, 1895855718835143124]
 
 
+@pytest.mark.parametrize(
+    "sources, names",
+    [
+        (["data/own/shards", "data/compare/shards"], ["own/shards", "compare/shards"]),
+        (["x/a", "s3://bucket/b/?version", "b"], ["a", "bucket/b", "b"]),
+        (
+            ["s3://one/c4/shards", "s3://two/c4/shards", "books/shards"],
+            ["one/c4/shards", "two/c4/shards", "books/shards"],
+        ),
+        (["own/shards=mine", "compare/shards"], ["mine", "shards"]),
+    ],
+)
+def test_a_name_is_as_much_of_the_path_as_tells_the_sources_apart(sources, names):
+    given = [source.partition("=") for source in sources]
+    configs = [SourceConfig(shards=shards, weight=1, name=name or None) for shards, _, name in given]
+    assert [source.name for source in with_names(configs)] == names
+    assert [("name" in config.model_dump()) for config in configs] == ["=" in source for source in sources]
+
+
 def test_mistakes_in_a_mixture_are_told_in_words():
     def told(*sources: dict) -> str:
-        return "\n".join(mixture_mistakes([SourceConfig(**source) for source in sources], num_steps=20))
+        named = with_names([SourceConfig(**source) for source in sources])
+        return "\n".join(mixture_mistakes(named, num_steps=20))
 
     a, b = {"shards": "x/a", "weight": 1}, {"shards": "s3://bucket/b/", "weight": 0.5}
     assert not told(a, b | {"from_step": 3, "until_step": 19})
-    assert "found 2 sources named a; needed: folders whose last parts differ" in told(a, a | {"shards": "y/a/"})
+    assert "found 2 sources named x/a; needed: other folders, or another `name`" in told(a, a | {"shards": "x//a/"})
+    assert "found 2 sources named a; needed" in told(a | {"name": "a"}, b | {"name": "a"})
     assert "b has from_step 20; needed: below train.num_steps = 20" in told(a, b | {"from_step": 20})
     assert "b has until_step 20; needed: above from_step = 0 and below" in told(a, b | {"until_step": 20})
     assert "no source has rows for step 5" in told(a | {"until_step": 5}, b | {"from_step": 6})

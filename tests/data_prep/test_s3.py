@@ -11,11 +11,13 @@ import pytest
 import torch
 from botocore.exceptions import NoCredentialsError
 
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import CorruptShardError, ShardError
 from gmlp_scale.data.shards import Manifest, ShardRows
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import PlaceError, StoreError, read_file, with_retries, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.forked import Script, fork
@@ -30,9 +32,11 @@ def upload(client, folder: Path, prefix: str) -> None:
 def make_loader(folder, cache_dir, run_dir, **data) -> Loader:
     return Loader(
         DataConfig(shards=str(folder), cache_dir=cache_dir and str(cache_dir), **data),
-        sequence_length=32, vocab_size=400, seed=0, global_batch_size=8, micro_batch_size=8, rank=0, world_size=1,
+        BatchPlan(seed=0, batch_sizes=Piecewise(8), micro_batch_size=8),
+        sequence_length=32,
+        vocab_size=400,
         run_dir=run_dir,
-    )  # fmt: skip
+    )
 
 
 def same_batches(one: Loader, other: Loader, num_steps: int) -> bool:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from gmlp_scale.checkpoint.trained import read_export
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.single import SingleEngine
 from gmlp_scale.finetune.finetuning import Finetuning, finetune
 from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.log_files import read_metrics
@@ -241,17 +243,19 @@ def test_order_is_a_pure_function_of_the_step(tmp_path, export):
     rows = read_inputs(sentiment_run(tmp_path, export)).rows["train"]
 
     def loader(rank=0, world_size=1, micro_batch_size=4, seed=0, global_batch_size=16):
-        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
-        return EpochLoader(rows, seed=seed, rank=rank, world_size=world_size, **sizes)
+        return EpochLoader(rows, BatchPlan(seed, Piecewise(global_batch_size), micro_batch_size, rank, world_size))
 
-    whole = np.concatenate([loader().row_indices(step) for step in range(15)])  # 240 rows: 4 epochs of 60
+    def row_indices(step, *plan, **fields):
+        return loader(*plan, **fields).row_indices(step).ravel()
+
+    whole = np.concatenate([row_indices(step) for step in range(15)])  # 240 rows: 4 epochs of 60
     for epoch in range(4):
         assert sorted(whole[60 * epoch : 60 * (epoch + 1)]) == list(range(60))
     assert len({tuple(whole[60 * epoch : 60 * (epoch + 1)]) for epoch in range(4)}) == 4
-    assert not np.array_equal(whole[:60], np.concatenate([loader(seed=1).row_indices(step) for step in range(4)])[:60])
-    halves = [np.concatenate([loader(rank, 2).row_indices(step) for rank in (0, 1)]) for step in range(15)]
+    assert not np.array_equal(whole[:60], np.concatenate([row_indices(step, seed=1) for step in range(4)])[:60])
+    halves = [np.concatenate([row_indices(step, rank, 2) for rank in (0, 1)]) for step in range(15)]
     assert np.array_equal(np.concatenate(halves), whole)
-    growing = [loader(rank, 2, global_batch_size=[(0, 8), (2, 16)]).row_indices(5) for rank in (0, 1)]
+    growing = [row_indices(5, rank, 2, global_batch_size=[(0, 8), (2, 16)]) for rank in (0, 1)]
     assert np.array_equal(np.concatenate(growing), whole[2 * 8 + 3 * 16 :][:16])
     batches = [batch for step in loader(micro_batch_size=2).steps(3, 5) for batch in step]
     assert len(batches) == 16

@@ -1,0 +1,54 @@
+"""Which rows each step of a rank takes, and in which micro-batches."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gmlp_scale.errors import InputError
+from gmlp_scale.piecewise import Piecewise
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the rows of a run are cut into batches; the same for text, images and finetuning.
+
+    Step t, counted from 0, takes the positions of the training order that follow those of all steps before it. Each
+    rank takes its consecutive slice of them. So every batch is a pure function of the step, and the batch of all ranks
+    together is the same on any number of them.
+
+    Raises InputError unless the ranks' micro-batches divide every batch.
+    """
+
+    seed: int
+    """The run's. It decides the order of the rows, their masks and what is done to images."""
+    batch_sizes: Piecewise
+    """Rows of each step over all ranks."""
+    micro_batch_size: int
+    """Rows per forward pass on one rank."""
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self):
+        if any(rows % (self.world_size * self.micro_batch_size) for rows in self.batch_sizes.values):
+            raise InputError(
+                f"train.global_batch_size={self.batch_sizes.told()} does not divide by world size {self.world_size} x "
+                f"train.micro_batch_size={self.micro_batch_size}: change one of the three"
+            )
+
+    def positions(self, step: int) -> range:
+        """The positions in the training order whose rows this rank takes at `step`."""
+        num_own = self.batch_sizes.at(step) // self.world_size
+        first = self.batch_sizes.before(step) + self.rank * num_own
+        return range(first, first + num_own)
+
+    def micro_batches(self, step: int) -> np.ndarray:
+        """`positions(step)` by micro-batch, int64 [number of them, micro_batch_size]."""
+        return np.array(self.positions(step)).reshape(-1, self.micro_batch_size)
+
+    def heldout(self, num_rows: int) -> list[np.ndarray]:
+        """The held-out rows of each of this rank's micro-batches, by their numbers, for the first `num_rows` rows.
+
+        Every rank has the same number of micro-batches. Numbers from `num_rows` on only fill up the last ones.
+        """
+        size, first = self.micro_batch_size, self.rank * self.micro_batch_size
+        return [np.arange(start, start + size) for start in range(first, num_rows + first, size * self.world_size)]
