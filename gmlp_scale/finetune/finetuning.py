@@ -5,7 +5,6 @@ predictions/PART/     the last weights' predictions in the benchmark's official 
 scores.json           the last weights' scores on every part with labels, written last: a run that has it is done
 """
 
-import functools
 import json
 import logging
 import shutil
@@ -120,9 +119,7 @@ class Finetuning:
         for name, value in by_name(scores).items():
             log.info("%s: %s", name, self.config.task_row.shown(name, value))
         self._write_weights("last", engine, world, step, scores)
-        for part in self.config.parts:
-            summaries = self._summary(part, engine, world)
-            world.on_main(functools.partial(self._write_predictions, part, summaries))
+        summaries = {part: self._summary(part, engine, world) for part in self.config.parts}
         self.content = {
             "task": self.config.task,
             "seed": self.config.seed,
@@ -134,8 +131,7 @@ class Finetuning:
             "data": self.inputs.fingerprint,
             "tests": self.inputs.tests_fingerprint,
         }
-        text = json.dumps(self.content, indent=2) + "\n"
-        world.on_main(lambda: write_text(self.config.run_dir / "scores.json", text))
+        world.on_main(lambda: self._write_results(summaries))
 
     def _summary(self, part: str, engine: Engine, world: World) -> np.ndarray:
         """A part's summaries by the weights of the last evaluation, computed once."""
@@ -149,16 +145,18 @@ class Finetuning:
         rows = {part: self.inputs.rows[part] for part in self.config.parts if part.startswith(kind)}
         return {part: of.scores(self._summary(part, engine, world)) for part, of in rows.items() if of.has_labels}
 
-    def _write_predictions(self, part: str, summaries: np.ndarray) -> None:
-        folder = self.config.run_dir / "predictions" / part
-        folder.mkdir(parents=True, exist_ok=True)
-        self.inputs.rows[part].write_predictions(summaries, folder)
+    def _write_results(self, summaries: dict[str, np.ndarray]) -> None:
+        for part, of_part in summaries.items():
+            folder = self.config.run_dir / "predictions" / part
+            folder.mkdir(parents=True, exist_ok=True)
+            self.inputs.rows[part].write_predictions(of_part, folder)
+        write_json(self.config.run_dir / "scores.json", self.content)
 
     def _write_weights(self, name: str, engine: Engine, world: World, step: int, scores: dict) -> None:
         weights = dict(engine.full_weights())  # all ranks take part; only rank 0 gets them
-        config = self.config.to_json()
+        finetuned = {"task": self.config.task, "step": step, "scores": scores, "config": self.config.to_json()}
         details = {
-            "finetuned": {"task": self.config.task, "step": step, "scores": scores, "config": config},
+            "finetuned": finetuned,
             "pretrained": self.inputs.pretrained.details if self.config.pretrained else None,
         }
         world.on_main(lambda: self._replace_export(self.config.run_dir / name, weights, details))
@@ -190,14 +188,23 @@ class Finetuning:
 
         None if best/ is of `step` or a later one: a killed run wrote it, and this run will evaluate that step again.
         """
-        try:
-            details = json.loads(read_file(f"{self.config.run_folder}/best/config.json"))["details"]
-        except FileNotFoundError:
-            return None
-        best = details["finetuned"]
-        if best["step"] >= step:
+        exported = read_json(f"{self.config.run_folder}/best/config.json")
+        best = exported and exported["details"]["finetuned"]
+        if not best or best["step"] >= step:
             return None
         return {"step": best["step"], "score": best["scores"]["dev"][self.config.task_row.main_score]}
+
+
+def read_json(place: str) -> dict | None:
+    """The content of a JSON file, or None if there is none."""
+    try:
+        return json.loads(read_file(place))
+    except FileNotFoundError:
+        return None
+
+
+def write_json(place: str | Path, content: dict) -> None:
+    write_text(place, json.dumps(content, indent=2) + "\n")
 
 
 def by_name(scores: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:

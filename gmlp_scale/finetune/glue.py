@@ -13,7 +13,7 @@ from pathlib import Path
 from gmlp_scale.distributed.world import World
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.finetune.sweep import member, sweep
+from gmlp_scale.finetune.sweep import member, sweep, write_table
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import read_file, write_text
@@ -78,26 +78,20 @@ def run_glue(runs: list[FinetuneConfig], world: World, *, num_seeds: int, grid: 
             return None
         tables[run.task] = table
         if run.task == "mnli":
-            mnli_folder = _at_picked_point(run, table, run.seed).run_folder
-        world.on_main(functools.partial(_write_submission, run, _best_seed(run, table).run_folder))
+            mnli_folder = member(run, table, run.seed).run_folder
+        world.on_main(functools.partial(_write_submission, run, table))
     content = build_glue_table(tables, from_mnli=from_mnli)
-    world.on_main(lambda: _write_glue_table(runs[0].output_dir, content))
+    world.on_main(lambda: write_table(runs[0].output_dir, content, to_markdown(content)))
     return content
 
 
-def _best_seed(run: FinetuneConfig, table: dict) -> FinetuneConfig:
-    """The sweep's run with the best dev score at the point that the grid picked; the first of equals."""
+def _write_submission(run: FinetuneConfig, table: dict) -> None:
+    """Copies the test predictions of the seed with the best dev score, the first of equals, to one folder.
+
+    GLUE's server takes the folder as a zip.
+    """
     by_seed = table["scores"][run.task_row.main_score]["by_seed"]
-    seed = table["seeds"][by_seed.index(max(by_seed))]
-    return _at_picked_point(run, table, seed)
-
-
-def _at_picked_point(run: FinetuneConfig, table: dict, seed: int) -> FinetuneConfig:
-    return member(run, table["global_batch_size"], table["peak_learning_rate"], seed)
-
-
-def _write_submission(run: FinetuneConfig, best_folder: str) -> None:
-    """Copies the predictions of the test parts to one folder, which GLUE's server takes as a zip."""
+    best_folder = member(run, table, table["seeds"][by_seed.index(max(by_seed))]).run_folder
     for part in run.parts:
         if part.startswith("test"):
             name = run.task_row.submission(part)
@@ -120,14 +114,8 @@ def build_glue_table(tables: dict[str, dict], *, from_mnli: bool) -> dict:
             means = [statistics.mean(scores.values()) for scores in medians.values() if scores]
             average = statistics.mean(means) if len(means) == len(FOLDERS) else None
             parts[kind] = {"scores": medians, "average": average}
-    of_cola = tables["cola"]
-    return {
-        "model": of_cola["model"],
-        "pretrained": of_cola["pretrained"],
-        "from_mnli": from_mnli,
-        "num_seeds": len(of_cola["seeds"]),
-        **parts,
-    }
+    facts = {name: tables["cola"][name] for name in ("model", "pretrained")}
+    return {**facts, "from_mnli": from_mnli, "num_seeds": len(tables["cola"]["seeds"]), **parts}
 
 
 def _medians(task: str, kind: str, table: dict) -> dict[str, float]:
@@ -158,8 +146,3 @@ def to_markdown(content: dict) -> str:
 
 def _shown(scores: Iterable[float]) -> str:
     return "/".join(f"{100 * score:.1f}" for score in scores)
-
-
-def _write_glue_table(folder: str, content: dict) -> None:
-    write_text(f"{folder}/table.json", json.dumps(content, indent=2) + "\n")
-    write_text(f"{folder}/table.md", to_markdown(content))

@@ -4,22 +4,24 @@ Every run has its own folder inside the recipe's folder. So the same command giv
 and resumes the others. It writes table.md and table.json once all are done.
 """
 
-import json
+import itertools
 import logging
-import statistics
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
 
 import torch
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune
+from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune, read_json, write_json
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
 from gmlp_scale.plan.engine_bytes import state_bytes
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.resume import changed_fields, check_unchanged
-from gmlp_scale.storage.files import read_file, redacted, write_text
+from gmlp_scale.storage.files import redacted, write_text
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.train.step_guard import NotFiniteError
 
@@ -28,24 +30,23 @@ log = logging.getLogger(__name__)
 
 def members(run: FinetuneConfig, *, grid: bool) -> list[FinetuneConfig]:
     """The runs of the grid with the recipe's seed, or without `grid` one run at the recipe's own point."""
-    if not grid:
-        return [member(run, run.train.global_batch_size, run.optimizer.peak_learning_rate, run.seed)]
-    return [
-        member(run, batch_size, rate, run.seed)
-        for batch_size in run.grid.global_batch_size
-        for rate in run.grid.peak_learning_rate
-    ]
+    batch_sizes, rates = [run.train.global_batch_size], [run.optimizer.peak_learning_rate]
+    if grid:
+        batch_sizes, rates = run.grid.global_batch_size, run.grid.peak_learning_rate
+    points = itertools.product(batch_sizes, rates)
+    return [member(run, {"global_batch_size": size, "peak_learning_rate": rate}, run.seed) for size, rate in points]
 
 
-def member(run: FinetuneConfig, global_batch_size: int, peak_learning_rate: float, seed: int) -> FinetuneConfig:
-    """The recipe's run at a point of the grid and with a seed, in its own folder."""
+def member(run: FinetuneConfig, point: Mapping[str, Any], seed: int) -> FinetuneConfig:
+    """The recipe's run at a point of the grid and with a seed, in its own folder. A sweep's table holds its point."""
+    batch_size, rate = point["global_batch_size"], point["peak_learning_rate"]
     return run.model_copy(
         update={
             "output_dir": run.run_folder,
-            "name": f"batch_{global_batch_size}_rate_{peak_learning_rate:g}_seed_{seed}",
+            "name": f"batch_{batch_size}_rate_{rate:g}_seed_{seed}",
             "seed": seed,
-            "train": run.train.model_copy(update={"global_batch_size": global_batch_size}),
-            "optimizer": run.optimizer.model_copy(update={"peak_learning_rate": peak_learning_rate}),
+            "train": run.train.model_copy(update={"global_batch_size": batch_size}),
+            "optimizer": run.optimizer.model_copy(update={"peak_learning_rate": rate}),
         }
     )
 
@@ -72,51 +73,42 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
     if not finite:
         raise NotFiniteError(f"{run.run_folder}: all points of the grid diverged; give a lower grid.peak_learning_rate")
     picked = max(finite, key=lambda scores: scores["scores"]["dev"][main_score])  # the first of equals
-    batch_size = picked["config"]["train"]["global_batch_size"]
-    rate = picked["config"]["optimizer"]["peak_learning_rate"]
     seeds = [picked]
     for seed in range(run.seed + 1, run.seed + num_seeds):
-        other = member(run, batch_size, rate, seed)
-        scores = _scores(other, inputs, world, may_diverge=False)
+        scores = _scores(member(run, _point(picked), seed), inputs, world, may_diverge=False)
         if scores is None:
             return None
         seeds.append(scores)
     table = build_table(run, inputs, tried, seeds)
-    world.on_main(lambda: _write_table(run.run_folder, table))
+    world.on_main(lambda: write_table(run.run_folder, table, to_markdown(table)))
     return table
+
+
+def _point(scores: dict) -> dict[str, float]:
+    """The point of the grid that a run's scores.json is of."""
+    return {
+        "global_batch_size": scores["config"]["train"]["global_batch_size"],
+        "peak_learning_rate": scores["config"]["optimizer"]["peak_learning_rate"],
+    }
 
 
 def build_table(run: FinetuneConfig, inputs: Inputs, tried: list[dict], seeds: list[dict]) -> dict:
     """The content of table.json. The scores are those of metrics.jsonl: accuracy from 0 to 1, SQuAD's in percent."""
     of_seeds = [by_name(scores["scores"]) for scores in seeds]
-    chosen = seeds[0]["config"]
     columns = {name: [scores[name] for scores in of_seeds] for name in of_seeds[0]}
     paper = published(run, inputs)
     return {
         "task": run.task,
         "model": redacted(run.model),
         "pretrained": run.pretrained,
-        "global_batch_size": chosen["train"]["global_batch_size"],
-        "peak_learning_rate": chosen["optimizer"]["peak_learning_rate"],
+        **_point(seeds[0]),
         "num_examples": seeds[0]["num_examples"],
         "seeds": [scores["seed"] for scores in seeds],
         "scores": {
-            name: {
-                "median": statistics.median(values),
-                "minimum": min(values),
-                "maximum": max(values),
-                "by_seed": values,
-            }
+            name: {"median": median(values), "minimum": min(values), "maximum": max(values), "by_seed": values}
             for name, values in columns.items()
         },
-        "grid": [
-            {
-                "global_batch_size": scores["config"]["train"]["global_batch_size"],
-                "peak_learning_rate": scores["config"]["optimizer"]["peak_learning_rate"],
-                "scores": by_name(scores["scores"]),
-            }
-            for scores in tried
-        ],
+        "grid": [{**_point(scores), "scores": by_name(scores["scores"])} for scores in tried],
         "paper": {"model": paper[0], "scores_in_percent": paper[1]} if paper else None,
     }
 
@@ -152,10 +144,8 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     """The text of --dry-run: the first run's resolved config and what follows from it, then the other runs' folders.
 
     Raises:
-        ConfigError: a run does not fit the ranks or the data.
+        ConfigError: a run does not fit the data.
     """
-    for run in runs:
-        run.rows_per_rank(world_size)
     tasks = [Finetuning(run, inputs) for run in runs]
     run, task = runs[0], tasks[0]
     with torch.device("meta"):
@@ -207,7 +197,7 @@ def _scores(run: FinetuneConfig, inputs: Inputs, world: World, *, may_diverge: b
             log.warning("%s counts as the worst point: %s", run.name, error)
         content = {"scores": {}, "diverged": str(error), "config": run.to_json()}
         content |= {"data": inputs.fingerprint, "tests": inputs.tests_fingerprint}
-        world.on_main(lambda: write_text(f"{run.run_folder}/scores.json", json.dumps(content, indent=2) + "\n"))
+        world.on_main(lambda: write_json(f"{run.run_folder}/scores.json", content))
         return content
 
 
@@ -217,7 +207,7 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     A run that has predicted other test parts, or none, is not done: its last checkpoint predicts those of now.
     """
     path = f"{run.run_folder}/scores.json"
-    content = world.broadcast(_read_scores(path) if world.is_main else None)
+    content = world.broadcast(read_json(path) if world.is_main else None)
     if content is None:
         return None
     changed = [
@@ -233,13 +223,7 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     return content
 
 
-def _read_scores(path: str) -> dict | None:
-    try:
-        return json.loads(read_file(path))
-    except FileNotFoundError:
-        return None
-
-
-def _write_table(folder: str, table: dict) -> None:
-    write_text(f"{folder}/table.json", json.dumps(table, indent=2) + "\n")
-    write_text(f"{folder}/table.md", to_markdown(table))
+def write_table(folder: str, table: dict, markdown: str) -> None:
+    """Writes table.json, and table.md for a reader."""
+    write_json(f"{folder}/table.json", table)
+    write_text(f"{folder}/table.md", markdown)
