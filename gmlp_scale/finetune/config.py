@@ -128,7 +128,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
     @property
     def parts(self) -> list[str]:
         """The parts of the data that were given, besides train."""
-        return [part for part in self.task_row.parts if self.data.source(part)]
+        return [part for part in self.task_row.data_set.parts if self.data.source(part)]
 
     @property
     def tokens_per_step(self) -> int:
@@ -174,7 +174,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
             yield f"task: found {self.task!r}; one of {', '.join(TASKS)}"
             return
         for part in ("dev_mismatched", "test", "test_mismatched"):
-            if data.source(part) and part not in self.task_row.parts:
+            if data.source(part) and part not in self.task_row.data_set.parts:
                 yield f"data.{part}: found {data.source(part)}; {self.task} has no such part, so leave it null"
         if not self.task_row.has_windows:
             if data.document_stride:

@@ -50,7 +50,7 @@ def glue_runs(recipe: str, overrides: list[str], folder: Path) -> list[FinetuneC
 
 
 def _sources(task: str, folder: Path) -> dict[str, Path]:
-    names = {part: part for part in ("train", *TASKS[task].parts)}
+    names = {part: part for part in TASKS[task].data_set.splits}
     if task == "mnli":
         names |= {"dev": "dev_matched", "test": "test_matched"}
     return {part: folder / FOLDERS[task] / f"{name}.tsv" for part, name in names.items()}
@@ -120,7 +120,7 @@ def build_glue_table(tables: dict[str, dict], *, from_mnli: bool) -> dict:
 
 def _medians(task: str, kind: str, table: dict) -> dict[str, float]:
     """The medians of the official scores on all dev or test parts, by name. Empty if the parts had no labels."""
-    suffixes = [f"_{part}".removeprefix("_dev") for part in TASKS[task].parts if part.startswith(kind)]
+    suffixes = [f"_{part}".removeprefix("_dev") for part in TASKS[task].data_set.parts if part.startswith(kind)]
     names = [f"{score.__name__}{suffix}" for suffix in suffixes for score in TASKS[task].scores]
     return {name: table["scores"][name]["median"] for name in names if name in table["scores"]}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.finetuning_heads import LabelledBatch, SequenceClassifier, label_loss
-from gmlp_scale.tasks.records import DataError, DataSet, Record, read_records, require_columns, text_mistake
+from gmlp_scale.tasks.records import DataError, DataSet, read_records, require_columns, text_mistake
 from gmlp_scale.tasks.scores import accuracy
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,6 @@ class ClassificationTask:
     has_windows = False
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return self.data_set.parts
-
-    @property
     def main_score(self) -> str:
         return self.scores[0].__name__
 
@@ -93,7 +89,7 @@ class ClassificationTask:
 
     def submission(self, part: str) -> str:
         """The name of the part's predictions file, as GLUE's server takes it."""
-        matched = ("-mm" if part.endswith("_mismatched") else "-m") if "dev_mismatched" in self.parts else ""
+        matched = ("-mm" if part.endswith("_mismatched") else "-m") if "dev_mismatched" in self.data_set.parts else ""
         return f"{self.glue_folder}{matched}.tsv"
 
     def written(self, prediction: int) -> str:
@@ -145,8 +141,9 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
     label_column = None
     for number, record in enumerate(read_records(source, part, task.data_set)):
         if not text_columns:
-            text_columns = require_columns(source, record, list(task.text_columns))
-            label_column = _label_column(task, source, part, record)
+            text_columns = require_columns(source, record, task.text_columns)
+            if not part.startswith("test") or not record.fields.keys().isdisjoint(task.label_columns):
+                (label_column,) = require_columns(source, record, [(column,) for column in task.label_columns])
         written = record.fields.get(label_column)
         if written == NO_CONSENSUS:
             num_left_out += 1
@@ -171,15 +168,6 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
     if num_left_out:
         log.warning("%s: %d examples without consensus (%s) were left out", source, num_left_out, NO_CONSENSUS)
     return examples
-
-
-def _label_column(task: ClassificationTask, source: str, part: str, first: Record) -> str | None:
-    """The name of the label's column in the first record. None if a test part has no such column."""
-    found = [column for column in task.label_columns if column in first.fields]
-    if part.startswith("test") and not found:
-        return None
-    (column,) = require_columns(source, first, [(column,) for column in task.label_columns])
-    return column
 
 
 class ClassificationRows:

@@ -46,10 +46,6 @@ class QuestionTask:
     class_names = ()
     has_windows = True
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return self.data_set.parts
-
     def head(self, **backbone) -> SpanPredictor:
         return SpanPredictor(**backbone)
 
@@ -98,7 +94,8 @@ class QuestionRows:
             context_ids, token_ranges = encode_context(question.context)
             self.token_ranges.append(token_ranges)
             start = np.concatenate([[CLS_ID], question_ids[:MAX_QUESTION_TOKENS], [SEP_ID]])
-            answer = _answer_tokens(question, token_ranges)
+            places = [(answer.start, answer.stop) for answer in question.answers if answer.start is not None]
+            answer = answer_tokens(token_ranges, *places[0]) if places else None
             for window in cut_windows(len(context_ids), sequence_length - len(start) - 1, document_stride):
                 ids = np.concatenate([start, context_ids[window.first : window.stop], [SEP_ID]]).astype(np.uint16)
                 token_ids.append(np.pad(ids, (0, sequence_length - len(ids)), constant_values=PAD_ID))
@@ -130,17 +127,9 @@ class QuestionRows:
         """For each question id the text of its likeliest span, and the odds of no answer against it."""
         windows: list[list[WindowScores]] = [[] for _ in self.questions]
         for row, summary in zip(self.rows, summaries, strict=True):
-            firsts, first_logits, lasts, last_logits = summary[:-1].reshape(4, NUM_BEST)
+            best = summary[:-1].reshape(4, NUM_BEST)
             windows[row.question_index].append(
-                WindowScores(
-                    row.window,
-                    row.context_position,
-                    firsts.astype(np.int64),
-                    first_logits,
-                    lasts.astype(np.int64),
-                    last_logits,
-                    float(summary[-1]),
-                )
+                WindowScores(row.window, row.context_position, *best, null_logit=float(summary[-1]))
             )
         texts, null_odds = {}, {}
         for question, scores, token_ranges in zip(self.questions, windows, self.token_ranges, strict=True):
@@ -178,11 +167,3 @@ def _encode_context(tokenizer: Tokenizer, context: str) -> tuple[np.ndarray, np.
     """The context's token ids [T] and the characters [start, stop) that each token holds [T, 2]."""
     ids, ranges = tokenizer.encode_with_offsets(context)
     return np.array(ids), np.array(ranges)
-
-
-def _answer_tokens(question: Question, token_ranges: np.ndarray) -> tuple[int, int] | None:
-    """The first and the last token of the first answer that has a place in the context."""
-    for answer in question.answers:
-        if answer.start is not None:
-            return answer_tokens(token_ranges, answer.start, answer.start + len(answer.text))
-    return None

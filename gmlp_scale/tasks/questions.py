@@ -16,6 +16,11 @@ class Answer:
     start: int | None
     """Index of its first character in the context; None if the context does not hold it."""
 
+    @property
+    def stop(self) -> int:
+        """Index behind its last character."""
+        return self.start + len(self.text)
+
 
 @dataclass(frozen=True)
 class Question:
@@ -45,15 +50,17 @@ def read_questions(source: str, part: str, data_set: DataSet, has_unanswerable: 
         if of_record := _record_mistakes(record, has_unanswerable):
             mistakes += of_record
             continue
-        question = _question(record)
-        placed = tuple(_placed(answer, question.context) for answer in question.answers)
-        for given, found in zip(question.answers, placed, strict=True):
-            if found.start != given.start:
-                (lost if found.start is None else moved).append(f"{record.place}: {given.text!r}")
+        fields = record.fields
+        answers = fields["answers"]
+        given = [Answer(*pair) for pair in zip(answers["text"], answers["answer_start"], strict=True)]
+        placed = tuple(_placed(answer, fields["context"]) for answer in given)
+        for before, after in zip(given, placed, strict=True):
+            if after.start != before.start:
+                (lost if after.start is None else moved).append(f"{record.place}: {before.text!r}")
         if part == "train" and placed and all(answer.start is None for answer in placed):
             num_left_out += 1
             continue
-        questions.append(replace(question, answers=placed))
+        questions.append(Question(fields["id"], fields["question"], fields["context"], placed))
     if mistakes:
         raise DataError(source, mistakes)
     if not questions:
@@ -88,13 +95,6 @@ def _record_mistakes(record: Record, has_unanswerable: bool) -> list[str]:
     if not texts and not has_unanswerable:
         mistakes.append(f"{record.place}: no answer; only task squad_v2 has such questions")
     return mistakes
-
-
-def _question(record: Record) -> Question:
-    fields = record.fields
-    pairs = zip(fields["answers"]["text"], fields["answers"]["answer_start"], strict=True)
-    answers = tuple(Answer(text, start) for text, start in pairs)
-    return Question(fields["id"], fields["question"], fields["context"], answers)
 
 
 def _placed(answer: Answer, context: str) -> Answer:

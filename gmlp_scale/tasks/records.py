@@ -6,7 +6,7 @@ A record's `place` says where it stands in its source, for messages.
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from gmlp_scale.errors import InputError
 
 log = logging.getLogger(__name__)
 
-MOST_TOLD = 10
+MOST_SHOWN = 10
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SUFFIXES = (".tsv", ".json", ".jsonl", ".parquet")
 
 
 class DataError(InputError):
-    """Mistakes in a task's data, one per line, each with its place. Only the first MOST_TOLD are told."""
+    """Mistakes in a task's data, one per line, each with its place. The message has the first MOST_SHOWN."""
 
     def __init__(self, source: str, mistakes: list[str]):
         self.mistakes = mistakes
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-        told = mistakes[:MOST_TOLD] + ([f"and {len(mistakes) - MOST_TOLD} more"] if len(mistakes) > MOST_TOLD else [])
-        super().__init__(f"{source}: {count}\n" + "\n".join(f"  {mistake}" for mistake in told))
+        more = [f"and {len(mistakes) - MOST_SHOWN} more"] if len(mistakes) > MOST_SHOWN else []
+        super().__init__("\n  ".join([f"{source}: {count}", *mistakes[:MOST_SHOWN], *more]))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def read_records(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
 
 
 def missing_file(source: str, part: str, data_set: DataSet) -> str | None:
-    """What to tell of a source that is no file, though nothing that `datasets` loads either. None if it is one."""
+    """The message for a source that is neither a file nor something that `datasets` loads. None if it is one."""
     path = Path(source)
     is_hub_name = not path.exists() and _HUB_NAME.fullmatch(source) and path.suffix not in _SUFFIXES
     if path.is_file() or path.is_dir() or is_hub_name:
@@ -89,7 +89,7 @@ def missing_file(source: str, part: str, data_set: DataSet) -> str | None:
     return f"data.{part}: {source} does not exist; give a file, or a hub name such as {data_set.name}"
 
 
-def require_columns(source: str, record: Record, alternatives: list[tuple[str, ...]]) -> tuple[str, ...]:
+def require_columns(source: str, record: Record, alternatives: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """The first alternative whose columns are all in the record. DataError names the record's columns if there is
     none."""
     for columns in alternatives:
@@ -161,8 +161,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     except pyarrow.ArrowInvalid as error:
         raise DataError(str(path), [f"is not Parquet ({error})"]) from None
     rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-    for number, fields in enumerate(rows, start=1):
-        yield Record(f"row {number}", fields)
+    yield from (Record(f"row {number}", fields) for number, fields in enumerate(rows, start=1))
 
 
 def _read_hub(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
@@ -174,8 +173,7 @@ def _read_hub(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         message = " ".join(str(error).split())
         raise DataError(source, [f"datasets cannot load {configuration} split {split}: {message}"]) from error
-    for number, fields in enumerate(rows, start=1):
-        yield Record(f"{split} row {number}", fields)
+    yield from (Record(f"{split} row {number}", fields) for number, fields in enumerate(rows, start=1))
 
 
 def _read_squad_json(path: Path) -> Iterator[Record]:
@@ -190,12 +188,9 @@ def _read_squad_json(path: Path) -> Iterator[Record]:
                     if question.get("is_impossible"):
                         fields["answers"] = []
                     if isinstance(answers := fields.get("answers"), list):
-                        fields["answers"] = {
-                            "text": [answer["text"] for answer in answers],
-                            "answer_start": [answer["answer_start"] for answer in answers],
-                        }
+                        columns = ("text", "answer_start")
+                        fields["answers"] = {column: [answer[column] for answer in answers] for column in columns}
                     yield Record(place, fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            str(path), [f"is not SQuAD's JSON (data, paragraphs, context, qas, answers): {error!r}"]
-        ) from None
+        form = "SQuAD's JSON (data, paragraphs, context, qas, answers)"
+        raise DataError(str(path), [f"is not {form}: {error!r}"]) from None

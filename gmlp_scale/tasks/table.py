@@ -1,7 +1,7 @@
 """The tasks of finetuning. To add one, add a row to TASKS, and a function to scores.py if its score is new.
 
 A task of either class has
-    name, data_set, parts (of the data, besides train)
+    name, data_set          the data set also names its parts
     official_sizes          examples of the published parts, where finetune/paper.py has scores of the paper
     main_score              the score by which the best weights are picked, the higher the better
     head_name, class_names  what an export says of its head (export.folder)
