@@ -90,20 +90,21 @@ def document(records: Iterable[list], seconds: float) -> str:
 _HEAD = """\
 # Faults that were injected, and what came of them
 
-`make faults` injects them and writes this file. A trial is one fault met by one run, job or reader. found = told in
-words, or survived with the result of the undisturbed run, bit for bit where the row is about training. lost = silently
-wrong, or what was good before is gone. Damage to something that a part does not read counts nowhere.
+`make faults` injects them and writes this file. A trial is one fault met by one run, job or reader. A fault is found if
+it was reported, or if the result is that of the undisturbed run, bit for bit where the row is about training. A fault
+is lost if the result is silently wrong, or if what was good before is gone. Damage to something that a part does not
+read counts nowhere.
 
-Real: the processes, the signals (also the kernel's own kill for lack of memory, where the user may make a memory
-cgroup), the files, the limits on file sizes, the launchers `torchrun` and `deepspeed`, and S3's protocol, spoken by
-moto's server behind a proxy that fails. Not real: no object store of a provider, no NFS, no second machine, no GPU, no
-power cut (a killed process leaves what the kernel has). Seeds are fixed.
+These are real: the processes, the signals (also the kernel's own kill for lack of memory, where the user may make a
+memory cgroup), the files, the limits on file sizes, the launchers `torchrun` and `deepspeed`, and S3's protocol, spoken
+by moto's server behind a proxy that fails. There was no object store of a provider, no NFS, no second machine, no GPU
+and no power cut (a killed process leaves what the kernel has). Seeds are fixed.
 
-The plain parts as their documentation shows them: torch.save, safetensors and torch.distributed.checkpoint (DCP) save
-into the same place again, DeepSpeed's save_checkpoint under a new tag, webdataset with its default error handler. Each
-saves the same three small tensors. In "killed within a save" and "full disk" the kernel ends the second save at a byte
-of a file (SIGXFSZ, or write() fails), at ten places over the file's size; ours is killed by SIGKILL at every event of a
-save besides. DCP in a new folder for each save would have kept the one before.
+The plain parts are used as their documentation shows them: torch.save, safetensors and torch.distributed.checkpoint
+(DCP) save into the same place again, DeepSpeed's save_checkpoint under a new tag, webdataset with its default error
+handler. Each saves the same three small tensors. In "killed within a save" and "full disk" the kernel ends the second
+save at a byte of a file (SIGXFSZ, or write() fails), at ten places over the file's size; ours is killed by SIGKILL at
+every event of a save besides. DCP in a new folder for each save would have kept the one before.
 
-Times are told below the table and not judged, since other work on the machine changes them.
+Times stand below the table and are not judged, since other work on the machine changes them.
 """

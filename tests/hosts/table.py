@@ -61,8 +61,8 @@ hosts see, or at URLs.
 | SkyPilot | `sky jobs launch --env BUCKET=s3://YOUR-BUCKET launch/skypilot.yaml` | a preempted instance: the job starts again and resumes |
 
 Give two jobs that share a host different ports: `MASTER_PORT`, `--rdzv_endpoint`, `deepspeed --master_port`. The Slurm
-script takes one that follows from the job's number. A rank that reaches another run's store is refused, with the names
-of both runs; a port that is taken is told as such.
+script takes one that follows from the job's number. A rank that reaches another run's store is refused, and the message
+names both runs. A port that is taken is named too.
 
 SIGTERM to one of torchrun's own agents makes all ranks save, but the other agents wait up to 300 s for it (torch 2.13),
 unless it has the rendezvous. `launch/elastic.py` passes the signal to its ranks only, also with a fixed number of hosts
@@ -82,10 +82,11 @@ minutes later (net.ipv4.tcp_retries2).
 soon as they join. Every number of hosts in the range must fit: ranks x `train.micro_batch_size` divides the batch. On hosts
 of 8 GPUs a batch of 256 fits 1, 2 or 4 of them, so give `1:2` or `4`; a batch of 384 also fits `2:4`. Every start resumes
 from the newest checkpoint with the same global batches. To take a host away, kill its launcher (SIGKILL).
-What a restart would meet again ends the run on all hosts: a mistake in what was asked, a corrupt shard, a loss that is
+A failure that a restart would meet again ends the run on all hosts: a mistake in what was asked, a corrupt shard, a loss that is
 not finite. The host where it happened prints the message and leaves with 2. A host that only lost the others leaves with 3.
-On each host the ranks are forked from a process that has imported all that is slow. The hosts meet at a store. One of the hosts has it, and the job ends with that host; or, where any host may be lost,
-another machine has it: `launch/elastic.py --help` has the line.
+On each host the ranks are forked from a process that has imported all that is slow. The hosts meet at a store. One of
+the hosts has it, and the job ends with that host. Where any host may be lost, another machine has it:
+`launch/elastic.py --help` has the line.
 
 ## What was tried
 
@@ -94,8 +95,8 @@ another machine has it: `launch/elastic.py --help` has the line.
     apt-get install --no-install-recommends slurm-wlm munge pdsh openssh-server openssh-client iproute2
 
 The hosts are namespaces of one machine, joined by a bridge: each has processes, mounts, a network address and a name of
-its own. Real: the network's protocols, a cable pulled out, every process of a host killed at once, torchrun's agents,
-DeepSpeed's launchers over pdsh and an sshd on each host, munged, slurmctld and a slurmd on each host. Not real: a second
+its own. These are real: the network's protocols, a cable pulled out, every process of a host killed at once, torchrun's agents,
+DeepSpeed's launchers over pdsh and an sshd on each host, munged, slurmctld and a slurmd on each host. Missing are a second
 machine, a power cut, InfiniBand, NCCL, a GPU, a network filesystem. No cluster ran the files for Kubernetes and
 SkyPilot: tests hold the first to Kubernetes' published schema, and start the command lines of both as dry runs. A run is the small recipe of 60 steps over gloo,
 compared with one process. The seconds depend on what else the machine does.
