@@ -28,7 +28,6 @@ from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.prepare.input_files import Record
-from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.read_documents import ReadDocuments
 from gmlp_scale.prepare.write_shards import WriteShards
@@ -87,11 +86,10 @@ def summed(parts: list[dict]) -> dict:
 
 
 def pipeline(options: JobOptions, rank: int) -> dict:
-    job = JobFolder(options.output)
-    reader, writer = ReadDocuments(options, job, "progress"), WriteShards(options, job)
+    reader, writer = ReadDocuments(options, "benchmark"), WriteShards(options)
     with _Stopwatch() as watch:
         writer.run(reader.run(None, rank, options.num_tasks), rank, options.num_tasks)
-    return watch.found(bytes=job.read(f"counts/write-{rank:05d}.json")["bytes"])
+    return watch.found(bytes=options.job.read(f"counts/write-{rank:05d}.json")["bytes"])
 
 
 def sentencepiece(options: JobOptions, rank: int) -> dict:

@@ -9,20 +9,19 @@ writes the same bytes as a job that was never disturbed. The manifest is written
 """
 
 import argparse
-import json
 import sys
 import time
+from dataclasses import MISSING, fields
 
-from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS
 from gmlp_scale.prepare.estimate import estimate
-from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
-from gmlp_scale.prepare.report import check_input, make_report, print_table, write_manifest
+from gmlp_scale.prepare.report import finish_job, print_table
 from gmlp_scale.prepare.run_job import run_passes
 from gmlp_scale.prepare.write_shards import PACKINGS
-from gmlp_scale.storage.files import read_file, redacted, write_file, write_text
+from gmlp_scale.storage.files import redacted
 
 
 def parse_options() -> JobOptions:
@@ -55,54 +54,31 @@ def parse_options() -> JobOptions:
     add(
         "--max-bad-files",
         type=int,
-        help="more broken files end the job; allowed ones are read so far (default: %(default)s)",
+        help="more broken files end the job, else they are read so far (default: %(default)s)",
     )
     add("--dry-run", action="store_true", help="read a sample and print what the job would give")
-    fields = JobOptions.model_fields.items()
-    parser.set_defaults(**{name: field.default for name, field in fields if not field.is_required()})
-    return JobOptions.checked(vars(parser.parse_args()))
+    parser.set_defaults(**{field.name: field.default for field in fields(JobOptions) if field.default is not MISSING})
+    return JobOptions(**vars(parser.parse_args()))
 
 
 @command
 def main() -> int:
-    options = parse_options()
+    options, started = parse_options(), time.monotonic()
     tokenizer = Tokenizer(options.tokenizer)
     if options.dry_run:
         print_table(estimate(options, tokenizer))
         return 0
-    job = JobFolder(options.output)
-    with job.begun(options.settings(tokenizer)):
-        return run(options, tokenizer, job)
-
-
-def run(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> int:
-    """Run the tasks that are not done and, if all are done then, finish the job. Returns the exit code."""
-    started = time.monotonic()
-    try:
-        if run_passes(options, job):
-            finish(options, tokenizer, job)
-            print(f"shards in {redacted(options.output)}, after {time.monotonic() - started:.1f} s")
-        else:
-            print("submitted to Slurm; when the jobs have ended, the same command writes the manifest")
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with the tasks that are not done", file=sys.stderr)
-        return 130
+    with options.job.begun(options.settings(tokenizer)):
+        try:
+            if run_passes(options):
+                finish_job(options, tokenizer)
+                print(f"shards in {redacted(options.output)}, after {time.monotonic() - started:.1f} s")
+            else:
+                print("submitted to Slurm; when the jobs have ended, the same command writes the manifest")
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on with the tasks that are not done", file=sys.stderr)
+            return 130
     return 0
-
-
-def finish(options: JobOptions, tokenizer: Tokenizer, job: JobFolder) -> None:
-    """Write the tokenizer, the report and, last, the manifest."""
-    check_input(job, options)
-    write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
-    report = make_report(job, options)
-    write_text(f"{options.output}/report.json", json.dumps(report, indent=1) + "\n")
-    write_manifest(job, options, tokenizer)
-    print_table(report)
-    if not report["heldout_rows"]:
-        print(
-            f"none of the {report['documents']:,} documents is held out, so launch/pretrain.py will refuse these "
-            "shards: give more documents or a larger --heldout-fraction, and another --output"
-        )
 
 
 if __name__ == "__main__":

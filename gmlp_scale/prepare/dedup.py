@@ -46,24 +46,24 @@ class Pass:
     reads_documents: bool
 
 
-def exact_passes(job: JobFolder, num_tasks: int) -> tuple[list[Pass], PipelineStep]:
+def exact_passes(options: JobOptions) -> tuple[list[Pass], PipelineStep]:
     """The passes that find documents with equal normalised text, and the filter that keeps one of each."""
-    folder = f"{job.url}/dedup/exact"
+    folder = f"{options.job.url}/dedup/exact"
     config = ExactDedupConfig(content_getter=normalized_text)
     passes = [
-        Pass("exact-signatures", [ExactDedupSignature(f"{folder}/signatures", config)], num_tasks, True),
+        Pass("exact-signatures", [ExactDedupSignature(f"{folder}/signatures", config)], options.num_tasks, True),
         Pass("exact-find", [ExactFindDedups(f"{folder}/signatures", f"{folder}/duplicates", config)], 1, False),
     ]
     return passes, ExactDedupFilter(f"{folder}/duplicates", config)
 
 
-def minhash_passes(job: JobFolder, num_tasks: int) -> tuple[list[Pass], PipelineStep]:
+def minhash_passes(options: JobOptions) -> tuple[list[Pass], PipelineStep]:
     """The passes that find near duplicates by MinHash (14 buckets of 8 hashes of 5-grams of words), and the filter."""
-    folder = f"{job.url}/dedup/minhash"
+    folder = f"{options.job.url}/dedup/minhash"
     config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))  # datatrove 0.10's xxhash fails with xxhash 4
     signature = MinhashDedupSignature(f"{folder}/signatures", config, language=BlankWordTokenizer())
     passes = [
-        Pass("minhash-signatures", [signature], num_tasks, True),
+        Pass("minhash-signatures", [signature], options.num_tasks, True),
         Pass(
             "minhash-buckets",
             [MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)],

@@ -1,5 +1,6 @@
 """Running the tasks of a pass on this machine, on a Ray cluster, or as a Slurm job array."""
 
+import shutil
 import subprocess
 import sys
 from collections import deque
@@ -74,25 +75,39 @@ def _run_ray_task(executor: RayExecutor, rank: int) -> None:
     executor._run_for_rank(rank, local_rank=1)
 
 
-def slurm_executor(
-    one: Pass, options: JobOptions, logging_dir: str, *, depends: SlurmPipelineExecutor | None
-) -> SlurmPipelineExecutor:
-    """A job array of the pass's tasks without a completion mark, to start after `depends`; its `run` submits both."""
-    return SlurmPipelineExecutor(
-        one.steps,
-        one.num_tasks,
-        options.slurm_time,
-        options.slurm_partition,
-        workers=options.workers,
-        logging_dir=logging_dir,
-        depends=depends,
-        job_name=one.name,
-        env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
-        qos=None,
-    )
+def submit_to_slurm(passes: list[Pass], options: JobOptions) -> bool:
+    """Submit the passes that are not done, each to start after the one before. Returns whether all were done."""
+    job = options.job
+    if not shutil.which("sbatch"):
+        raise InputError("--executor slurm finds no sbatch: run it on a machine of the cluster that can submit jobs")
+    before = job.read("slurm.json")
+    if before and _is_in_slurm_queue(before["slurm_job"]):
+        raise UserError(
+            f"Slurm job {before['slurm_job']} still works on {job.output}: wait until it has left the queue, or "
+            f"scancel {before['slurm_job']}"
+        )
+    executor = None
+    for one in passes:
+        executor = SlurmPipelineExecutor(
+            one.steps,
+            one.num_tasks,
+            options.slurm_time,
+            options.slurm_partition,
+            workers=options.workers,
+            logging_dir=f"{job.url}/executor-{one.name}",
+            depends=executor,
+            job_name=one.name,
+            env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
+            qos=None,
+        )
+    if not executor.get_incomplete_ranks():
+        return True
+    executor.run()  # submits the passes before it too
+    job.write("slurm.json", {"slurm_job": str(executor.job_id)})
+    return False
 
 
-def is_in_slurm_queue(slurm_job: str) -> bool:
+def _is_in_slurm_queue(slurm_job: str) -> bool:
     """Whether a job that was submitted has not ended."""
     listing = subprocess.run(["squeue", "--noheader", "--jobs", slurm_job], capture_output=True, text=True)
     return bool(listing.stdout.strip())  # Slurm forgets ended jobs, and then ends with an error

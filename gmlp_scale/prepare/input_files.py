@@ -7,10 +7,9 @@ A file that ends too early or is damaged raises BadFileError after the records t
 
 import codecs
 import glob
-import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -50,7 +49,7 @@ def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFi
     found = []
     for source in sources:
         try:
-            for name in _spelled_out(source):
+            for name in braceexpand(source) if re.search(r"\{\w+\.\.\w+\}", source) else [source]:
                 found += _files_of(name, option)
         except (InputError, OSError):
             raise
@@ -91,11 +90,6 @@ def _files_of(source: str, option: str) -> list[InputFile]:
     return files
 
 
-def _spelled_out(source: str) -> Iterator[str]:
-    """The names that {000..127} stands for, in a source that has one."""
-    return braceexpand(source) if re.search(r"\{\w+\.\.\w+\}", source) else iter([source])
-
-
 class FileReader:
     """Reads one input file; `bytes_read` is how many stored bytes it has read. BadFileError where the file is broken.
 
@@ -118,7 +112,7 @@ class FileReader:
         return self._raw.tell() if self._raw and not self._raw.closed else 0
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
-        read = {
+        contents = {
             "json": self._json_lines,
             "parquet": self._parquet_rows,
             "text": self._text_parts,
@@ -126,40 +120,52 @@ class FileReader:
             "tar": self._tar_members,
         }[self._file.kind]
         with open_input(self._file) as self._raw:
-            yield from read(self._raw)
+            for line, (content, text_of) in enumerate(contents(self._raw), start=1):
+                if text_of and line % self._num_parts == self._part:
+                    yield self._record(line, content, text_of)
 
-    def _is_own(self, line: int) -> bool:
-        return line % self._num_parts == self._part
+    def _record(self, line: int, content: object, text_of: Callable[[object], str]) -> Record | BadRecord:
+        """The record with the content's text; a BadRecord where the content is too long or `text_of` refuses it."""
+        has_limit = isinstance(content, bytes | str) and self._file.kind not in ("text", "table")
+        try:
+            if has_limit and len(content) > self._max_record_bytes:
+                raise ValueError("too long")
+            return Record(text_of(content), line)
+        except UnicodeDecodeError:
+            reason = "invalid UTF-8"
+        except ValueError as error:
+            reason = str(error)
+        excerpt = content[:100].decode(errors="replace") if isinstance(content, bytes) else str(content)[:100]
+        return BadRecord(line, reason, excerpt)
 
-    def _json_lines(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+    def _json_lines(self, raw: BinaryIO) -> Iterator[tuple[bytes, Callable | None]]:
+        """Each line. A blank line counts as one and is no record."""
         file = decompressed(raw, self._file)
-        for line in itertools.count(1):
-            content = file.readline(self._max_record_bytes + 1)
-            if not content:
-                return
-            if len(content) > self._max_record_bytes:
-                while not content.endswith(b"\n") and (more := file.readline(1 << 20)):
-                    content = content[:100] + more[-1:]
-                if self._is_own(line):
-                    yield BadRecord(line, "too long", _excerpt(content))
-            elif self._is_own(line) and not content.isspace():
-                yield self._parse(content, line)
+        while content := file.readline(self._max_record_bytes + 1):
+            is_long = len(content) > self._max_record_bytes
+            rest = content if is_long else b"\n"
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(1 << 20)
+            yield content, self._text_of_json if is_long or not content.isspace() else None
 
-    def _parse(self, content: bytes, line: int) -> Record | BadRecord:
+    def _text_of_json(self, content: bytes) -> str:
         try:
             document = orjson.loads(content.removeprefix(codecs.BOM_UTF8))
-        except orjson.JSONDecodeError:
-            return BadRecord(line, "broken JSON" if _is_utf8(content) else "invalid UTF-8", _excerpt(content))
-        text = document.get(self._text_field) if isinstance(document, dict) else None
-        if not isinstance(text, str):
-            return BadRecord(line, f"no text in field {self._text_field!r}", _excerpt(content))
-        return Record(text, line)
+        except orjson.JSONDecodeError as error:
+            content.decode()  # raises UnicodeDecodeError where this is the fault
+            raise ValueError("broken JSON") from error
+        return self._text_of_value(document.get(self._text_field) if isinstance(document, dict) else None)
 
-    def _parquet_rows(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+    def _text_of_value(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"no text in field {self._text_field!r}")
+        return value
+
+    def _parquet_rows(self, raw: BinaryIO) -> Iterator[tuple[object, Callable]]:
         import pyarrow
         import pyarrow.parquet
 
-        line, self._fraction_read = 0, 0.0
+        num_read, self._fraction_read = 0, 0.0
         try:
             table = pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True)
             names = table.schema_arrow.names
@@ -169,62 +175,37 @@ class FileReader:
                     "--text-field"
                 )
             for batch in table.iter_batches(batch_size=256, columns=[self._text_field]):
-                for text in batch.column(0).to_pylist():
-                    line += 1
-                    self._fraction_read = line / table.metadata.num_rows
-                    if self._is_own(line):
-                        yield self._check_value(text, line)
+                for value in batch.column(0).to_pylist():
+                    num_read += 1
+                    self._fraction_read = num_read / table.metadata.num_rows
+                    yield value, self._text_of_value
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
                 raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
             raise BadFileError(self._file, self.bytes_read, str(error)) from error
 
-    def _check_value(self, text: object, line: int) -> Record | BadRecord:
-        if not isinstance(text, str):
-            return BadRecord(line, f"no text in field {self._text_field!r}", repr(text)[:100])
-        if len(text) > self._max_record_bytes:
-            return BadRecord(line, "too long", text[:100])
-        return Record(text, line)
-
-    def _text_parts(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+    def _text_parts(self, raw: BinaryIO) -> Iterator[tuple[bytes, Callable]]:
         """The whole text, or parts of it that end at the end of a line. Line ends such as \\r\\n stay as they are.
 
         A line of more than max_record_bytes is cut too, between two characters.
         """
         file = decompressed(raw, self._file)
-        lines = iter(lambda: file.readline(self._max_record_bytes), b"")
-        for number in itertools.count(1):
-            part = bytearray()
-            for content in lines:
+        while part := bytearray(file.readline(self._max_record_bytes)):
+            while len(part) < _TEXT_PART_BYTES and (content := file.readline(self._max_record_bytes)):
                 part += content
-                if len(part) >= _TEXT_PART_BYTES:
-                    break
             while not part.endswith(b"\n") and b"\x80" <= file.peek(1)[:1] < b"\xc0":  # the rest of a character
                 part += file.read(1)
-            if not part:
-                return
-            if self._is_own(number):
-                yield self._decode(bytes(part), number)
+            yield bytes(part), _decoded
 
-    def _tar_members(self, raw: BinaryIO) -> Iterator[Record | BadRecord]:
+    def _tar_members(self, raw: BinaryIO) -> Iterator[tuple[bytes, Callable]]:
         """Each .txt or .json is a record, and so is each line of a .jsonl."""
-        line = 0
         for ending, content in text_members(decompressed(raw, self._file), raw, self._file, self._max_record_bytes):
             for text in filter(bytes.strip, content.split(b"\n")) if ending == ".jsonl" else [content]:
-                line += 1
-                if self._is_own(line):
-                    yield self._check_text(text, line, ending)
+                yield text, _decoded if ending == ".txt" else self._text_of_json
 
-    def _check_text(self, content: bytes, line: int, ending: str) -> Record | BadRecord:
-        if len(content) > self._max_record_bytes:
-            return BadRecord(line, "too long", _excerpt(content))
-        return self._decode(content, line) if ending == ".txt" else self._parse(content, line)
 
-    def _decode(self, content: bytes, line: int) -> Record | BadRecord:
-        try:
-            return Record(content.decode("utf-8-sig"), line)
-        except UnicodeDecodeError:
-            return BadRecord(line, "invalid UTF-8", _excerpt(content))
+def _decoded(content: bytes) -> str:
+    return content.decode("utf-8-sig")
 
 
 def records_before_fault(reader: FileReader, bad_files: list[dict], max_bad_files: int) -> Iterator[Record | BadRecord]:
@@ -252,15 +233,3 @@ def check_bad_files(bad_files: list[dict], max_bad_files: int) -> None:
             f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again (a job "
             "that has begun then needs another --output), or raise --max-bad-files to do without the rest of each"
         )
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _excerpt(content: bytes) -> str:
-    return content[:100].decode(errors="replace")

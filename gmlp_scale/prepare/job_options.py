@@ -1,32 +1,32 @@
 """The options of a tokenizing job, checked, and what follows from them."""
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
-
-from pydantic import BaseModel, ValidationError, model_validator
 
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import FileReader, InputFile, find_inputs
+from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.storage.files import redacted
 
 
-class JobOptions(BaseModel, frozen=True, extra="forbid"):
-    """The options of data_prep/tokenize_corpus.py, whose --help explains each."""
+@dataclass(frozen=True)
+class JobOptions:
+    """The options of data_prep/tokenize_corpus.py, whose --help explains each. InputError names the first wrong one."""
 
     input: tuple[str, ...]
     tokenizer: str
     sequence_length: int
     output: str
     heldout_fraction: float = 0.005
-    packing: Literal["packed", "document"] = "packed"
-    dedup: tuple[Literal["exact", "minhash"], ...] = ()
+    packing: str = "packed"
+    dedup: tuple[str, ...] = ()
     decontaminate: tuple[str, ...] = ()
     text_field: str = "text"
     tasks: int | None = None
     workers: int = 1
-    executor: Literal["local", "slurm", "ray"] = "local"
+    executor: str = "local"
     slurm_partition: str | None = None
     slurm_time: str = "12:00:00"
     shard_bytes: int = 8 << 20
@@ -35,16 +35,7 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
     max_bad_files: int = 0
     dry_run: bool = False
 
-    @classmethod
-    def checked(cls, options: dict) -> Self:
-        """The options of a command line. Raises InputError naming the first one that is wrong."""
-        try:
-            return cls(**options)
-        except ValidationError as error:
-            raise error.errors()[0]["ctx"]["error"] from None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def __post_init__(self):
         for name, lowest, highest in (
             ("sequence_length", 4, 1 << 16),
             ("heldout_fraction", 0, 0.999),
@@ -71,7 +62,10 @@ class JobOptions(BaseModel, frozen=True, extra="forbid"):
                 raise InputError("--input hf:NAME:CONFIG:SPLIT must be the only source of a job")
             if source.count(":") != 3:
                 raise InputError(f"--input {source} is not of the form hf:NAME:CONFIG:SPLIT, as hf:allenai/c4:en:train")
-        return self
+
+    @cached_property
+    def job(self) -> JobFolder:
+        return JobFolder(self.output)
 
     @property
     def hub_data_set(self) -> tuple[str, str, str] | None:

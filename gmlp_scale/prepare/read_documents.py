@@ -1,4 +1,4 @@
-"""The pipeline steps that read documents, from files or from a data set of the Hugging Face hub."""
+"""The pipeline step that reads documents, from files or from a data set of the Hugging Face hub."""
 
 import json
 import time
@@ -7,19 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from datatrove.data import Document
-from datatrove.pipeline.readers import HuggingFaceDatasetReader
-from datatrove.pipeline.readers.base import BaseReader
+from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import BadRecord, InputFile, Record, records_before_fault
-from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.storage.files import redacted, write_text
 
 _MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
 _CHECK_AFTER_RECORDS = 10_000
 _PROGRESS_EVERY_SECONDS = 2.0
+_HUB_ROWS_AT_A_TIME = 1000
 
 
 def inputs_of_task(files: list[InputFile], rank: int, num_tasks: int) -> list[tuple[InputFile, int, int]]:
@@ -30,57 +29,98 @@ def inputs_of_task(files: list[InputFile], rank: int, num_tasks: int) -> list[tu
     return [(files[index], rank // len(files), (num_tasks - 1 - index) // len(files) + 1)]
 
 
-class ReadDocuments(BaseReader):
-    """Yields the documents of a task's input files. Counts what cannot be read and puts it into quarantine.
+def stored_bytes_of_task(options: JobOptions, rank: int, num_tasks: int) -> int:
+    """The stored bytes that a task reads; 0 for a data set of the hub. Each part of a file reads the whole file."""
+    files = options.files
+    return sum(file.num_bytes for file, _, _ in inputs_of_task(files, rank, num_tasks)) if files else 0
 
-    A broken file gives the documents before its fault. InputError where a task meets more of them than are allowed.
+
+class ReadDocuments(PipelineStep):
+    """Yields the documents of a task's input. Counts what cannot be read and puts it into quarantine.
+
+    A broken file gives the documents before its fault. Raises InputError where a task meets more broken files or bad
+    records than are allowed.
     """
 
+    type = "Reader"
     name = "Documents"
 
-    def __init__(self, options: JobOptions, job: JobFolder, progress: str):
-        super().__init__(text_key=options.text_field)
+    def __init__(self, options: JobOptions, name_of_pass: str):
+        super().__init__()
         self._options = options
-        self._job = job
-        self._progress = progress
+        self._progress = f"progress-{name_of_pass}"
 
     def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        options, job = self._options, self._options.job
         counts, quarantine, bad_files = Counter(), [], []
-        bytes_before, last_report = 0, time.monotonic()
-        redact_task_log()
-        for file, part, num_parts in inputs_of_task(self._options.files, rank, world_size):
-            url = redacted(file.url)
-            reader = self._options.reader(file, part, num_parts)
-            for record in records_before_fault(reader, bad_files, self._options.max_bad_files):
-                problem = _problem(record)
-                if problem is None:
-                    counts["documents"] += 1
-                    counts["bytes"] += len(record.text.encode())
-                    yield Document(text=record.text, id=f"{url}:{record.line}")
-                else:
-                    counts[f"bad: {problem.reason}"] += 1
-                    if len(quarantine) < _MOST_QUARANTINED:
-                        quarantine.append({"file": url, **vars(problem)})
-                    first = quarantine[0]
-                    place = f"{first['file']}, line {first['line']}: {first['reason']}"
-                    _check_bad_fraction(counts, self._options.max_bad_fraction, place)
-                if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
-                    self._report(rank, counts, bytes_before + reader.bytes_read)
-                    last_report = time.monotonic()
-            bytes_before += file.num_bytes
+        last_report = time.monotonic()
+        _redact_task_log()
+        if options.hub_data_set:
+            records = hub_records(options, rank, world_size)
+        else:
+            records = _file_records(options, rank, world_size, bad_files)
+        for source, record, bytes_read in records:
+            if isinstance(record, Record):
+                counts["documents"] += 1
+                counts["bytes"] += len(record.text.encode())
+                yield Document(text=record.text, id=f"{source}:{record.line}")
+            else:
+                counts[f"bad: {record.reason}"] += 1
+                if len(quarantine) < _MOST_QUARANTINED:
+                    quarantine.append({"file": source, **vars(record)})
+                _check_bad_fraction(counts, options.max_bad_fraction, quarantine[0])
+            if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
+                self._report(rank, counts, bytes_read)
+                last_report = time.monotonic()
         if quarantine:
             lines = "".join(json.dumps(entry) + "\n" for entry in quarantine)
-            write_text(f"{self._job.url}/quarantine/{rank:05d}.jsonl", lines)
-        self._job.write(f"bad_files/{rank:05d}.json", bad_files)
-        self._job.write(f"counts/read-{rank:05d}.json", counts)
-        self._report(rank, counts, bytes_before)
+            write_text(f"{job.url}/quarantine/{rank:05d}.jsonl", lines)
+        job.write(f"bad_files/{rank:05d}.json", bad_files)
+        job.write(f"counts/read-{rank:05d}.json", counts)
+        self._report(rank, counts, stored_bytes_of_task(options, rank, world_size))
 
     def _report(self, rank: int, counts: Counter, bytes_read: int) -> None:
         progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
-        self._job.write(f"{self._progress}/{rank:05d}.json", progress)
+        self._options.job.write(f"{self._progress}/{rank:05d}.json", progress)
 
 
-def redact_task_log() -> None:
+def _file_records(
+    options: JobOptions, rank: int, num_tasks: int, bad_files: list[dict]
+) -> Iterator[tuple[str, Record | BadRecord, int]]:
+    """(file, record, stored bytes that the task has read). A record without text is a bad one."""
+    bytes_before = 0
+    for file, part, num_parts in inputs_of_task(options.files, rank, num_tasks):
+        url, reader = redacted(file.url), options.reader(file, part, num_parts)
+        for record in records_before_fault(reader, bad_files, options.max_bad_files):
+            if isinstance(record, Record) and (not record.text or record.text.isspace()):
+                record = BadRecord(record.line, "empty text", "")
+            yield url, record, bytes_before + reader.bytes_read
+        bytes_before += file.num_bytes
+
+
+def hub_records(options: JobOptions, rank: int, num_tasks: int) -> Iterator[tuple[str, Record | BadRecord, int]]:
+    """(data set, record, 0): every num_tasks-th file of the data set or, where it is one file, such rows of it.
+
+    A BadRecord's excerpt lists the row's columns.
+    """
+    from datasets.distributed import split_dataset_by_node
+
+    data_set, field = options.hub_stream(), options.text_field
+    if data_set.num_shards == 1:
+        data_set = split_dataset_by_node(data_set, rank, num_tasks)
+    elif rank < data_set.num_shards:
+        data_set = data_set.shard(num_tasks, rank, contiguous=False)
+    else:
+        return
+    line = 0
+    for rows in data_set.iter(_HUB_ROWS_AT_A_TIME):
+        reason = "empty text" if field in rows else f"no text in field {field!r}"
+        for text in rows.get(field) or [""] * len(next(iter(rows.values()))):
+            line += 1
+            yield options.input[0], Record(text, line) if text else BadRecord(line, reason, ", ".join(rows)), 0
+
+
+def _redact_task_log() -> None:
     """Take the passwords and signatures of URLs out of the log that datatrove writes for each task.
 
     loguru would also print the values of variables below a traceback.
@@ -95,63 +135,16 @@ def redact_task_log() -> None:
     logger.configure(patcher=patch)
 
 
-class ReadHubDataset(HuggingFaceDatasetReader):
-    """Streams the documents of this task's share of a data set of the hub, by `datasets`, and counts them."""
-
-    def __init__(self, options: JobOptions, job: JobFolder, progress: str):
-        name, config, split = options.hub_data_set
-        super().__init__(name, {"name": config, "split": split}, streaming=True, text_key=options.text_field)
-        self._max_bad_fraction = options.max_bad_fraction
-        self._job = job
-        self._progress = progress
-        self._counts = Counter()
-        self._first_bad = ""
-
-    def get_document_from_dict(self, data: dict, source_file: str, id_in_file: str) -> Document | None:
-        reason = "empty text" if self.text_key in data else f"no text in field {self.text_key!r}"
-        document = super().get_document_from_dict(data, source_file, id_in_file)
-        if document is None:
-            self._counts[f"bad: {reason}"] += 1
-            self._first_bad = self._first_bad or f"{source_file} {id_in_file}: {reason}"
-            _check_bad_fraction(self._counts, self._max_bad_fraction, self._first_bad)
-        else:
-            self._counts["documents"] += 1
-            self._counts["bytes"] += len(document.text.encode())
-        return document
-
-    def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        redact_task_log()
-        last_report = time.monotonic()
-        for document in super().run(data, rank, world_size):
-            yield document
-            if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
-                self._job.write(f"{self._progress}/{rank:05d}.json", self._counts)
-                last_report = time.monotonic()
-        self._job.write(f"counts/read-{rank:05d}.json", self._counts)
-        self._job.write(f"{self._progress}/{rank:05d}.json", self._counts)
-
-
-def _check_bad_fraction(counts: Counter, allowed: float, first: str) -> None:
+def _check_bad_fraction(counts: Counter, allowed: float, first: dict) -> None:
     """End a task early that has too many bad records. The whole job is checked at its end."""
     num_bad = num_bad_records(counts)
     num_records = counts["documents"] + num_bad
     if num_records >= _CHECK_AFTER_RECORDS and num_bad > allowed * num_records:
         raise InputError(
-            f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {allowed}; the first is {first}"
+            f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {allowed}; the first is "
+            f"{first['file']}, line {first['line']}: {first['reason']}"
         )
 
 
 def num_bad_records(counts: Counter) -> int:
     return sum(count for name, count in counts.items() if name.startswith("bad: "))
-
-
-def _problem(record: Record | BadRecord) -> BadRecord | None:
-    if isinstance(record, BadRecord):
-        return record
-    if not record.text or record.text.isspace():
-        return BadRecord(record.line, "empty text", "")
-    try:
-        record.text.encode()
-    except UnicodeEncodeError:
-        return BadRecord(record.line, "lone surrogate", record.text[:100].encode(errors="replace").decode())
-    return None

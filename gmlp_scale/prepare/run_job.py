@@ -1,82 +1,71 @@
 """The passes of a tokenizing job, in order: decontamination, deduplication, then tokenizing into shards."""
 
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 
 from datatrove.pipeline.base import PipelineStep
 
-from gmlp_scale.errors import InputError, UserError
+from gmlp_scale.distributed.bars import progress_bar
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
-from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, is_in_slurm_queue, slurm_executor
-from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, submit_to_slurm
 from gmlp_scale.prepare.job_options import JobOptions
-from gmlp_scale.prepare.progress import job_progress
-from gmlp_scale.prepare.read_documents import ReadDocuments, ReadHubDataset, inputs_of_task
+from gmlp_scale.prepare.read_documents import ReadDocuments, stored_bytes_of_task
 from gmlp_scale.prepare.write_shards import WriteShards
+from gmlp_scale.storage.repeating import repeating
 
 
-def run_passes(options: JobOptions, job: JobFolder) -> bool:
+def run_passes(options: JobOptions) -> bool:
     """Run every task that is not done, or submit them to Slurm. Returns whether all are done now."""
-    passes = _plan_passes(options, job)
+    passes = _plan_passes(options)
     if options.executor == "slurm":
-        return _submit(passes, options, job)
+        return submit_to_slurm(passes, options)
     executor_class = {"local": LocalExecutor, "ray": RayExecutor}[options.executor]
     for one in passes:
-        executor = executor_class(
-            one.steps, one.num_tasks, options.workers, logging_dir=f"{job.url}/executor-{one.name}"
-        )
-        with job_progress(one.name, _bytes_to_read(one, options), partial(job.read_all, f"progress-{one.name}")):
-            executor.run()
+        logging_dir = f"{options.job.url}/executor-{one.name}"
+        with _progress(one, options):
+            executor_class(one.steps, one.num_tasks, options.workers, logging_dir=logging_dir).run()
     return True
 
 
-def _bytes_to_read(one: Pass, options: JobOptions) -> int:
-    """The stored bytes that the pass reads; 0 if it reads no files. Each part of a file reads the whole file."""
-    if not one.reads_documents or not options.files:
-        return 0
-    inputs = (inputs_of_task(options.files, rank, one.num_tasks) for rank in range(one.num_tasks))
-    return sum(file.num_bytes for task in inputs for file, _, _ in task)
+@contextmanager
+def _progress(one: Pass, options: JobOptions) -> Iterator[None]:
+    """Show how far a pass is while the body runs: in stored bytes of the input or, if it reads no files, documents."""
+    total_bytes = 0
+    if one.reads_documents:
+        total_bytes = sum(stored_bytes_of_task(options, rank, one.num_tasks) for rank in range(one.num_tasks))
+    key, unit = ("bytes_read", "B") if total_bytes else ("documents", "doc")
+
+    def show():
+        tasks = options.job.read_all(f"progress-{one.name}")
+        bar.n = sum(task[key] for task in tasks)
+        bar.set_postfix_str(f"{sum(task['documents'] for task in tasks):,} documents")
+
+    with progress_bar(desc=one.name, total=total_bytes or None, unit=unit, unit_scale=True, smoothing=0.05) as bar:
+        try:
+            with repeating(show, every_seconds=1.0):
+                yield
+        finally:
+            show()
 
 
-def _submit(passes: list[Pass], options: JobOptions, job: JobFolder) -> bool:
-    """Submit the passes that are not done, each to start after the one before. Returns whether all were done."""
-    if not shutil.which("sbatch"):
-        raise InputError("--executor slurm finds no sbatch: run it on a machine of the cluster that can submit jobs")
-    before = job.read("slurm.json")
-    if before and is_in_slurm_queue(before["slurm_job"]):
-        raise UserError(
-            f"Slurm job {before['slurm_job']} still works on {job.output}: wait until it has left the queue, or "
-            f"scancel {before['slurm_job']}"
-        )
-    executor = None
-    for one in passes:
-        executor = slurm_executor(one, options, f"{job.url}/executor-{one.name}", depends=executor)
-    if not executor.get_incomplete_ranks():
-        return True
-    executor.run()
-    job.write("slurm.json", {"slurm_job": str(executor.job_id)})
-    return False
-
-
-def _plan_passes(options: JobOptions, job: JobFolder) -> list[Pass]:
+def _plan_passes(options: JobOptions) -> list[Pass]:
     """All passes of the job with all their steps; the last one tokenizes."""
     filters: list[PipelineStep] = []
     passes: list[Pass] = []
     if options.decontaminate:
-        filters += [DropContaminated(options), CountDocuments(job, "decontaminate")]
+        filters += [DropContaminated(options), CountDocuments(options.job, "decontaminate")]
     for kind in options.dedup:
-        finding, dedup_filter = DEDUPLICATIONS[kind](job, options.num_tasks)
-        passes += [_with_reader(one, filters, options, job) for one in finding]
-        filters += [dedup_filter, CountDocuments(job, kind)]
-    last = Pass("tokenizing", [WriteShards(options, job)], options.num_tasks, reads_documents=True)
-    return [*passes, _with_reader(last, filters, options, job)]
+        finding, dedup_filter = DEDUPLICATIONS[kind](options)
+        passes += [_with_reader(one, filters, options) for one in finding]
+        filters += [dedup_filter, CountDocuments(options.job, kind)]
+    last = Pass("tokenizing", [WriteShards(options)], options.num_tasks, reads_documents=True)
+    return [*passes, _with_reader(last, filters, options)]
 
 
-def _with_reader(one: Pass, filters: list[PipelineStep], options: JobOptions, job: JobFolder) -> Pass:
+def _with_reader(one: Pass, filters: list[PipelineStep], options: JobOptions) -> Pass:
     """The pass with a reader and the filters in front; copies of them, since datatrove's steps keep statistics."""
     if not one.reads_documents:
         return one
-    reader_class = ReadHubDataset if options.hub_data_set else ReadDocuments
-    return replace(one, steps=[reader_class(options, job, f"progress-{one.name}"), *deepcopy(filters), *one.steps])
+    return replace(one, steps=[ReadDocuments(options, one.name), *deepcopy(filters), *one.steps])

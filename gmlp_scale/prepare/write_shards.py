@@ -12,7 +12,6 @@ from datatrove.pipeline.base import PipelineStep
 from gmlp_scale.data.batch import CLS_ID, NUM_SPECIAL_TOKENS, PAD_ID, SEP_ID, UNK_ID
 from gmlp_scale.data.shards import ROW_DTYPE, ShardWriter
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
-from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 
 _BATCH_CHARACTERS = 1_000_000
@@ -114,10 +113,9 @@ class WriteShards(PipelineStep):
     type = "Writer"
     name = "Shards"
 
-    def __init__(self, options: JobOptions, job: JobFolder):
+    def __init__(self, options: JobOptions):
         super().__init__()
         self._options = options
-        self._job = job
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         tokenizer = Tokenizer(self._options.tokenizer)
@@ -142,8 +140,8 @@ class WriteShards(PipelineStep):
         clock.lap("writing seconds")
         for output in outputs.values():
             counts.update(output.counts)
-        self._job.write(f"counts/write-{rank:05d}.json", {**counts, **clock.seconds})
-        self._job.write(f"receipts/{rank:05d}.json", receipt)
+        self._options.job.write(f"counts/write-{rank:05d}.json", {**counts, **clock.seconds})
+        self._options.job.write(f"receipts/{rank:05d}.json", receipt)
 
 
 def is_heldout(content: bytes, fraction: float) -> bool:

@@ -2,6 +2,7 @@ import json
 import os
 import random
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ def _estimate_three_times(corpus, tokenizer_dir, output):
     (corpus / "README.md").write_text(card)
     found.append(estimate(options, tokenizer))
     with pytest.raises(ValueError) as error:
-        estimate(options.model_copy(update={"text_field": "body"}), tokenizer)
+        estimate(replace(options, text_field="body"), tokenizer)
     output.write_text(json.dumps([*found, str(error.value)]))
 
 
@@ -277,7 +278,7 @@ def test_mistakes_are_one_clear_error(corpus, tokenize, tokenizer_dir, tmp_path)
     assert "--executor slurm finds no sbatch" in message
     options = {"input": ("http://user:password@host/a.jsonl",), "tokenizer": "t", "sequence_length": 32, "output": "o"}
     with pytest.raises(ValueError, match="--executor slurm keeps the job's options in a file"):
-        JobOptions.checked(options | {"executor": "slurm", "slurm_partition": "cpu"})
+        JobOptions(**options, executor="slurm", slurm_partition="cpu")
 
 
 @pytest.mark.parametrize("packing", ["packed", "document"])

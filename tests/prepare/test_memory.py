@@ -6,7 +6,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from gmlp_scale.prepare.job_folder import JobFolder
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.read_documents import ReadDocuments
 from gmlp_scale.prepare.write_shards import WriteShards
@@ -19,8 +18,7 @@ def run_task(corpus: str, tokenizer_dir: Path, output: Path) -> int:
         input=[corpus], tokenizer=str(tokenizer_dir), output=str(output), sequence_length=512, shard_bytes=1 << 20,
         max_bad_fraction=1.0,
     )  # fmt: skip
-    job = JobFolder(options.output)
-    WriteShards(options, job).run(ReadDocuments(options, job, "progress").run())
+    WriteShards(options).run(ReadDocuments(options, "tokenizing").run())
     status = Path("/proc/self/status").read_text()  # getrusage gives the parent's peak where that is larger
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
