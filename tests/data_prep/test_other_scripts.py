@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from data_prep.gather_docs import docstrings, prose_paragraphs
+from data_prep.train_tokenizer import training_seconds
 from gmlp_scale.data.manifest import Splits
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import Tokenizer
@@ -71,12 +72,25 @@ def test_verify_shards_names_each_bad_shard(shards):
 def test_train_tokenizer_is_deterministic_and_seeded(corpus, tmp_path):
     models = {}
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run("train_tokenizer.py", "--input", f"{corpus}/*.gz", "--vocab-size", 350, "--output", tmp_path / name,
-            "--sample-bytes", 60_000, "--seed", seed)  # fmt: skip
+        printed = run("train_tokenizer.py", "--input", f"{corpus}/*.gz", "--vocab-size", 350, "--output",
+                      tmp_path / name, "--sample-bytes", 60_000, "--seed", seed)  # fmt: skip
         models[name] = Tokenizer(tmp_path / name).sha256
         details = json.loads((tmp_path / name / "training.json").read_text())
         assert 50_000 < details["sampled_bytes"] <= 60_000 and details["sha256"] == models[name]
+        assert f"documents, {details['sampled_bytes']:,} bytes: about 0 s if" in printed
     assert models["a"] == models["b"] != models["c"]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "vocab_size", "measured"),
+    [(2.5, 4096, (1.1, 4.7)), (20, 4096, (7.7, 39.7)), (20, 32_000, (7.7, 21.3)), (40, 8192, (15.8, 63.8))],
+)
+def test_the_estimated_time_of_training_meets_what_was_measured(megabytes, vocab_size, measured):
+    """measured: CPU seconds of the main thread, and of all others, which share the cores."""
+    alone, shared = measured
+    for num_cores in (1, 2, 4):
+        seconds = training_seconds(megabytes * 1e6, vocab_size, num_cores)
+        assert seconds == pytest.approx(alone + shared / num_cores, rel=0.2)
 
 
 def test_train_tokenizer_mistakes(corpus, tmp_path):
