@@ -204,7 +204,7 @@ def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
 class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     """What the recipes of launch/pretrain.py share. Each also has a model.
 
-    A dry run asks it for build_model(), flops_per_row() and num_rows(), the training rows of an epoch.
+    A dry run asks it for build_model() and num_rows(), the training rows of an epoch.
     """
 
     branch_from: str | None = None
@@ -214,6 +214,11 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     @property
     def tokens_per_step(self) -> Piecewise:
         return self.train.batch_sizes.map(lambda rows: rows * self.model.sequence_length)
+
+    def flops_per_row(self) -> Piecewise:
+        """Training FLOPs of a row: 3 x the forward pass."""
+        with torch.device("meta"):
+            return Piecewise(3 * self.build_model().flops_per_sample())
 
     def flops_per_step(self) -> Piecewise:
         """Training FLOPs of each step's global batch."""

@@ -7,7 +7,6 @@ state of the data is the step, as in pretraining.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
 from operator import attrgetter
 from typing import ClassVar, Literal
 
@@ -22,7 +21,6 @@ from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig, build_model, kinds_with
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
-from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import read_file
 from gmlp_scale.tasks.evaluate import evaluate, shown
@@ -56,11 +54,6 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def build_model(self) -> NextTokenModel:
         return build_model(self.model, head=NextTokenModel, dropout=self.dropout, causal=True, seed=None)
-
-    def flops_per_row(self) -> Piecewise:
-        """Training FLOPs of a row: 3 x the forward pass."""
-        with torch.device("meta"):
-            return Piecewise(3 * self.build_model().flops_per_sample())
 
     def num_rows(self) -> int:
         return Text(self).train.num_rows
@@ -123,31 +116,14 @@ class Characters:
 
     def __init__(self, config: CharactersConfig):
         self.config, self.train, self.optimizer = config, config.train, config.optimizer
-        self.tokens_per_step = config.tokens_per_step
-
-    @cached_property
-    def text(self) -> Text:
-        return Text(self.config)
-
-    @property
-    def num_rows(self) -> int:
-        return self.text.train.num_rows
-
-    @cached_property
-    def flops_per_step(self) -> Piecewise:
-        return self.config.flops_per_step()
-
-    @property
-    def data(self) -> str:
-        sizes = f"{self.num_rows:,} crops and {self.text.heldout.num_rows:,} held out"
-        return f"{self.config.data.text}, {sizes}, {len(self.text.alphabet)} different characters"
-
-    @property
-    def fingerprint(self) -> dict[str, str]:
-        return {"sha256": self.text.sha256, "alphabet": self.text.alphabet}
+        self.tokens_per_step, self.flops_per_step = config.tokens_per_step, config.flops_per_step()
 
     def open_loader(self, world: World) -> EpochLoader:
-        return EpochLoader(self.text.train, self.config.batch_plan(rank=world.rank, world_size=world.size))
+        text = self.text = Text(self.config)
+        self.num_rows, self.fingerprint = text.train.num_rows, {"sha256": text.sha256, "alphabet": text.alphabet}
+        sizes = f"{self.num_rows:,} crops and {text.heldout.num_rows:,} held out"
+        self.data = f"{self.config.data.text}, {sizes}, {len(text.alphabet)} different characters"
+        return EpochLoader(text.train, self.config.batch_plan(rank=world.rank, world_size=world.size))
 
     def build_model(self) -> NextTokenModel:
         return self.config.build_model()

@@ -4,7 +4,7 @@ A row is an image and a position in it is a patch. The order of the rows is that
 """
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from math import isqrt
 from typing import ClassVar, Literal
@@ -23,7 +23,6 @@ from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
-from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import FREE_ON_RESUME, ConfigError, PretrainingRecipe
 from gmlp_scale.tasks.evaluate import shown
 
@@ -64,11 +63,6 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
         )
         return build_model(self.model, head=head, seed=None)
 
-    def flops_per_row(self) -> Piecewise:
-        """Training FLOPs of a row: 3 x the forward pass."""
-        with torch.device("meta"):
-            return Piecewise(3 * self.build_model().flops_per_sample())
-
     def num_rows(self) -> int:
         """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
         manifest = ImageManifest.load(self.data.shards)
@@ -92,39 +86,23 @@ class Images:
 
     def __init__(self, config: ImagesConfig):
         self.config, self.train, self.optimizer = config, config.train, config.optimizer
-        self.tokens_per_step = config.tokens_per_step
-        self._loader: ImageLoader | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self._loader.manifest.num_rows("train")
-
-    @cached_property
-    def flops_per_step(self) -> Piecewise:
-        return self.config.flops_per_step()
-
-    @property
-    def data(self) -> str:
-        manifest = self._loader.manifest
-        sizes = f"{self.num_rows:,} images and {manifest.num_rows('heldout'):,} held out"
-        return f"{self.config.data.shards}, {sizes}, {len(manifest.classes):,} classes"
-
-    @property
-    def fingerprint(self) -> dict[str, str | int | list[str]]:
-        return self._loader.fingerprint()
+        self.tokens_per_step, self.flops_per_step = config.tokens_per_step, config.flops_per_step()
 
     def open_loader(self, world: World) -> ImageLoader:
         config = self.config
         if not find_spec("kornia"):
             raise ConfigError(config.name, ["augmentation: found no kornia; needed: it, or the extra `images`"])
-        self._loader = ImageLoader(
+        loader = self._loader = ImageLoader(
             config.data,
             config.augmentation,
             config.batch_plan(rank=world.rank, world_size=world.size),
             image_size=config.image_size,
             num_classes=config.model.vocab_size,
         )
-        return self._loader
+        self.num_rows, self.fingerprint = loader.manifest.num_rows("train"), loader.fingerprint()
+        sizes = f"{self.num_rows:,} images and {loader.manifest.num_rows('heldout'):,} held out"
+        self.data = f"{config.data.shards}, {sizes}, {len(loader.manifest.classes):,} classes"
+        return loader
 
     def build_model(self) -> ImageClassifier:
         return self.config.build_model()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from gmlp_scale.distributed.world import lone_world
 from gmlp_scale.errors import InputError
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config, load_run_config
@@ -59,6 +60,7 @@ def test_rows_are_crops_of_the_text_and_what_follows_them(text_path):
 
 def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
     task = Characters(recipe("gmlp", text_path))
+    task.open_loader(lone_world())
     num_crops = len(range(0, task.text.heldout.num_rows, LENGTH))
     assert num_crops == 5  # with micro-batches of 2 on 4 ranks the last rank has none
     frequencies = torch.zeros(len(task.text.alphabet)).scatter_(
