@@ -1,6 +1,7 @@
 """Short runs of a recipe on random rows, and comparisons of what they leave behind."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -56,7 +57,7 @@ class Trial:
         return trial
 
     def config(self, name: str, *overrides: str) -> RunConfig:
-        return load_run_config(self.recipe, [*self.overrides, f"name={name.replace(' ', '-')}", *overrides])
+        return load_run_config(self.recipe, [*self.overrides, f"name={re.sub('[ ,]+', '-', name)}", *overrides])
 
     def world(self, *overrides: str, hear_stop_signals: bool = False) -> World:
         """With a process group, which every engine can use.
