@@ -3,14 +3,18 @@
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock
 from fsspec import AbstractFileSystem
 
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.storage.files import is_local, open_filesystem, redacted, with_retries
+
+Opened = TypeVar("Opened")
 
 _SHARE_FREED_AT_ONCE = 0.1
 """The share of the limit that is freed at once. A full cache lists its folder only when this much is used up again:
@@ -50,12 +54,15 @@ class ShardFiles:
             os.utime(path)
         return path
 
-    def discard(self, shard: Shard) -> bool:
-        """Remove a cached copy that went bad. False if there is no cache, so nothing can be fetched again."""
-        if self._cache_dir is None:
-            return False
+    def opened(self, shard: Shard, open_path: Callable[[Path], Opened]) -> Opened:
+        """open_path(the shard's local path). A cached copy that went bad is fetched again, once."""
+        try:
+            return open_path(self.local_path(shard))
+        except CorruptShardError:
+            if self._cache_dir is None:
+                raise
         self._cached_path(shard).unlink(missing_ok=True)
-        return True
+        return open_path(self.local_path(shard))
 
     def _cached_path(self, shard: Shard) -> Path:
         return self._cache_dir / f"{shard.sha256}.tar"

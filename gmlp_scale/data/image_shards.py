@@ -163,16 +163,8 @@ class ImageShards:
         """Verifies a shard and notes its images."""
         if index in self._open:
             self._open.pop(index).close()  # the file was replaced, or is about to be
-        try:
-            self._note(index)
-        except CorruptShardError:
-            if not self._files.discard(self._shards[index]):
-                raise
-            self._note(index)
-
-    def _note(self, index: int) -> None:
         shard = self._shards[index]
-        content = read_verified(self._files.local_path(shard), shard)
+        content = self._files.opened(shard, lambda path: read_verified(path, shard))
         members = _members(content, shard, self._num_classes)
         view = memoryview(content)
         notes = [(*member, _checksum(view[member.offset :][: member.size], member.label)) for member in members]

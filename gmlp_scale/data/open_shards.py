@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.data.shards import ROW_DTYPE, ShardRows
+from gmlp_scale.storage.growing_file import SharedLines
 
 log = logging.getLogger(__name__)
 
@@ -21,27 +21,24 @@ _SHARDS_AT_A_TIME = 8
 """Opened by threads: copying and hashing release Python's lock, and a first batch may open dozens of shards."""
 
 
-@dataclass
 class SkipCorruptShards:
     """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share.
 
     A resumed run skips the recorded shards from its first step on, also those that were written again meanwhile. So it
     has the rows of a run that never stopped, on any number of ranks, if the shards were corrupt when they were first
     read. One that was sound until some step, or failed for one rank only, is skipped at the repeated steps by all.
+
+    prefix: stands before the names in the record, to tell a mixture's sources apart.
     """
 
-    record: Path
-    max_shards: int
-    prefix: str = ""
-    """Stands before the names in the record, to tell a mixture's sources apart."""
-    _unwritten: dict[str, str] = field(default_factory=dict, init=False)
-    """What the disk refused: what was found, by the shard's name."""
-    _is_failing: bool = field(default=False, init=False)
+    def __init__(self, record: Path, max_shards: int, prefix: str = ""):
+        self.record, self.max_shards, self.prefix = record, max_shards, prefix
+        self._lines = SharedLines(record)
 
     def note(self, error: CorruptShardError) -> None:
-        """Record a corrupt shard. Raises ShardError if all ranks together have now met too many."""
+        """Records a corrupt shard. Raises ShardError if all ranks together have now met too many."""
         name = self.prefix + error.name
-        if name not in self._recorded():
+        if name not in self._recorded(self._lines.lines()):
             log.warning(
                 "shard %s is corrupt and skipped: %s. A resumed run skips it too: to use it again, write or copy it "
                 "again and delete its lines in %s",
@@ -49,13 +46,12 @@ class SkipCorruptShards:
                 error.found,
                 self.record,
             )
-            self._unwritten[name] = error.found
-            self.write()
+            self._lines.write(json.dumps({"shard": name, "found": error.found}).encode())
         self.names()
 
     def names(self) -> set[str]:
         """The names of the source's recorded shards. Raises ShardError if those of all sources are too many."""
-        recorded = self._recorded()
+        recorded = self._recorded(self._lines.lines())
         if len(recorded) > self.max_shards:
             name, found = list(recorded.items())[-1]
             raise ShardError(
@@ -66,48 +62,22 @@ class SkipCorruptShards:
         return {name.removeprefix(self.prefix) for name in recorded if name.startswith(self.prefix)}
 
     def write(self) -> None:
-        """Adds what the record still lacks. Raises nothing: a failure is told once, until a write succeeds again."""
-        try:
-            for name, found in list(self._unwritten.items()):
-                _append_line(self.record, json.dumps({"shard": name, "found": found}))
-                del self._unwritten[name]
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                log.warning(
-                    "%s cannot be written (%s): free room there. Training goes on, and what is missing is written at "
-                    "the first step that there is room for",
-                    self.record,
-                    error.strerror,
-                )
-            self._is_failing = True
+        """Adds what the record lacks since the disk was full."""
+        self._lines.write()
 
     def close(self) -> None:
-        """Tries a last time to write what the record still lacks."""
         self.write()
-        if self._unwritten:
-            names = ", ".join(self._unwritten)
-            log.warning("%s lacks %s, which a resumed run reads if they are sound by then", self.record, names)
+        if missing := ", ".join(self._recorded(self._lines.unwritten)):
+            log.warning("%s lacks %s, which a resumed run reads if they are sound by then", self.record, missing)
 
-    def _recorded(self) -> dict[str, str]:
+    def _recorded(self, lines: Iterable[bytes]) -> dict[str, str]:
         """What was found, by the shard's name. Lines that a full disk or a kill cut short are left out."""
         recorded = {}
-        for line in self.record.read_bytes().splitlines() if self.record.exists() else ():
+        for line in lines:
             with suppress(ValueError, TypeError, KeyError):
                 entry = json.loads(line)
                 recorded[entry["shard"]] = entry["found"]
-        return recorded | self._unwritten
-
-
-def _append_line(path: Path, line: str) -> None:
-    """Adds a line with a single write, so that the ranks' lines do not mix. It begins anew after one cut short."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b", buffering=0) as file:
-        file.seek(max(0, file.tell() - 1))
-        start = b"" if file.read(1) in (b"", b"\n") else b"\n"
-        content = start + line.encode() + b"\n"
-        while content:  # a second write tells why the first was short
-            content = content[file.write(content) :]
+        return recorded
 
 
 class OpenShards:
@@ -122,13 +92,9 @@ class OpenShards:
         num_open: int,
         skip_corrupt: SkipCorruptShards | None,
     ):
-        self._files = files
-        self._shards = shards
-        self._sequence_length = sequence_length
-        self._num_open = num_open
-        self._skip_corrupt = skip_corrupt
-        self._open: OrderedDict[int, ShardRows] = OrderedDict()
-        self._coming: dict[int, Future[ShardRows | None]] = {}
+        self._files, self._shards, self._sequence_length = files, shards, sequence_length
+        self._num_open, self._skip_corrupt = num_open, skip_corrupt
+        self._open: OrderedDict[int, Future[ShardRows]] = OrderedDict()  # the shard used last comes last
         self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
         recorded = skip_corrupt.names() if skip_corrupt else set()
         self._corrupt = {index for index, shard in enumerate(shards) if shard.name in recorded}
@@ -157,10 +123,9 @@ class OpenShards:
         """Starts to open the shards that the next reads may need, unless they are more than may be open."""
         if len(shards) > self._num_open:
             return
-        for index in self._coming.keys() - shards:  # this rank had no row to read there
-            self._coming.pop(index).cancel()
-        for index in self._open.keys() & shards:
-            self._open.move_to_end(index)
+        for index in self._open.keys() - shards:
+            if not self._open[index].done():  # this rank had no row to read there
+                self._open.pop(index).cancel()
         self._start_opening(shards)
         self._close_oldest()
 
@@ -185,30 +150,22 @@ class OpenShards:
 
     def _start_opening(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if index not in self._open and index not in self._coming and index not in self._corrupt:
-                self._coming[index] = self._threads.submit(self._try_verified, index)
-
-    def _try_verified(self, index: int) -> ShardRows | None:
-        """None if it fails: `_opened` tries again and reports failures in a fixed order."""
-        with suppress(ShardError, OSError):
-            return self._verified(self._shards[index])
+            if index not in self._corrupt:
+                self._open[index] = self._open.get(index) or self._threads.submit(self._verified, self._shards[index])
+                self._open.move_to_end(index)
 
     def _opened(self, index: int) -> ShardRows:
-        if index in self._coming and (shard := self._coming.pop(index).result()) is not None:
-            self._open[index] = shard
-        if index not in self._open:
-            self._open[index] = self._verified(self._shards[index])
-        self._open.move_to_end(index)
-        return self._open[index]
+        for _ in range(2):  # what could not be opened ahead is tried again
+            self._start_opening([index])
+            shard = self._open[index]
+            if shard.exception() is None:
+                break
+            del self._open[index]
+        return shard.result()
 
     def _close_oldest(self) -> None:
-        while self._open and len(self._open) + len(self._coming) > self._num_open:
+        while len(self._open) > self._num_open:
             self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
-        try:
-            return ShardRows(self._files.local_path(shard), shard, self._sequence_length)
-        except CorruptShardError:
-            if not self._files.discard(shard):
-                raise
-        return ShardRows(self._files.local_path(shard), shard, self._sequence_length)
+        return self._files.opened(shard, lambda path: ShardRows(path, shard, self._sequence_length))

@@ -1,7 +1,6 @@
 """Files that a run adds to: metrics.jsonl and TensorBoard's events. A full disk delays them and never ends the run."""
 
 import json
-import logging
 import math
 import os
 import socket
@@ -11,44 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import read_file, redacted, write_text
+from gmlp_scale.storage.growing_file import GrowingFile
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
-
-log = logging.getLogger(__name__)
-
-
-class GrowingFile:
-    """A file that is only added to. What the disk refuses is kept in memory, and written first once there is room."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
-        self._is_failing = False
-
-    def write(self, content: bytes) -> None:
-        """Raises nothing: a failure is told once, until a write succeeds again."""
-        self._unwritten += content
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                log.warning(
-                    "%s cannot be written (%s): free room there. Training goes on, and what is missing is written with "
-                    "the first line that there is room for",
-                    self.path,
-                    error.strerror,
-                )
-            self._is_failing = True
-
-    def close(self) -> None:
-        self.write(b"")
-        if self._unwritten:
-            log.warning("%s ends %d bytes early", self.path, len(self._unwritten))
-        self._file.close()
 
 
 class MetricsFile(GrowingFile):

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from gmlp_scale.data.cache import ShardFiles
+from gmlp_scale.data.manifest import read_verified
 from gmlp_scale.data.shards import Manifest
 
 
@@ -59,7 +60,7 @@ def test_a_discarded_copy_counts_until_the_folder_is_listed(twenty, tmp_path):
     files = ShardFiles(folder, str(cache), max_bytes=4 * shards[0].bytes)
     for shard in shards[:3]:
         files.local_path(shard)
-    files.discard(shards[0])
-    files.local_path(shards[0])
+    files.local_path(shards[0]).write_bytes(b"went bad")
+    files.opened(shards[0], lambda path: read_verified(path, shards[0]))
     files.local_path(shards[3])  # the total is five shards now, and the folder holds three
     assert cached_bytes(cache) == 4 * shards[0].bytes == int((cache / "total_bytes").read_text())

@@ -111,13 +111,12 @@ def test_the_next_group_is_opened_while_one_is_read(world_size, write_shards, ma
     shard_bytes = Manifest.load(folder).splits.train[0].bytes
     data, fields = {"shuffle_group_bytes": 3 * shard_bytes}, {"world_size": world_size, "micro_batch_size": 1}
     loader, fresh = (make_loader(folder, data=data, **fields) for _ in range(2))
-    opened, waited_for, num_open, num_coming, read = [], [], [], [], OpenShards.read
+    opened, waited_for, num_open, read = [], [], [], OpenShards.read
 
     def noting_read(shards: OpenShards, shards_B, row_indices_B):
-        waited_for.append(set(shards_B.tolist()) - shards._open.keys() - shards._coming.keys())
+        waited_for.append(set(shards_B.tolist()) - shards._open.keys())
         rows_BN = read(shards, shards_B, row_indices_B)
-        num_open.append(len(shards._open) + len(shards._coming))
-        num_coming.append(len(shards._coming))
+        num_open.append(len(shards._open))
         return rows_BN
 
     with monkeypatch.context() as patch:
@@ -127,7 +126,7 @@ def test_the_next_group_is_opened_while_one_is_read(world_size, write_shards, ma
         assert len(opened) == len(set(opened)) and (world_size > 1 or len(opened) == 40)
         batches += loader.steps(50, 100)
     assert waited_for[0] and not any(waited_for[1:50] + waited_for[51:])
-    assert max(num_open) <= 2 * 3 + 8 and max(num_coming) <= 2 * 3
+    assert max(num_open) <= 2 * 3 + 8
     assert all(same(join(batches[step]), join(fresh.micro_batches(step))) for step in range(100))
 
 

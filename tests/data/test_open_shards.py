@@ -13,7 +13,8 @@ from tests.gloo_ranks import run_ranks
 def _meet_three_with_little_room(record: Path, has_room_again: bool) -> tuple[list[str], list[str], set[str]]:
     """A process that may write 150 bytes meets three corrupt shards: (lines by then, warnings of writing, names)."""
     warnings: list[str] = []
-    logging.getLogger("gmlp_scale.data.open_shards").addFilter(lambda logged: warnings.append(logged.getMessage()))
+    for name in ("data.open_shards", "storage.growing_file"):
+        logging.getLogger(f"gmlp_scale.{name}").addFilter(lambda logged: warnings.append(logged.getMessage()))
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard))
     skip = SkipCorruptShards(record, max_shards=3)

@@ -17,7 +17,7 @@ STEPS = range(1, 8)
 def _log_with_little_room(directory, no_room_at: range) -> list[str]:
     """The warnings of a process that may write no file beyond 300 bytes during the steps `no_room_at`."""
     warnings: list[str] = []
-    logging.getLogger("gmlp_scale.train.log_files").addFilter(lambda record: warnings.append(record.getMessage()))
+    logging.getLogger("gmlp_scale.storage.growing_file").addFilter(lambda record: warnings.append(record.getMessage()))
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     files = [MetricsFile(directory / "metrics.jsonl", 0), EventsFile(directory / "tensorboard", 0)]
     for step in STEPS:
