@@ -8,6 +8,7 @@ from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.mixture import SourceConfig, with_names
 from gmlp_scale.data.shards import Manifest
+from gmlp_scale.fields import FreeOnResume, OfOneMachine
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 _CACHE_MAX_BYTES = 500_000_000_000
@@ -22,16 +23,18 @@ def _is_fraction(value: Any) -> bool:
 
 
 class DataConfig(BaseModel, frozen=True, extra="forbid"):
-    shards: Annotated[
-        Annotated[str, Tag("folder")] | Annotated[tuple[SourceConfig, ...], Tag("list")],
-        Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "folder"),
+    shards: FreeOnResume[
+        Annotated[
+            Annotated[str, Tag("folder")] | Annotated[tuple[SourceConfig, ...], Tag("list")],
+            Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "folder"),
+        ]
     ]
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens. Or a mixture: a list of
     {shards, weight}, of which each may have a name, from_step and until_step."""
-    cache_dir: str | None = None
+    cache_dir: OfOneMachine[str | None] = None
     """Local folder that shards are copied to when they are first read; a URL needs one. With room for all shards a node
     fetches each once, else most of them in every epoch."""
-    cache_max_bytes: int = Field(default=_CACHE_MAX_BYTES, ge=1)
+    cache_max_bytes: OfOneMachine[int] = Field(default=_CACHE_MAX_BYTES, ge=1)
     """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
     a node. [bytes]"""
     packing: Literal["packed", "document"] = "packed"
@@ -44,11 +47,11 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
     """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups of each source in
     memory. [bytes]"""
-    prefetch_steps: int = Field(default=64, ge=1)
+    prefetch_steps: FreeOnResume[int] = Field(default=64, ge=1)
     """How many steps' batches are made ahead; they take 10 bytes of host memory per token. [steps]"""
-    on_corrupt_shard: Literal["error", "skip"] = "error"
+    on_corrupt_shard: FreeOnResume[Literal["error", "skip"]] = "error"
     """A shard whose checksum does not hold: end the run, or go on without its rows."""
-    max_corrupt_shards: int = Field(default=0, ge=0)
+    max_corrupt_shards: FreeOnResume[int] = Field(default=0, ge=0)
     """How many distinct corrupt shards a run may skip. [shards]"""
 
     @property

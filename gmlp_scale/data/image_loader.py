@@ -18,18 +18,19 @@ from gmlp_scale.data.image_shards import ImageManifest, ImageShards
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.data.order import RowOrder, first_rows, places_in_shards
 from gmlp_scale.data.workers import made_ahead
+from gmlp_scale.fields import FreeOnResume, OfOneMachine
 
 
 class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
-    shards: str
+    shards: FreeOnResume[str]
     """Folder that data_prep/prepare_images.py wrote: a path or a URL that fsspec opens."""
-    cache_dir: str | None = None
+    cache_dir: OfOneMachine[str | None] = None
     """Local folder that shards are copied to when they are first read; a URL needs one."""
     shuffle_group_bytes: int = Field(200_000_000, ge=1)
     """Rows are shuffled within groups of shards of about this size. [bytes]"""
-    num_workers: int = Field(8, ge=0)
+    num_workers: FreeOnResume[int] = Field(8, ge=0)
     """Processes of each rank that decode; 0 decodes between the steps. [processes]"""
-    prefetch_batches: int = Field(4, ge=1)
+    prefetch_batches: FreeOnResume[int] = Field(4, ge=1)
     """Micro-batches that each worker makes ahead. [micro-batches]"""
 
 

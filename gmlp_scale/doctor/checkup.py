@@ -182,8 +182,7 @@ class Checkup:
             newest, damaged = checkpoints.newest()
         alone = self.world.alone()
         run = with_decided_start(self.run, alone)
-        now = {"config": run.to_json(), "data": self._loader.fingerprint()}
-        start = starting_point(run, newest, now, meta_model(run), alone)
+        start = starting_point(run, self._loader.fingerprint(), newest, meta_model(run), alone)
         if start is None:
             return f"{folder}: a new run"
         if newest is None:

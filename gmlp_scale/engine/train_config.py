@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 
+from gmlp_scale.fields import FreeInBranch, FreeOnResume
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 
@@ -18,61 +19,61 @@ def _is_positive_or_auto(value: Any) -> Any:
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
-    num_steps: int = Field(gt=0)
+    num_steps: FreeInBranch[int] = Field(gt=0)
     """The length of the schedule in optimizer updates. [steps]"""
-    time_budget_seconds: float | None = Field(None, gt=0)
+    time_budget_seconds: FreeInBranch[float | None] = Field(None, gt=0)
     """About how long the run may take, over all its starts; the last evaluation and save come after. The learning rate
     falls over the last part of that time, as large a part as optimizer.decay_steps is of num_steps; how many steps that
     is follows from the speed until then, and is decided once. num_steps is then the most steps. Needs
     optimizer.schedule=stable. [seconds]"""
-    stop_after_step: int | None = Field(None, gt=0)
+    stop_after_step: FreeOnResume[int | None] = Field(None, gt=0)
     """Stop after this step with a checkpoint, as on a signal; the same command without it goes on. [steps]"""
     global_batch_size: Annotated[
         int | tuple[tuple[int, int], ...], number_or_pieces(_is_positive, "a positive integer")
     ]
     """Rows per step over all ranks. Or, for a batch that grows, a list of [from_step, rows], such as [[0, 1024],
     [10000, 4096]]: from so many finished steps on each step has so many rows. [rows]"""
-    micro_batch_size: Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]
+    micro_batch_size: FreeOnResume[Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]]
     """Rows per forward pass on one rank; a step accumulates as many passes as the global batch needs. auto: the most
     rows that fit into memory, found when the run starts. The number changes losses by rounding only. [rows]"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: FreeOnResume[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["auto", "float32", "bf16"] = "bf16"
     """bf16: parameters and products in bfloat16 with a float32 master; statistics, softmax and loss in float32. auto:
     bf16 on a GPU that has it, and on a CPU that trains a block of the model faster in it; decided when the run starts,
     and kept by its checkpoints."""
-    compile: Literal[True, False, "reduce-overhead"] = True
+    compile: FreeOnResume[Literal[True, False, "reduce-overhead"]] = True
     """torch.compile for each block. reduce-overhead also replays CUDA graphs, which pays where a rank has so few tokens
     that its GPU waits for the host to start kernels."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: FreeOnResume[Literal["none", "selective", "full"]] = "none"
     """What the backward pass computes again to save memory. selective: all but the results of matrix products; full:
     the whole block from its input."""
-    on_not_finite: Literal["stop", "skip"] = "stop"
+    on_not_finite: FreeOnResume[Literal["stop", "skip"]] = "stop"
     """A step whose loss or gradient norm is not finite: stop the run, or go on without its update."""
-    on_spike: Literal["log", "skip", "stop"] = "log"
+    on_spike: FreeOnResume[Literal["log", "skip", "stop"]] = "log"
     """A step whose loss is far above those before it (train/step_guard.py says how far): tell it, go on without its
     update, or stop the run."""
-    recheck_every_steps: int | None = Field(None, gt=0)
+    recheck_every_steps: FreeOnResume[int | None] = Field(None, gt=0)
     """Each rank computes a micro-batch twice this often, and the ranks compare their weights; a difference stops the
     run with the rank's number. It finds chips and memory that give wrong numbers. On a GPU the whole run then uses
     torch's deterministic algorithms and no fused attention. [steps]"""
-    log_every_steps: int = Field(50, gt=0)
+    log_every_steps: FreeOnResume[int] = Field(50, gt=0)
     """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
-    evaluate_every_steps: int = Field(10_000, gt=0)
+    evaluate_every_steps: FreeOnResume[int] = Field(10_000, gt=0)
     """An evaluation on held-out rows comes after every so many, and at the end. [steps]"""
-    num_evaluation_rows: int = Field(10_000, gt=0)
+    num_evaluation_rows: FreeOnResume[int] = Field(10_000, gt=0)
     """Held-out rows per evaluation: the first ones, or as many as there are. [rows]"""
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    profile_steps: FreeOnResume[tuple[PositiveInt, PositiveInt] | None] = None
     """The first and the last step to profile, counted from 1: what rank 0 does in them goes into the run's folder
     profile, as a Chrome trace and, on a GPU, a memory snapshot. [steps]"""
-    tracker: Literal["wandb"] | None = None
+    tracker: FreeOnResume[Literal["wandb"] | None] = None
     """Weights & Biases beside TensorBoard. WANDB_MODE=offline keeps it on the disk."""
-    log_filters: bool = False
+    log_filters: FreeOnResume[bool] = False
     """Draw the spatial filters of a gMLP into TensorBoard at every evaluation. Gathers all weights on rank 0."""
-    peak_tflops_per_device: float | None = Field(None, gt=0)
+    peak_tflops_per_device: FreeOnResume[float | None] = Field(None, gt=0)
     """Data-sheet peak that perf/mfu divides by. null looks the device up; without a known peak there is no perf/mfu.
     [TFLOP/s]"""
-    allow_changed_on_resume: list[str] = []
+    allow_changed_on_resume: FreeOnResume[list[str]] = []
     """Fields that may differ from the checkpoint's although they change the run, as optimizer.peak_learning_rate."""
 
     @property

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.engine import EngineConfig, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
+from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.models.recompute import Recompute
 from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path, stop_mistakes
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
@@ -42,34 +43,34 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     """The length of the schedule in passes over the rows. The last step may take some rows of another pass. [epochs]"""
     num_steps: PositiveInt | None = None
     """The same in optimizer updates. Give one of the two. [steps]"""
-    stop_after_step: PositiveInt | None = None
+    stop_after_step: FreeOnResume[PositiveInt | None] = None
     """Leave after this step with a checkpoint, as if stopped by a signal. [steps]"""
     global_batch_size: PositiveInt
     """Rows per step over all ranks. [rows]"""
-    micro_batch_size: PositiveInt
+    micro_batch_size: FreeOnResume[PositiveInt]
     """Rows per forward pass on one rank. [rows]"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: FreeOnResume[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["float32", "bf16"] = "bf16"
     """bf16: parameters and products in bfloat16 with a float32 master."""
-    compile: bool = False
+    compile: FreeOnResume[bool] = False
     """torch.compile for each block."""
-    recompute: Recompute = "none"
+    recompute: FreeOnResume[Recompute] = "none"
     """What the backward pass computes again to save memory, as in pretraining."""
-    recheck_every_steps: PositiveInt | None = None
+    recheck_every_steps: FreeOnResume[PositiveInt | None] = None
     """How often each rank computes a micro-batch twice, as in pretraining. [steps]"""
-    log_every_steps: PositiveInt = 50
+    log_every_steps: FreeOnResume[PositiveInt] = 50
     """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
-    evaluate_every_steps: PositiveInt | None = None
+    evaluate_every_steps: FreeOnResume[PositiveInt | None] = None
     """An evaluation on the development set comes after every so many. null: once per epoch. The end is always
     evaluated. [steps]"""
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    profile_steps: FreeOnResume[tuple[PositiveInt, PositiveInt] | None] = None
     """The first and the last step to profile, as in pretraining. [steps]"""
-    tracker: Literal["wandb"] | None = None
+    tracker: FreeOnResume[Literal["wandb"] | None] = None
     """Weights & Biases beside TensorBoard."""
-    peak_tflops_per_device: float | None = Field(None, gt=0)
+    peak_tflops_per_device: FreeOnResume[float | None] = Field(None, gt=0)
     """Data-sheet peak that perf/mfu divides by. null looks the device up. [TFLOP/s]"""
-    allow_changed_on_resume: list[str] = []
+    allow_changed_on_resume: FreeOnResume[list[str]] = []
     """Fields that may differ from the checkpoint's although they change the run."""
 
 
@@ -103,23 +104,22 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
     """One finetuning run."""
 
     purpose: ClassVar[str] = "finetuning"
-    # The fingerprints tell whether the weights and the rows are still the same.
-    free_on_resume: ClassVar[tuple[str, ...]] = (*Recipe.free_on_resume, "model", "data.", "grid.")
+    # The model and the data may lie elsewhere: fingerprints say whether the weights and the rows are still the same.
 
     task: str
     """One of tasks.table.TASKS."""
-    model: Annotated[str, BeforeValidator(plain_path)]
+    model: FreeOnResume[Annotated[str, BeforeValidator(plain_path)]]
     """A folder that launch/export.py wrote, or one at a URL."""
     pretrained: bool = True
     """false: take the export's model and tokenizer, but random weights, as a baseline without pretraining."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """After the embedding, on residual branches, on attention probabilities and before the classifier. [fraction]"""
-    data: FinetuneDataConfig
+    data: FreeOnResume[FinetuneDataConfig]
     train: FinetuneTrainConfig
     optimizer: FinetuneOptimizerConfig
-    engine: EngineConfig
-    checkpoint: CheckpointConfig
-    grid: GridConfig
+    engine: FreeOnResume[EngineConfig]
+    checkpoint: FreeOnResume[CheckpointConfig]
+    grid: FreeOnResume[GridConfig]
 
     @property
     def task_row(self) -> FinetuneTask:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
+from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
 from gmlp_scale.models.family import FamilyConfig, NumBlocks
@@ -68,7 +69,7 @@ class GmlpConfig(FamilyConfig):
     """Positions n that the spatial projection is made for; shorter inputs take its central part. [tokens]"""
     vocab_size: PositiveInt
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
-    kernels: Literal["auto", "torch", "triton"] = "auto"
+    kernels: FreeOnResume[Literal["auto", "torch", "triton"]] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
     gating multiplicative_split, no causal mask and a CUDA device. auto: the kernels in bfloat16 on a CUDA device where
     they can run, else PyTorch."""

@@ -24,21 +24,11 @@ from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import FreeInBranch, FreeOnResume, OfOneMachine
 from gmlp_scale.models import ModelConfig, build_model, kinds_with
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import is_url, open_filesystem, redacted
-
-# A resumed run may change these fields: neither the rows nor the mathematics of a step depend on them.
-FREE_ON_RESUME = (
-    "name", "output_dir", "engine.", "checkpoint.", "model.kernels",
-    "data.shards", "data.cache_dir", "data.cache_max_bytes", "data.prefetch_steps", "data.on_corrupt_shard",
-    "data.max_corrupt_shards", "train.stop_after_step", "train.micro_batch_size", "train.device", "train.compile",
-    "train.recompute", "train.log_every_steps", "train.evaluate_every_steps", "train.num_evaluation_rows",
-    "train.profile_steps", "train.tracker", "train.log_filters",
-    "train.peak_tflops_per_device", "train.on_not_finite", "train.on_spike", "train.recheck_every_steps",
-    "train.allow_changed_on_resume",
-)  # fmt: skip
 
 _STORES = ("s3", "s3a", "gs", "gcs", "memory")
 """Stores that let only one of several processes create a file, as the claim on a run folder needs."""
@@ -80,13 +70,12 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     purpose: ClassVar[str]
     """What a run of the recipe does, as messages say it."""
-    free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
     batch_printer: ClassVar[str] = ""
     """The script that prints the batch of a step, as messages name it; empty if there is none."""
 
-    name: str = Field(pattern=r"^\w[\w.-]*$")
+    name: FreeOnResume[str] = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
-    output_dir: Annotated[str, BeforeValidator(plain_path)] = "outputs"
+    output_dir: OfOneMachine[Annotated[str, BeforeValidator(plain_path)]] = "outputs"
     """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
     seed: int = Field(ge=0, lt=2**32)
     """For the initial weights, the order of the rows, the masks and dropout. [no unit]"""
@@ -207,7 +196,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     A dry run asks it for build_model() and num_rows(), the training rows of an epoch.
     """
 
-    branch_from: str | None = None
+    branch_from: FreeInBranch[str | None] = None
     """RUN@STEP: a new run goes on from this checkpoint of another run, with its weights, moments, step and rows. The
     optimizer section and train.num_steps may differ, as for a decay of its own. A path that every host sees."""
 
@@ -261,15 +250,15 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     purpose: ClassVar[str] = "pretraining on text"
     batch_printer: ClassVar[str] = "data_prep/inspect_batch.py"
 
-    init_from: Annotated[str | None, BeforeValidator(plain_path)] = None
+    init_from: FreeInBranch[Annotated[str | None, BeforeValidator(plain_path)]] = None
     """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and
     the vocabulary may differ. A path or a URL. RUN is recorded as RUN@STEP, with the step of its newest checkpoint."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
-    optimizer: OptimizerConfig
-    engine: EngineConfig
-    checkpoint: CheckpointConfig
+    optimizer: FreeInBranch[OptimizerConfig]
+    engine: FreeOnResume[EngineConfig]
+    checkpoint: FreeOnResume[CheckpointConfig]
 
     @property
     def data_changes(self) -> list[int]:

@@ -19,6 +19,7 @@ from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.fields import FreeInBranch, FreeOnResume
 from gmlp_scale.models import ModelConfig, build_model, kinds_with
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
 from gmlp_scale.recipe.config import PretrainingRecipe
@@ -28,7 +29,7 @@ from gmlp_scale.tasks.records import DataError
 
 
 class CharacterDataConfig(BaseModel, frozen=True, extra="forbid"):
-    text: str
+    text: FreeOnResume[str]  # its checksum is compared
     """A UTF-8 text file, or one at a URL."""
     heldout_fraction: float = Field(0.1, gt=0, lt=1)
     """The end of the text that is evaluated on. [fraction]"""
@@ -38,7 +39,6 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """A recipe of next-character prediction."""
 
     purpose: ClassVar[str] = "pretraining on characters"
-    free_on_resume: ClassVar[tuple[str, ...]] = (*PretrainingRecipe.free_on_resume, "data.text")  # it has a checksum
 
     task: Literal["characters"]
     """What tells these recipes from those of masked language modelling."""
@@ -48,9 +48,9 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """On residual branches and attention weights. [fraction]"""
     data: CharacterDataConfig
     train: TrainConfig
-    optimizer: OptimizerConfig
-    engine: EngineConfig
-    checkpoint: CheckpointConfig
+    optimizer: FreeInBranch[OptimizerConfig]
+    engine: FreeOnResume[EngineConfig]
+    checkpoint: FreeOnResume[CheckpointConfig]
 
     def build_model(self) -> NextTokenModel:
         return build_model(self.model, head=NextTokenModel, dropout=self.dropout, causal=True, seed=None)

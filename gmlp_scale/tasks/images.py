@@ -21,9 +21,10 @@ from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_ima
 from gmlp_scale.data.image_shards import ImageManifest
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.fields import FreeInBranch, FreeOnResume
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
-from gmlp_scale.recipe.config import FREE_ON_RESUME, ConfigError, PretrainingRecipe
+from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe
 from gmlp_scale.tasks.evaluate import shown
 
 
@@ -31,7 +32,6 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """A recipe of image classification."""
 
     purpose: ClassVar[str] = "pretraining on images"
-    free_on_resume: ClassVar[tuple[str, ...]] = (*FREE_ON_RESUME, "data.num_workers", "data.prefetch_batches")
 
     task: Literal["images"]
     """What tells these recipes from those of masked language modelling."""
@@ -45,9 +45,9 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     data: ImageDataConfig
     augmentation: AugmentationConfig
     train: TrainConfig
-    optimizer: OptimizerConfig
-    engine: EngineConfig
-    checkpoint: CheckpointConfig
+    optimizer: FreeInBranch[OptimizerConfig]
+    engine: FreeOnResume[EngineConfig]
+    checkpoint: FreeOnResume[CheckpointConfig]
 
     @property
     def image_size(self) -> int:

@@ -87,8 +87,7 @@ def check_start(config: PretrainingRecipe) -> None:
             config = config.with_train(micro_batch_size=1)  # it may change on resume, and is found by trying sizes
         task = task_of(resolve(config, world))
         task.open_loader(world).close()
-        details = {"config": task.config.to_json(), "data": task.fingerprint}
-        starting_point(task.config, newest, details, meta_model(config), world)
+        starting_point(task.config, task.fingerprint, newest, meta_model(config), world)
 
 
 def task_of(config: PretrainingRecipe) -> Task:
@@ -141,7 +140,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         states = newest.details if newest else {}
         with torch.device("meta"):
             model = task.build_model()
-        checkpoint = starting_point(config, newest, details, model, world)
+        checkpoint = starting_point(config, task.fingerprint, newest, model, world)
         start_up.finish("checkpoint")
         schedule = Schedule(task.train, task.optimizer, states.get("time_budget"))
         log.info(banner(task, world, schedule, checkpoint))
@@ -217,15 +216,15 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
 
 
 def starting_point(
-    config: Recipe, newest: Checkpoint | None, details: dict[str, Any], model: nn.Module, world: World
+    config: Recipe, fingerprint: dict[str, Any], newest: Checkpoint | None, model: nn.Module, world: World
 ) -> Checkpoint | None:
     """The checkpoint that a run goes on from: its newest, or else its branch point. None if it begins at step 0.
 
     All ranks call it together; rank 0 verifies a branch point.
 
     Args:
+        fingerprint: of the run's data.
         newest: the run's own newest checkpoint.
-        details: those that the run's checkpoints will have.
         model: the run's, which may be on the meta device.
 
     Raises:
@@ -233,28 +232,15 @@ def starting_point(
         ConfigError: the run cannot go on from the checkpoint.
     """
     if newest:
-        place, misfit = str(newest.path), newest.misfit(model)
-        check_continues(config, place, newest.details, details, step=newest.step, misfit=misfit)
+        check_continues(config, fingerprint, newest, model)
         return newest
-    if isinstance(config, PretrainingRecipe) and config.branch_from:
-        return _branch_point(config, details, model, world)
-    return None
-
-
-def _branch_point(config: PretrainingRecipe, details: dict[str, Any], model: nn.Module, world: World) -> Checkpoint:
+    if not isinstance(config, PretrainingRecipe) or config.branch_from is None:
+        return None
     run_folder, step = split_step(config.branch_from)
     checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")
     verified = world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step).path.name)
     checkpoint = Checkpoint.open(checkpoints.directory / verified, verify_files=False)
-    check_continues(
-        config,
-        config.branch_from,
-        checkpoint.details,
-        details,
-        step=checkpoint.step,
-        is_branch=True,
-        misfit=checkpoint.misfit(model),
-    )
+    check_continues(config, fingerprint, checkpoint, model, is_branch=True)
     if config.train.num_steps <= checkpoint.step:
         found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
         raise ConfigError(config.name, [f"train.num_steps: {found}"])

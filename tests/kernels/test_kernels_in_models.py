@@ -5,9 +5,10 @@ import torch
 from pydantic import ValidationError
 
 from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.fields import Mark, marked_fields
 from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
 from gmlp_scale.models.gmlp import GmlpBlock
-from gmlp_scale.recipe.config import FREE_ON_RESUME
+from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.resume import check_unchanged
 from tests.triton_interpreter import run_interpreted
 
@@ -123,4 +124,5 @@ def test_kernels_are_refused_for_other_gatings():
 
 
 def test_a_resumed_run_may_change_its_kernels():
-    assert check_unchanged({"model": {"kernels": "auto"}}, {"model": {"kernels": "torch"}}, FREE_ON_RESUME) == []
+    free = marked_fields(Mark.FREE_ON_RESUME, RunConfig)
+    assert check_unchanged({"model": {"kernels": "auto"}}, {"model": {"kernels": "torch"}}, free) == []

@@ -1,10 +1,12 @@
 """Which runs go on from which checkpoints."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from gmlp_scale.recipe.config import FREE_ON_RESUME, ConfigError
+from gmlp_scale.fields import Mark, marked_fields
+from gmlp_scale.recipe.config import ConfigError, RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import check_continues, check_unchanged
 from gmlp_scale.tasks.pretraining import build_loader
@@ -25,10 +27,10 @@ def continues(tmp_path):
 
     def told(old, new, allowed: bool = True) -> str:
         run = recipe(old)
-        before = {"config": run.to_json(), "data": fingerprint(run)}
+        checkpoint = checkpoint_of(run, fingerprint(run))
         run = recipe(new, *(["train.allow_changed_on_resume=[data.shards]"] if allowed else []))
         try:
-            check_continues(run, "run", before, {"config": run.to_json(), "data": fingerprint(run)}, step=STEP)
+            check_continues(run, fingerprint(run), checkpoint, model=None)
         except ConfigError as error:
             return str(error)
         return ""
@@ -52,29 +54,30 @@ def continues(tmp_path):
 A, B = ("a", 3), ("b", 1)
 
 
+def checkpoint_of(run, fingerprint: dict, **details) -> SimpleNamespace:
+    """What a resume looks at of this run's checkpoint after 6 steps."""
+    details = {"config": run.to_json(), "data": fingerprint} | details
+    return SimpleNamespace(path="run", step=STEP, details=details, misfit=lambda model: "")
+
+
 def told_of(old: list[str], new: list[str], **details) -> str:
     """What a run with overrides `new` is told at step 6 of one with `old`."""
     before, now = load_run_config(SMOKE, old), load_run_config(SMOKE, new)
     try:
-        check_continues(
-            now,
-            "run",
-            {"config": before.to_json(), "data": {}} | details,
-            {"config": now.to_json(), "data": {}},
-            step=STEP,
-        )
+        check_continues(now, {}, checkpoint_of(before, {}, **details), model=None)
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def test_resume_refuses_what_changes_the_run_and_allows_what_does_not():
+    free = marked_fields(Mark.FREE_ON_RESUME, RunConfig)
     before = load_run_config(SMOKE).model_dump(mode="json")
     now = load_run_config(SMOKE, ["seed=9", "train.micro_batch_size=1", "engine.kind=fsdp2"]).model_dump(mode="json")
-    assert check_unchanged(before, now, FREE_ON_RESUME) == [
+    assert check_unchanged(before, now, free) == [
         f"seed: the checkpoint was trained with {before['seed']}; the run says 9"
     ]
-    assert check_unchanged(before, now, (*FREE_ON_RESUME, "seed")) == []
+    assert check_unchanged(before, now, (*free, "seed")) == []
 
 
 def test_a_field_that_a_checkpoint_is_too_old_to_have_is_its_default():

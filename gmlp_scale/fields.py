@@ -1,0 +1,53 @@
+"""What may become of a recipe's field after the first start, said in the field's annotation.
+
+`steps: FreeOnResume[int] = 5` is a field `steps` that a resumed run may change. All others stay as the checkpoint has
+them, unless `train.allow_changed_on_resume` names them.
+"""
+
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel
+
+T = TypeVar("T")
+
+
+class Mark(Enum):
+    FREE_ON_RESUME = 1
+    FREE_IN_BRANCH = 2
+    OF_ONE_MACHINE = 3
+
+
+FreeOnResume = Annotated[T, Mark.FREE_ON_RESUME]
+"""A resumed run may change it: neither the rows nor the mathematics of a step depend on it."""
+FreeInBranch = Annotated[T, Mark.FREE_IN_BRANCH]
+"""A branch may change it, but a resumed run may not."""
+OfOneMachine = Annotated[T, Mark.FREE_ON_RESUME, Mark.OF_ONE_MACHINE]
+"""A resumed run may change it, and it means nothing on another machine. It has a default."""
+
+
+@cache
+def marked_fields(mark: Mark, config_class: type[BaseModel]) -> tuple[str, ...]:
+    """The fields with this mark, in a recipe's class or a section's. A marked section stands for all of its fields."""
+    found = []
+    for name, info in config_class.model_fields.items():
+        if mark in info.metadata:
+            found.append(name)
+        else:
+            found += [
+                f"{name}.{inner}" for section in _sections(info.annotation) for inner in marked_fields(mark, section)
+            ]
+    return tuple(dict.fromkeys(found))
+
+
+def is_one_of(field: str, names: tuple[str, ...]) -> bool:
+    """Whether a field, as train.num_steps, is among these fields, or in one of the sections among them."""
+    return any(field == name or field.startswith(f"{name}.") for name in names)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The classes of the sections that a field of this type may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections(part)]
