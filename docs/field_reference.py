@@ -5,6 +5,7 @@ A field's docstring gives its meaning and, for a number, its unit in brackets at
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ RECIPES = {
 }
 TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "items >=", "pattern": "matches"}
+INTRODUCTION = """[Recipes](recipes.md#recipes-and-their-fields) are YAML files of sections.
+*needed* stands where a field has no default."""
 UNIT = re.compile(r"\s*\[([^\[\]]+)\]$")
 
 
@@ -41,43 +44,35 @@ def on_files(files, config):
 
 def page() -> str:
     """The page in Markdown: a table for each class, and a class of several recipes only once."""
-    lines, shown = ["# Recipe fields", "", *_INTRODUCTION.splitlines()], set()
+    lines, shown = ["# Recipe fields", "", INTRODUCTION], set()
     for title, recipe in RECIPES.items():
         lines += ["", f"## {title}"]
         for place, config_class in config_classes(recipe):
-            if config_class in shown:
-                continue
-            shown.add(config_class)
-            lines += ["", f"### {place or 'The recipe itself'}", "", inspect.cleandoc(config_class.__doc__ or ""), ""]
-            lines += _table(place, config_class)
+            if config_class not in shown:
+                shown.add(config_class)
+                lines += ["", f"### {place or 'The recipe itself'}", "", inspect.cleandoc(config_class.__doc__ or "")]
+                lines += ["", "| field | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |"]
+                lines += _rows(place, config_class)
     return "\n".join(lines) + "\n"
-
-
-_INTRODUCTION = """\
-A recipe is a YAML file of sections. Every field can also be given on the command line as `section.field=value`.
-*needed* stands where a field has no default. `--dry-run` prints all fields of a recipe.
-
-A file may begin with `base: NAME`: another recipe beside it, or one of the package's. A path starts at the file's
-folder. The recipe then has its base's fields, except those that it gives itself. A section with another `kind` keeps
-only the fields that the new kind has. A base has no base."""
 
 
 def config_classes(config_class: type[BaseModel], place: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     """(where in the recipe, class) of a class and of all that its fields hold."""
     yield place, config_class
     for name, field in config_class.model_fields.items():
-        for member in sections(field):
-            kind = f" of kind {member.model_fields['kind'].default}" if "kind" in member.model_fields else ""
-            yield from config_classes(member, f"{place}{'.' if place else ''}{name}{kind}")
+        for section in _sections(field):
+            kind = f" of kind {section.model_fields['kind'].default}" if "kind" in section.model_fields else ""
+            yield from config_classes(section, f"{place}{'.' if place else ''}{name}{kind}")
 
 
-def sections(field: FieldInfo) -> list[type[BaseModel]]:
-    """The classes that the field's value may have, if it is a section of its own."""
-    return [part for part in _parts(field.annotation) if inspect.isclass(part) and issubclass(part, BaseModel)]
+def own_fields(config_class: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that have a line in the table of the class; not those that hold sections or null alone."""
+    fields = config_class.model_fields.items()
+    return {name: field for name, field in fields if not _sections(field) or str in _parts(field.annotation)}
 
 
-def meanings(config_class: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field, in one line. A field of a base class has that of the base class."""
+def meanings(config_class: type[BaseModel]) -> dict[str, tuple[str, str]]:
+    """The docstring below each field, base classes' fields too, in one line; and the unit at its end, or ""."""
     found = {}
     for one in reversed(config_class.__mro__):
         if issubclass(one, BaseModel) and one is not BaseModel:
@@ -85,39 +80,29 @@ def meanings(config_class: type[BaseModel]) -> dict[str, str]:
             for field, below in pairwise(definition.body):
                 match field, below:
                     case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        found[name] = " ".join(text.split())
+                        meaning, *unit = UNIT.split(" ".join(text.split()))
+                        found[name] = meaning, "".join(unit)
     return found
-
-
-def unit(meaning: str) -> str:
-    """The unit in brackets at the end of a docstring, or nothing."""
-    bracket = UNIT.search(meaning)
-    return bracket[1] if bracket else ""
-
-
-def is_section(field: FieldInfo) -> bool:
-    """Whether the field can hold nothing but sections, or null."""
-    return bool(sections(field)) and str not in _parts(field.annotation)
 
 
 def is_number(field: FieldInfo) -> bool:
     return not {int, float}.isdisjoint(_parts(field.annotation))
 
 
-def _table(place: str, config_class: type[BaseModel]) -> Iterator[str]:
+def _rows(place: str, config_class: type[BaseModel]) -> Iterator[str]:
     section = place.partition(" ")[0]
-    yield "| field | type | default | unit | meaning |"
-    yield "| --- | --- | --- | --- | --- |"
-    meaning_of = meanings(config_class)
-    for name, field in config_class.model_fields.items():
-        if is_section(field):
-            continue  # it has a table of its own
-        meaning = meaning_of[name]
-        cells = (
-            f"`{section}{'.' if section else ''}{name}`", _type(field), _default(field), unit(meaning),
-            UNIT.sub("", meaning),
-        )  # fmt: skip
+    of_class = meanings(config_class)
+    for name, field in own_fields(config_class).items():
+        meaning, unit = of_class[name]
+        path = f"{section}.{name}" if section else name
+        default = "*needed*" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
+        cells = (f"`{path}`", _type(field), default, unit, meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _sections(field: FieldInfo) -> list[type[BaseModel]]:
+    """The classes that the field's value may have, if it is a section of its own."""
+    return [part for part in _parts(field.annotation) if inspect.isclass(part) and issubclass(part, BaseModel)]
 
 
 def _parts(annotation: Any) -> list[Any]:
@@ -126,6 +111,11 @@ def _parts(annotation: Any) -> list[Any]:
         return _parts(get_args(annotation)[0])
     parts = [] if get_origin(annotation) is Literal else [p for a in get_args(annotation) for p in _parts(a)]
     return [annotation, *parts]
+
+
+def _type(field: FieldInfo) -> str:
+    limits = [(f"`{words} ", getattr(check, name, None)) for check in field.metadata for name, words in LIMITS.items()]
+    return ", ".join([_words(field.annotation), *(f"{words}{limit}`" for words, limit in limits if limit is not None)])
 
 
 def _words(annotation: Any) -> str:
@@ -145,26 +135,6 @@ def _words(annotation: Any) -> str:
     return TYPES.get(annotation, "path")
 
 
-def _type(field: FieldInfo) -> str:
-    limits = [
-        f"`{words} {value}`"
-        for check in field.metadata
-        for name, words in LIMITS.items()
-        if (value := getattr(check, name, None)) is not None
-    ]
-    return ", ".join([_words(field.annotation), *limits])
-
-
-def _default(field: FieldInfo) -> str:
-    return "*needed*" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
-
-
 def _yaml(value: Any) -> str:
     """A value as a recipe has it."""
-    match value:
-        case None | bool():
-            return {None: "null", True: "true", False: "false"}[value]
-        case tuple():
-            return str(list(value))
-        case _:
-            return str(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,20 +1,19 @@
 """The site's page of recipe fields: each has its meaning, and each number its unit, in the class that defines it."""
 
-from docs.field_reference import RECIPES, config_classes, is_number, is_section, meanings, page, unit
+from docs.field_reference import RECIPES, config_classes, is_number, meanings, own_fields, page
 
 CLASSES = {config_class for recipe in RECIPES.values() for _, config_class in config_classes(recipe)}
 FIELDS = {
-    f"{config_class.__name__}.{name}": (field, meanings(config_class).get(name, ""))
+    f"{config_class.__name__}.{name}": (field, *meanings(config_class).get(name, ("", "")))
     for config_class in CLASSES
-    for name, field in config_class.model_fields.items()
-    if not is_section(field)
+    for name, field in own_fields(config_class).items()
 }
 
 
 def test_every_field_has_a_meaning_and_every_number_a_unit():
     assert len(CLASSES) >= 16 and len(FIELDS) >= 100
-    assert not [name for name, (_, meaning) in FIELDS.items() if len(meaning) < 10], "write a docstring below these"
-    without_unit = [name for name, (field, meaning) in FIELDS.items() if is_number(field) and not unit(meaning)]
+    assert not [name for name, (_, meaning, _) in FIELDS.items() if len(meaning) < 10], "write a docstring below these"
+    without_unit = [name for name, (field, _, unit) in FIELDS.items() if is_number(field) and not unit]
     assert not without_unit, "end the docstrings of these with their unit in brackets, as [steps] or [no unit]"
 
 
