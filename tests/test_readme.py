@@ -50,7 +50,7 @@ def help_of(script: str) -> str:
 def test_scripts_and_recipes_exist_and_know_their_options(command):
     words = shlex.split(command)
     for word in words:
-        if word.startswith(("launch/", "data_prep/", "configs/")):
+        if word.startswith(("launch/", "data_prep/", "benchmarks/", "configs/")):
             assert any(path.is_file() for path in ROOT.glob(re.sub(r"\$\{?\w+\}?", "*", word))), word
     script = next((word for word in words if word.endswith(".py")), None)
     if script and script not in ("launch/pretrain.py",):

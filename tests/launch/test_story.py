@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from gmlp_scale.analysis.run_records import read_run_records
+from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.tasks.pretraining import build_loader
 from tests.forked import Script
 
 ROOT = Path(__file__).parent.parent.parent
@@ -51,18 +55,16 @@ def story(tmp_path_factory):
     }  # fmt: skip
     outputs, started = {}, set()
     for name, (file, *arguments) in commands.items():
-        # Each script is started as a user starts it once.
-        code, printed, errors = Script(file, arguments).end() if file in started else start(file, arguments)
+        if file in started:
+            code, printed, errors = Script(file, arguments).end()
+        else:  # once, a script is started as a user starts it
+            command = [sys.executable, file, *map(str, arguments)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            code, printed, errors = done.returncode, done.stdout, done.stderr
         assert code == 0, f"{name}\n{printed}\n{errors}"
         outputs[name] = printed + errors
         started.add(file)
     return folder, outputs
-
-
-def start(file: str, arguments: list[object]) -> tuple[int, str, str]:
-    command = [sys.executable, file, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_training_stops_resumes_and_ends(story):
@@ -73,10 +75,8 @@ def test_training_stops_resumes_and_ends(story):
     assert "finished at step 40" in outputs["again"] and "loss" not in outputs["again"]
 
 
-def test_a_report_tells_where_the_run_was_resumed(story):
+def test_a_report_knows_where_the_run_was_resumed(story):
     folder, _ = story
-    from gmlp_scale.analysis.run_records import read_run_records
-
     (record,) = read_run_records([str(folder / "outputs/smoke")])
     assert record.restarts == [20], "the third start found nothing left to do"
     assert (record.last_step, record.newest.step, record.skipped) == (40, 40, [])
@@ -90,24 +90,16 @@ def test_evaluation_prints_both_perplexities(story):
     assert model[0] == "40" and 1 < float(model[2]) < 300
 
 
-def test_masks_are_filled(story):
-    _, outputs = story
-    candidates = [line for line in outputs["fill"].splitlines() if "%" in line]
-    assert len(candidates) == 1 and candidates[0].count("%") == 5
-
-
-def test_the_picture_is_drawn(story):
-    folder, _ = story
+def test_masks_are_filled_and_the_picture_is_drawn(story):
+    folder, outputs = story
+    (candidates,) = [line for line in outputs["fill"].splitlines() if "%" in line]
+    assert candidates.count("%") == 5
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_inspected_batch_is_that_of_training(story):
     """The loader's own rows of that step, as text."""
     folder, outputs = story
-    from gmlp_scale.data.tokenizer import Tokenizer
-    from gmlp_scale.recipe.reader import load_run_config
-    from gmlp_scale.tasks.pretraining import build_loader
-
     run = load_run_config(folder / "outputs/smoke/config.yaml")
     tokenizer = Tokenizer(folder / "shards/tokenizer")
     loader = build_loader(run, rank=0, world_size=1)
