@@ -14,13 +14,12 @@ import argparse
 import json
 import sys
 
-from gmlp_scale.analysis.heldout import evaluate_models, table, write_curve
+from gmlp_scale.analysis.heldout import evaluate_models, single_process, table, write_curve
 from gmlp_scale.analysis.probe import add_probe_scores, load_probe
 from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.checkpoint.trained import read_export
-from gmlp_scale.distributed.logs import command, set_up_logging
-from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.errors import InputError
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.world import World
 from gmlp_scale.storage.files import write_text
 from gmlp_scale.tasks.table import TASKS
 
@@ -47,19 +46,15 @@ def main() -> int:
         parser.error("--rows is a positive number")
     if options.overrides and not options.finetune_probe:
         parser.error(f"{options.overrides[0]}: only --finetune-probe takes such fields")
-    with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
-        if world.size > 1:
-            raise InputError("launch/evaluate.py is one process: start it without torchrun or deepspeed")
-        set_up_logging(world)
+    with single_process("launch/evaluate.py") as world:
         _evaluate(options, world)
     return 0
 
 
 def _evaluate(options: argparse.Namespace, world: World) -> None:
     """Prints and writes the figures, also where what follows the evaluation fails."""
-    probe_config = None
-    if options.finetune_probe:
-        probe_config = load_probe(options.finetune_probe, options.overrides, options.run)
+    task = options.finetune_probe
+    probe = load_probe(task, options.overrides, options.run) if task else None
     if options.export:
         models = [read_export(options.export)]
     else:
@@ -68,8 +63,8 @@ def _evaluate(options: argparse.Namespace, world: World) -> None:
     try:
         if options.all_steps:
             write_curve(content, options.run)
-        if probe_config:
-            add_probe_scores(content, options.run, probe_config, world)
+        if probe:
+            add_probe_scores(content, options.run, probe, world)
     finally:
         print(f"{options.run or options.export}: {table(content)}")
         if options.output:

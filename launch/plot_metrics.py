@@ -7,10 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from gmlp_scale.analysis.run_records import curve, read_lines
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import local_path
-from gmlp_scale.train.log_files import read_metrics
 
 
 @command
@@ -26,19 +26,15 @@ def main() -> int:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for run_dir in options.runs:
-        try:
-            all_lines = read_metrics(f"{run_dir}/metrics.jsonl")
-        except OSError as error:
-            found = error.strerror or error
-            raise InputError(f"{run_dir}: no metrics.jsonl ({found}); --runs takes run folders") from error
-        lines = [line for line in all_lines if options.tag in line]
+        lines = read_lines(f"{run_dir}/metrics.jsonl")
         if not lines:
-            tags = sorted({tag for line in all_lines for tag in line} - {"step"}) or ["none"]
+            raise InputError(f"{run_dir}: no metrics.jsonl, or an empty one; --runs takes run folders")
+        points = curve(lines, options.tag)
+        if not points:
+            tags = sorted({tag for line in lines for tag in line} - {"step"}) or ["none"]
             raise InputError(f"{run_dir}/metrics.jsonl: no line has {options.tag}; there are {', '.join(tags)}")
-        values = [line[options.tag] for line in lines]
-        axes.plot(
-            [line["step"] for line in lines], values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.4g})"
-        )
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.4g})")
     # A loss is already a logarithm.
     axes.set(xlabel="step", ylabel=options.tag, yscale="linear" if options.tag.endswith("/loss") else "log")
     axes.grid(alpha=0.3, which="both")

@@ -16,11 +16,10 @@ scaling: the last held-out perplexity of runs against their parameters, with a p
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gmlp_scale.analysis import arrays, pictures
-from gmlp_scale.analysis.tensorboard import add_picture
+from gmlp_scale.analysis.tensorboard import open_writer
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.distributed.logs import command
@@ -36,21 +35,12 @@ if TYPE_CHECKING:
 @command
 def main() -> int:
     options = _parser().parse_args()
-    if options.picture == "scaling":
-        figure, step = _scaling(options.runs), 0
-    elif options.picture == "image-filters":
-        trained = read_image_run(options.run, options.step)
-        matrices = arrays.chosen_blocks(arrays.image_matrices(trained), options.blocks)
-        figure, step = pictures.draw_image_filters(matrices), trained.details["step"]
-    else:
-        if options.export and options.step is not None:
-            raise InputError("--step needs --run: an export has only one step")
-        trained = read_run(options.run, options.step) if options.run else read_export(options.export)
-        figure, step = _draw(trained, options), trained.step or 0
+    figure, step = _draw(options)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.output, dpi=120, format="png")
     if folder := options.tensorboard or (options.run and f"{options.run}/tensorboard/pictures"):
-        add_picture(folder, options.picture, figure, step)
+        with open_writer(folder) as writer:
+            writer.add_figure(options.picture, figure, step)
     print(options.output)
     return 0
 
@@ -58,9 +48,8 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--output", type=local_path, required=True, metavar="FILE.png")
-    output.add_argument(
-        "--tensorboard", metavar="DIR_OR_URL", help="TensorBoard's folder for the picture (default: in the --run)"
-    )
+    board = "TensorBoard's folder for the picture (default: in the --run)"
+    output.add_argument("--tensorboard", metavar="DIR_OR_URL", help=board)
     model = argparse.ArgumentParser(add_help=False, parents=[output])
     place = model.add_mutually_exclusive_group(required=True)
     place.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
@@ -68,40 +57,53 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    pictures_by_name = parser.add_subparsers(dest="picture", required=True)
-    pictures_by_name.add_parser("filters", parents=[model])
-    matrices = pictures_by_name.add_parser("matrices", parents=[model])
-    matrices.add_argument("--blocks", type=int, nargs="+", required=True, help="numbers of blocks, from 0")
-    attention = pictures_by_name.add_parser("attention", parents=[model])
+    names = parser.add_subparsers(dest="picture", required=True)
+    names.add_parser("filters", parents=[model])
+    matrices = names.add_parser("matrices", parents=[model])
+    attention = names.add_parser("attention", parents=[model])
     attention.add_argument("--text-a", required=True)
     attention.add_argument("--text-b", required=True)
     attention.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks, from 0 (default: the first half)")
-    image_filters = pictures_by_name.add_parser("image-filters", parents=[output])
-    image_filters.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL")
-    image_filters.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
-    image_filters.add_argument("--blocks", type=int, nargs="+", required=True, help="numbers of blocks, from 0")
-    scaling = pictures_by_name.add_parser("scaling", parents=[output])
+    images = names.add_parser("image-filters", parents=[output])
+    images.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
+    images.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
+    for picture in (matrices, images):
+        picture.add_argument("--blocks", type=int, nargs="+", required=True, help="numbers of blocks, from 0")
+    scaling = names.add_parser("scaling", parents=[output])
     scaling.set_defaults(run=None)
     scaling.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")
     return parser
 
 
-def _draw(trained: TrainedModel, options: argparse.Namespace) -> "Figure":
+def _draw(options: argparse.Namespace) -> tuple["Figure", int]:
+    """The picture, and the step that it shows."""
+    if options.picture == "scaling":
+        sizes = arrays.run_sizes(options.runs)
+        law, table = arrays.scaling_law(sizes)
+        print(table)
+        return pictures.draw_scaling(sizes, law), 0
+    trained = _read(options)
     match options.picture:
         case "filters":
-            return draw_filters(arrays.filters_of(trained))
-        case "matrices":
-            return pictures.draw_matrices(arrays.chosen_blocks(arrays.spatial_matrices(trained), options.blocks))
+            figure = draw_filters(arrays.filters_of(trained))
+        case "matrices" | "image-filters":
+            matrices = arrays.chosen_blocks(arrays.spatial_matrices(trained), options.blocks)
+            draw = pictures.draw_matrices if options.picture == "matrices" else pictures.draw_image_filters
+            figure = draw(matrices)
         case "attention":
             ids, tokens = arrays.sentence_pair(trained, options.text_a, options.text_b)
-            return pictures.draw_attention(arrays.attention_by_title(trained, ids, options.blocks), tokens)
+            figure = pictures.draw_attention(arrays.attention_by_title(trained, ids, options.blocks), tokens)
+    return figure, trained.step or 0
 
 
-def _scaling(run_dirs: list[Path]) -> "Figure":
-    sizes = arrays.run_sizes(run_dirs)
-    law = arrays.scaling_law(sizes)
-    print(arrays.scaling_table(sizes, law))
-    return pictures.draw_scaling(sizes, law)
+def _read(options: argparse.Namespace) -> TrainedModel:
+    if options.picture == "image-filters":
+        return read_image_run(options.run, options.step)
+    if options.run:
+        return read_run(options.run, options.step)
+    if options.step is not None:
+        raise InputError("--step needs --run: an export has only one step")
+    return read_export(options.export)
 
 
 if __name__ == "__main__":

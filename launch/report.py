@@ -15,6 +15,7 @@ from gmlp_scale.analysis.run_report import Filters, filter_paths, page
 from gmlp_scale.checkpoint.saved_run import read_weights
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import USER_ERRORS
+from gmlp_scale.models import FAMILIES
 from gmlp_scale.storage.files import redacted, write_text
 from gmlp_scale.train.filters import spatial_filters
 
@@ -41,7 +42,8 @@ def _filters(folders: list[str], records: list[RunRecord]) -> list[Filters]:
     """Each run's filters, or why they cannot be read. Runs without spatial projections are left out."""
     filters = []
     for number, (folder, record) in enumerate(zip(folders, records, strict=True)):
-        if record.config.get("model.kind") not in ("gmlp", "amlp"):
+        family = FAMILIES.get(record.config.get("model.kind"))
+        if not family or not family.has_spatial_filters:
             continue
         try:
             checkpoint, weights = read_weights(folder)

@@ -11,44 +11,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gmlp_scale.analysis.run_records import curve, read_lines
 from gmlp_scale.checkpoint.saved_run import read_recipe
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
-from gmlp_scale.export.image_models import TrainedClassifier
-from gmlp_scale.models.gmlp import GmlpBlock, GmlpConfig
+from gmlp_scale.models import kinds_with
 from gmlp_scale.models.toeplitz import toeplitz
 from gmlp_scale.plan.describe import count_parameters
-from gmlp_scale.train.filters import spatial_filters
-from gmlp_scale.train.log_files import read_metrics
 
 
-@torch.no_grad()
 def spatial_matrices(trained: TrainedModel) -> list[np.ndarray]:
     """W_NN of every block's spatial projection, float32. TrainedModelError if the model has none."""
-    model = trained.build()
-    if not all(isinstance(block, GmlpBlock) for block in model.blocks):
-        raise _no_spatial_projections(trained)
-    return [block.gating.spatial_weights(model.sequence_length)[0].numpy() for block in model.blocks]
-
-
-def image_matrices(trained: TrainedClassifier) -> list[np.ndarray]:
-    """W_NN of every block of an image classifier, float32. TrainedModelError if it has none."""
-    if not isinstance(trained.model, GmlpConfig):
-        raise TrainedModelError(f"{trained.name} has no spatial projections: give a gMLP or an aMLP")
-    weights = [trained.weights[f"blocks.{number}.gating.weight"] for number in range(trained.model.num_blocks)]
+    if not trained.config.has_spatial_filters:
+        kinds = kinds_with("has_spatial_filters")
+        raise TrainedModelError(f"{trained.place} has no spatial projections: give a model of kind {kinds}")
+    weights = [trained.weights[f"blocks.{number}.gating.weight"] for number in range(trained.config.num_blocks)]
     return [(toeplitz(weight) if weight.ndim == 1 else weight).numpy() for weight in weights]
 
 
 def filters_of(trained: TrainedModel) -> list[np.ndarray]:
-    """The spatial filter_N of every block. TrainedModelError if the model has none."""
-    filters = spatial_filters(trained.weights.items())
-    if not filters:
-        raise _no_spatial_projections(trained)
-    return filters
-
-
-def _no_spatial_projections(trained: TrainedModel) -> TrainedModelError:
-    return TrainedModelError(f"{trained.place} has no spatial projections: give a gMLP or an aMLP")
+    """The spatial filter_N of every block, the middle row of W. TrainedModelError if the model has none."""
+    return [matrix_NN[len(matrix_NN) // 2] for matrix_NN in spatial_matrices(trained)]
 
 
 @torch.no_grad()
@@ -61,7 +44,7 @@ def attention_maps(trained: TrainedModel, ids: Sequence[int]) -> list[np.ndarray
         TrainedModelError: the model has no tiny attention, or the row is too long for it.
     """
     model, num_positions = trained.build(), trained.row_length or len(ids)
-    if not all(isinstance(block, GmlpBlock) and block.attention is not None for block in model.blocks):
+    if not trained.config.has_spatial_filters or model.blocks[0].attention is None:
         raise TrainedModelError(f"{trained.place} has no tiny attention: give an aMLP")
     if len(ids) > num_positions or num_positions > model.sequence_length:
         longest = trained.row_length or model.sequence_length
@@ -123,18 +106,13 @@ def run_sizes(run_folders: Sequence[str | Path]) -> list[RunSize]:
     sizes, problems = [], []
     for run_folder in run_folders:
         recipe = read_recipe(run_folder)
-        try:
-            lines = [line for line in read_metrics(f"{run_folder}/metrics.jsonl") if "eval/perplexity" in line]
-        except FileNotFoundError:
-            lines = []
-        last = lines[-1] if lines else {}
-        perplexity = last.get("eval/perplexity")
-        if perplexity is None:
+        perplexities = curve(read_lines(f"{run_folder}/metrics.jsonl"), "eval/perplexity")
+        if not perplexities:
             problems.append(f"{run_folder} has no held-out evaluation in metrics.jsonl: train it further")
-        elif not math.isfinite(perplexity):
-            problems.append(f"{run_folder} has the perplexity {perplexity}: leave it out")
+        elif not math.isfinite(perplexities[-1][1]):
+            problems.append(f"{run_folder} has the perplexity {perplexities[-1][1]}: leave it out")
         else:
-            sizes.append(RunSize(recipe.name, count_parameters(recipe), last["step"], perplexity))
+            sizes.append(RunSize(recipe.name, count_parameters(recipe), *perplexities[-1]))
     if problems:
         raise TrainedModelError("; ".join(problems))
     return sizes
@@ -155,21 +133,15 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
     """Least squares of log y over log x. TrainedModelError if all x are equal."""
     if len(set(x)) < 2:
         raise TrainedModelError(f"a power law needs two runs of different sizes; found {', '.join(map(str, set(x)))}")
-    log_x, log_y = np.log(x), np.log(y)
-    from_mean = log_x - log_x.mean()
-    exponent = from_mean @ log_y / (from_mean @ from_mean)
-    return PowerLaw(float(np.exp(log_y.mean() - exponent * log_x.mean())), float(exponent))
+    exponent, intercept = np.polyfit(np.log(x), np.log(y), 1)
+    return PowerLaw(float(np.exp(intercept)), float(exponent))
 
 
-def scaling_law(sizes: Sequence[RunSize]) -> PowerLaw:
-    """Perplexity over parameters (the paper's Figure 8). TrainedModelError if all runs are of one size."""
-    return fit_power_law([size.num_parameters for size in sizes], [size.perplexity for size in sizes])
-
-
-def scaling_table(sizes: Sequence[RunSize], law: PowerLaw) -> str:
-    lines = []
-    for size in sizes:
-        parameters = f"{size.num_parameters:,} parameters"
-        lines.append(f"{size.name:24} {parameters:>26}  perplexity {size.perplexity:10.3f} at step {size.step:,}")
-    lines.append(f"perplexity = {law.coefficient:.4g} x parameters ^ {law.exponent:.4f}")
-    return "\n".join(lines)
+def scaling_law(sizes: Sequence[RunSize]) -> tuple[PowerLaw, str]:
+    """Perplexity over parameters (the paper's Figure 8), and both as a table; raises as fit_power_law."""
+    law = fit_power_law([size.num_parameters for size in sizes], [size.perplexity for size in sizes])
+    lines = [
+        f"{of.name:24} {of.num_parameters:>15,} parameters  perplexity {of.perplexity:10.3f} at step {of.step:,}"
+        for of in sizes
+    ]
+    return law, "\n".join([*lines, f"perplexity = {law.coefficient:.4g} x parameters ^ {law.exponent:.4f}"])

@@ -1,23 +1,35 @@
 """Held-out loss, perplexity and accuracy of trained models on any shards: the same rows and masks for every model."""
 
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gmlp_scale.analysis.tensorboard import replace_scalars
+from gmlp_scale.analysis.tensorboard import open_writer
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.distributed.bars import progress_bar
-from gmlp_scale.distributed.world import World
+from gmlp_scale.distributed.logs import set_up_logging
+from gmlp_scale.distributed.world import World, start_world
+from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import redacted
 from gmlp_scale.tasks.evaluate import Evaluation, evaluate, unigram_predictor
 from gmlp_scale.tasks.pretraining import build_loader
 
 _FIGURES = ("loss", "perplexity", "accuracy")
+
+
+@contextmanager
+def single_process(script: str) -> Iterator[World]:
+    """The world of a script that evaluates. InputError if it was started with several ranks."""
+    with start_world(timeout_seconds=600, hear_stop_signals=False) as world:
+        if world.size > 1:
+            raise InputError(f"{script} is one process: start it without torchrun or deepspeed")
+        set_up_logging(world)
+        yield world
 
 
 def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int | None, world: World) -> dict[str, Any]:
@@ -64,8 +76,10 @@ def table(content: dict[str, Any]) -> str:
 
 def write_curve(content: dict[str, Any], run_folder: str | Path) -> None:
     """Writes the models' figures to RUN_DIR/tensorboard/evaluation, in place of what was there."""
-    scalars = {of["step"]: {f"eval/{tag}": of[tag] for tag in _FIGURES} for of in content["models"]}
-    replace_scalars(f"{run_folder}/tensorboard/evaluation", scalars)
+    with open_writer(f"{run_folder}/tensorboard/evaluation", replacing=True) as writer:
+        for of_model in content["models"]:
+            for figure in _FIGURES:
+                writer.add_scalar(f"eval/{figure}", of_model[figure], of_model["step"])
 
 
 def _read_heldout(

@@ -4,10 +4,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gmlp_scale.analysis.tensorboard import add_scalars
-from gmlp_scale.checkpoint.saved_run import read_recipe
+from gmlp_scale.analysis.tensorboard import open_writer
+from gmlp_scale.checkpoint.saved_run import read_recipe, read_run
 from gmlp_scale.distributed.world import World
-from gmlp_scale.export.folder import export_pretrained
+from gmlp_scale.export.folder import export_checkpoint
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune
 from gmlp_scale.finetune.inputs import read_inputs
@@ -47,21 +47,17 @@ def load_probe(task: str, overrides: list[str], run_folder: str | Path) -> Finet
 
 
 def add_probe_scores(content: dict[str, Any], run_folder: str | Path, config: FinetuneConfig, world: World) -> None:
-    """Probes each model of heldout.evaluate_models; adds its score there and in RUN_DIR/tensorboard/probe."""
-    name = f"probe_{config.task}_{config.task_row.main_score}"
-    for of_model in content["models"]:
-        of_model[name] = probe(run_folder, of_model["step"], config, world)
-        add_scalars(f"{run_folder}/tensorboard/probe", {of_model["step"]: {f"eval/{name}": of_model[name]}})
+    """Exports and finetunes each model of heldout.evaluate_models in a temporary folder.
 
-
-def probe(run_folder: str | Path, step: int, config: FinetuneConfig, world: World) -> float:
-    """The dev score of the run's checkpoint after `step`, exported and finetuned in a temporary folder.
-
-    Raises one of errors.USER_ERRORS.
+    Adds its dev score to `content` and to RUN_DIR/tensorboard/probe. Raises one of errors.USER_ERRORS.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        export_dir = Path(folder) / "export"
-        export_pretrained(run_folder, step, export_dir)
-        one = config.model_copy(update={"output_dir": folder, "model": str(export_dir)})
-        content = finetune(one, read_inputs(one), world)
-        return content["scores"]["dev"][one.task_row.main_score]
+    score = config.task_row.main_score
+    name = f"probe_{config.task}_{score}"
+    for of_model in content["models"]:
+        step = of_model["step"]
+        with tempfile.TemporaryDirectory() as folder:
+            export_checkpoint(read_run(run_folder, step), run_folder, Path(folder, "export"))
+            one = config.model_copy(update={"output_dir": folder, "model": f"{folder}/export"})
+            of_model[name] = finetune(one, read_inputs(one), world)["scores"]["dev"][score]
+        with open_writer(f"{run_folder}/tensorboard/probe") as writer:
+            writer.add_scalar(f"eval/{name}", of_model[name], step)

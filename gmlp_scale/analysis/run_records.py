@@ -45,7 +45,7 @@ class RunRecord:
     lines: list[dict[str, Any]]
     """The lines of metrics.jsonl, in the order of steps. At least one."""
     restarts: list[int] | None
-    """The step of each resume after which the run trained on. None if there are no events to tell it."""
+    """The step of each resume after which the run trained on. None if there are no events that say it."""
     skipped: list[dict[str, Any]]
     """The updates that were left out."""
     newest: SavedModel | None
@@ -55,11 +55,20 @@ class RunRecord:
         return self.lines[-1]["step"]
 
     def curve(self, tag: str) -> list[tuple[int, float]]:
-        """(step, value) of each line that has the tag. Values may be NaN or infinite."""
-        return [(line["step"], line[tag]) for line in self.lines if isinstance(line.get(tag), int | float)]
+        return curve(self.lines, tag)
 
-    def finite(self, tag: str) -> list[float]:
-        return [value for _, value in self.curve(tag) if math.isfinite(value)]
+
+def curve(lines: Sequence[dict[str, Any]], tag: str) -> list[tuple[int, float]]:
+    """(step, value) of each line that has the tag. Values may be NaN or infinite."""
+    return [(line["step"], line[tag]) for line in lines if isinstance(line.get(tag), int | float)]
+
+
+def read_lines(path: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, or of another file of a run with a JSON object for each step; none without a file."""
+    try:
+        return read_metrics(path)
+    except FileNotFoundError:
+        return []
 
 
 def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
@@ -77,8 +86,7 @@ def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
 
 
 def _read(folder: str) -> RunRecord:
-    config = _config(folder)
-    lines = _lines(f"{folder}/metrics.jsonl")
+    config, lines = _config(folder), read_lines(f"{folder}/metrics.jsonl")
     if not lines:
         raise InputError(redacted(f"{folder} has no metrics yet: give a run whose metrics.jsonl has a line"))
     starts, last_step = start_steps(f"{folder}/tensorboard"), lines[-1]["step"]
@@ -88,7 +96,7 @@ def _read(folder: str) -> RunRecord:
         config=redacted(config),
         lines=lines,
         restarts=[step for step in starts[1:] if step < last_step] if starts else None,
-        skipped=_lines(f"{folder}/skipped_steps.jsonl"),
+        skipped=read_lines(f"{folder}/skipped_steps.jsonl"),
         newest=_newest(folder),
     )
 
@@ -106,14 +114,6 @@ def _config(folder: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(redacted(f"{path} is no run's config: it has no fields; give a run's own folder"))
     return dict(flatten(content))
-
-
-def _lines(path: str) -> list[dict[str, Any]]:
-    """The lines of a file with one JSON object for each step of some kind; none if there is no file."""
-    try:
-        return read_metrics(path)
-    except FileNotFoundError:
-        return []
 
 
 def _newest(folder: str) -> SavedModel | None:

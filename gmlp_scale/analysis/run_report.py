@@ -6,10 +6,9 @@ The page's text, style and script stand in run_report.html. It loads nothing, so
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 import yaml
@@ -78,7 +77,7 @@ class Filters:
 
     run: int
     step: int | None = None
-    paths: tuple[str, ...] = ()
+    paths: Sequence[str] = ()
     """One for each block, in a box of curves.WIDTH x curves.HEIGHT."""
     reason: str = ""
 
@@ -103,8 +102,8 @@ def page(records: Sequence[RunRecord], filters: Sequence[Filters], written_at: d
         runs=records,
         num_colors=NUM_COLORS,
         sections=[(name, _charts(records, plots)) for name, plots in sections],
-        results=_table(records, _result_columns(tags)),
-        costs=_table(records, COST_COLUMNS),
+        results=_table([_results(record, tags) for record in records]),
+        costs=_table([_costs(record) for record in records]),
         differences=_differences(records),
         configs=[yaml.safe_dump(record.config, sort_keys=False) for record in records],
         filters=filters,
@@ -112,7 +111,7 @@ def page(records: Sequence[RunRecord], filters: Sequence[Filters], written_at: d
     )
 
 
-def filter_paths(filters: Sequence[np.ndarray]) -> tuple[str, ...]:
+def filter_paths(filters: Sequence[np.ndarray]) -> list[str]:
     """A path for each block's filter_N. The vertical scales differ, as in the paper's Figure 4."""
     paths = []
     for filter_N in filters:
@@ -120,7 +119,7 @@ def filter_paths(filters: Sequence[np.ndarray]) -> tuple[str, ...]:
         x = Axis(0, max(len(filter_N) - 1, 1), 0, curves.WIDTH)
         y = Axis(-limit, limit, curves.HEIGHT - 4, 4)
         paths.append(line(list(enumerate(filter_N.tolist())), x, y))
-    return tuple(paths)
+    return paths
 
 
 def _charts(records: Sequence[RunRecord], plots: Sequence[Plot]) -> list[Chart]:
@@ -154,40 +153,43 @@ def _numbers(curve: Curve) -> str:
     return f"[{','.join(f'[{point.step},{point.mean:.5g}]' for point in curve.points)}]"
 
 
-Column = tuple[str, Callable[[RunRecord], str]]
-"""A heading, and what stands below it for a run; empty if nothing is known."""
-
-
-def _epochs(record: RunRecord) -> str:
-    """The run's epochs; of a mixture, the epochs of every source."""
-    tags = sorted({tag for line in record.lines for tag in line if tag.startswith("data/epoch")})
-    return ", ".join(_last(record, tag, ".3g") for tag in tags)
-
-
-def _result_columns(tags: Sequence[str]) -> list[Column]:
+def _results(record: RunRecord, tags: Iterable[str]) -> dict[str, str]:
+    """The run's final numbers by heading; empty where nothing is known."""
+    newest = record.newest
+    num_steps = num_steps_of(newest.details if newest else {}, record.config.get("train.num_steps"))
     titles = {plot.tag: plot.title.lower() for plot in LEARNING}
-    scores = [tag for tag in tags if tag.startswith("eval/")]
-    return [
-        ("step", lambda record: f"{record.last_step:,}{_of_all(record)}"),
-        *((titles.get(tag, tag), lambda record, tag=tag: _last(record, tag)) for tag in sorted(scores, reverse=True)),
-        ("training loss", lambda record: _last(record, "train/loss")),
-        ("parameters", lambda record: f"{record.newest.num_parameters:,}" if record.newest else ""),
-        ("rows seen", lambda record: _last(record, "data/samples_seen", ",.0f")),
-        ("epochs", _epochs),
-    ]
+    # A mixture has an epoch of every source.
+    epochs = sorted({tag for line in record.lines for tag in line if tag.startswith("data/epoch")})
+    return {
+        "step": f"{record.last_step:,}" + (f" of {num_steps:,}" if isinstance(num_steps, int) else ""),
+        **{titles.get(tag, tag): _last(record, tag) for tag in sorted(tags, reverse=True) if tag.startswith("eval/")},
+        "training loss": _last(record, "train/loss"),
+        "parameters": f"{newest.num_parameters:,}" if newest else "",
+        "rows seen": _last(record, "data/samples_seen", ",.0f"),
+        "epochs": ", ".join(_last(record, tag, ".3g") for tag in epochs),
+    }
 
 
-COST_COLUMNS: tuple[Column, ...] = (
-    ("tokens per second, median", lambda record: _of(record, "perf/tokens_per_second", statistics.median, ",.0f")),
-    ("TFLOP/s per device, median", lambda r: _of(r, "perf/model_tflops_per_device", statistics.median, ".3g")),
-    ("MFU, median", lambda record: _of(record, "perf/mfu", statistics.median, ".1%")),
-    ("waiting for data, mean", lambda record: _of(record, "perf/data_wait_fraction", statistics.mean, ".1%")),
-    ("stopped by checkpoints", lambda record: _of(record, "perf/checkpoint_stall_seconds", sum, ",.2f", " s")),
-    ("peak memory", lambda record: _of(record, "memory/peak_gib", max, ".2f", " GiB")),
-    ("restarts", lambda record: _restarts(record)),
-    ("updates left out", lambda record: _skipped(record)),
-    ("newest checkpoint", lambda record: f"step {record.newest.step:,}" if record.newest else "none"),
-)
+def _costs(record: RunRecord) -> dict[str, str]:
+    """What the run took, by heading; empty where nothing is known."""
+
+    def of(tag: str, summary: Callable[[list[float]], float], form: str) -> str:
+        values = [value for _, value in record.curve(tag) if math.isfinite(value)]
+        return form.format(summary(values)) if values else ""
+
+    skipped = [f"{line['step']:,} ({line.get('why', 'unknown')})" for line in record.skipped]
+    restarts = None if record.restarts is None else [f"{step:,}" for step in record.restarts]
+    return {
+        "tokens per second, median": of("perf/tokens_per_second", statistics.median, "{:,.0f}"),
+        "TFLOP/s per device, median": of("perf/model_tflops_per_device", statistics.median, "{:.3g}"),
+        "MFU, median": of("perf/mfu", statistics.median, "{:.1%}"),
+        "waiting for data, mean": of("perf/data_wait_fraction", statistics.mean, "{:.1%}"),
+        "stopped by checkpoints": of("perf/checkpoint_stall_seconds", sum, "{:,.2f} s"),
+        "peak memory": of("memory/peak_gib", max, "{:.2f} GiB"),
+        "restarts": "" if restarts is None else _counted(restarts, "after step"),
+        "updates left out": _counted(skipped, "step"),
+        "newest checkpoint": f"step {record.newest.step:,}" if record.newest else "none",
+    }
 
 
 def _last(record: RunRecord, tag: str, form: str = "") -> str:
@@ -195,49 +197,27 @@ def _last(record: RunRecord, tag: str, form: str = "") -> str:
     return format(points[-1][1], form or ("#.5g" if abs(points[-1][1]) < 1e5 else ",.0f")) if points else ""
 
 
-def _of(record: RunRecord, tag: str, summary: Callable[[list[float]], float], form: str, unit: str = "") -> str:
-    values = record.finite(tag)
-    return format(summary(values), form) + unit if values else ""
-
-
-def _of_all(record: RunRecord) -> str:
-    num_steps = num_steps_of(record.newest.details if record.newest else {}, record.config.get("train.num_steps"))
-    return f" of {num_steps:,}" if isinstance(num_steps, int) else ""
-
-
-def _restarts(record: RunRecord) -> str:
-    return "" if record.restarts is None else _counted([f"{step:,}" for step in record.restarts], "after step")
-
-
-def _skipped(record: RunRecord) -> str:
-    return _counted([f"{line['step']:,} ({line.get('why', 'unknown')})" for line in record.skipped], "step")
-
-
 def _counted(items: list[str], what: str) -> str:
     shown = ", ".join(items[:6]) + (", …" if len(items) > 6 else "")
     return f"{len(items)}: {what} {shown}" if items else "0"
 
 
-def _table(records: Sequence[RunRecord], columns: Sequence[Column]) -> dict[str, list[str]]:
-    """The cells of each column by its heading, one for each run. Columns without any value are left out."""
-    table = {heading: [cell(record) for record in records] for heading, cell in columns}
+def _table(rows: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """The cells of each heading, one for each run. Headings without any value are left out."""
+    table = {heading: [row[heading] for row in rows] for heading in rows[0]}
     return {heading: cells for heading, cells in table.items() if any(cells)}
 
 
 def _differences(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """The values of each field in which the configs differ, one for each run; "absent" where a run has no such field.
+    """The values of each field in which the configs differ, one for each run, as a recipe has them: null, true, [1, 2].
 
-    `name` and `output_dir` are left out: they always differ.
+    "absent" stands where a run has no such field. `name` and `output_dir` are left out: they always differ.
     """
     fields = dict.fromkeys(field for record in records for field in record.config)
-    table = {field: [_as_typed(record.config.get(field, "absent")) for record in records] for field in fields}
-    return {
-        field: values
-        for field, values in table.items()
-        if field not in ("name", "output_dir") and any(value != values[0] for value in values)
+    found = {field: [record.config.get(field, "absent") for record in records] for field in fields}
+    table = {
+        field: [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+        for field, values in found.items()
+        if field not in ("name", "output_dir")
     }
-
-
-def _as_typed(value: Any) -> str:
-    """A config's value as a recipe has it: null, true, [1, 2]."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return {field: values for field, values in table.items() if len(set(values)) > 1}

@@ -8,7 +8,7 @@ A folder is a path or a URL.
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -17,33 +17,27 @@ from typing import TYPE_CHECKING
 from gmlp_scale.storage.files import delete_file, download_file, is_url, list_files, upload_file
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def replace_scalars(folder: str, scalars_of_step: Mapping[int, Mapping[str, float]]) -> None:
-    """Writes these scalars to `folder` and deletes what was there."""
-    if is_url(folder):
-        for name in list_files(folder):
-            delete_file(f"{folder}/{name}")
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-    add_scalars(folder, scalars_of_step)
-
-
-def add_scalars(folder: str, scalars_of_step: Mapping[int, Mapping[str, float]]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    with _local(folder) as local, SummaryWriter(local) as writer:
-        for step, scalars in scalars_of_step.items():
-            for tag, value in scalars.items():
-                writer.add_scalar(tag, value, step)
 
-
-def add_picture(folder: str, tag: str, figure: "Figure", step: int) -> None:
+@contextmanager
+def open_writer(folder: str, *, replacing: bool = False) -> Iterator["SummaryWriter"]:
+    """Adds what the block writes to `folder`, or replaces what was there."""
     from torch.utils.tensorboard import SummaryWriter
 
-    with _local(folder) as local, SummaryWriter(local) as writer:
-        writer.add_figure(tag, figure, step)
+    if not is_url(folder):
+        if replacing:
+            shutil.rmtree(folder, ignore_errors=True)
+        with SummaryWriter(folder) as writer:
+            yield writer
+        return
+    for name in list_files(folder) if replacing else ():
+        delete_file(f"{folder}/{name}")
+    with tempfile.TemporaryDirectory() as local:
+        with SummaryWriter(local) as writer:
+            yield writer
+        for path in Path(local).iterdir():
+            upload_file(path, f"{folder}/{path.name}")
 
 
 def start_steps(folder: str) -> list[int]:
@@ -65,15 +59,3 @@ def start_steps(folder: str) -> list[int]:
             first_events = islice(EventFileLoader(str(path)).Load(), 3)
             starts += [event for event in first_events if event.session_log.status == SessionLog.START]
     return [start.step - 1 for start in sorted(starts, key=lambda start: start.wall_time)]
-
-
-@contextmanager
-def _local(folder: str) -> Iterator[str]:
-    """The folder itself; for a URL a temporary folder, whose files are uploaded at the end."""
-    if not is_url(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as local:
-        yield local
-        for path in Path(local).iterdir():
-            upload_file(path, f"{folder}/{path.name}")

@@ -26,12 +26,13 @@ from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.finetuning_heads import SequenceClassifier, SpanPredictor
 from gmlp_scale.models.heads import MaskedLanguageModel
+from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import download_file, is_url, list_files, redacted
 
 log = logging.getLogger(__name__)
 
-Head = Literal["masked_language_model", "sequence_classification", "question_answering"]
+Head = Literal["masked_language_model", "sequence_classification", "question_answering", "image_classification"]
 
 MODEL_TYPE = "gmlp_scale"
 PREFIX = "model."
@@ -61,17 +62,20 @@ class TrainedModel:
     config: ModelConfig
     head: Head
     labels: tuple[str, ...]
-    """Names of the classes of a sequence classification head, in the order of its logits; else empty."""
+    """Names of the classes of a classification head, in the order of its logits; else empty."""
     weights: dict[str, Tensor]
     """Float32 on the CPU, by the parameter names of `build()`."""
-    tokenizer_folder: str
-    tokenizer_sha256: str
-    row_length: int | None
-    """The length to which finetuning padded rows; None for a pretrained model."""
     details: dict[str, Any]
     """Where the weights came from; for a pretraining run its config, data and step."""
-    recipe: RunConfig | None
-    """The pretraining run's; None for an export without one, such as a finetuned model's."""
+    tokenizer_folder: str = ""
+    tokenizer_sha256: str = ""
+    """Both are empty for a model of images."""
+    patch_size: int | None = None
+    """Pixels on a side of a patch, for a model of images."""
+    row_length: int | None = None
+    """The length to which finetuning padded rows; None for a pretrained model."""
+    recipe: RunConfig | None = None
+    """The pretraining run's on text; None for an export without one, such as a finetuned model's."""
 
     @property
     def step(self) -> int | None:
@@ -86,7 +90,8 @@ class TrainedModel:
 
     def build(self) -> Backbone:
         """The model with its head, float32, on the CPU, in evaluation mode."""
-        model = build_model(self.config, head=head_class(self.head, len(self.labels)), seed=None)
+        head = head_class(self.head, len(self.labels), self.patch_size)
+        model = build_model(self.config, head=head, seed=None)
         copy_weights(model, self.weights)
         return model.eval()
 
@@ -175,8 +180,8 @@ def recipe_in(details: dict[str, Any]) -> RunConfig | None:
         return None
 
 
-def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
-    """The `head` argument of build_model; only sequence classification uses num_classes."""
+def head_class(head: Head, num_classes: int, patch_size: int | None = None) -> Callable[..., Backbone]:
+    """The `head` argument of build_model; only sequence classification uses num_classes, and only images patch_size."""
     match head:
         case "masked_language_model":
             return MaskedLanguageModel
@@ -184,6 +189,8 @@ def head_class(head: Head, num_classes: int) -> Callable[..., Backbone]:
             return partial(SequenceClassifier, num_classes=num_classes)
         case "question_answering":
             return SpanPredictor
+        case "image_classification":
+            return partial(ImageClassifier, patch_size=patch_size)
 
 
 def expected_shapes(model: ModelConfig, head: Head, num_classes: int) -> dict[str, tuple[int, ...]]:

@@ -62,21 +62,14 @@ def model_card(
     publication: Publication,
 ) -> str:
     """The card in Markdown. Its last section shows `details` unchanged."""
-    environment = Environment(
-        loader=PackageLoader("gmlp_scale.export", "."),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # it is Markdown
-    )
     recipe, finetuned, heldout = recipe_in(details), details.get("finetuned"), _heldout(details)
     if finetuned:
         figures = {f"{part} {name}": value for part, of in finetuned["scores"].items() for name, value in of.items()}
     else:
         figures = {name: heldout[name] for name in ("loss", "perplexity", "accuracy")} if recipe and heldout else {}
     task, example = _USAGE[head]
-    return environment.get_template("card.md").render(
+    return render(
+        "card.md",
         metadata=_metadata(model, task, details, publication),
         model=model,
         num_parameters=num_parameters,
@@ -93,6 +86,18 @@ def model_card(
         scores={name: f"{value:.4f}" for name, value in figures.items()},
         settings=yaml.safe_dump(details, sort_keys=False),
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """A Markdown file of this folder with the values in it."""
+    environment = Environment(
+        loader=PackageLoader("gmlp_scale.export", "."),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(values)
 
 
 def _metadata(model: ModelConfig, task: str, details: dict[str, Any], publication: Publication) -> str:

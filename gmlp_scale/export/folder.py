@@ -22,7 +22,6 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.checkpoint.trained import (
     CHECKSUMS_NAME,
     CLASS_OF_HEAD,
@@ -46,21 +45,15 @@ from gmlp_scale.storage.files import is_url, read_file
 from gmlp_scale.train.log_files import read_metrics
 
 _LOCAL = Publication()
+_AUTO_CLASSES = {
+    "AutoModel": "GmlpScaleModel",
+    "AutoModelForMaskedLM": "GmlpScaleForMaskedLM",
+    "AutoModelForSequenceClassification": "GmlpScaleForSequenceClassification",
+    "AutoModelForTokenClassification": "GmlpScaleForTokenClassification",
+    "AutoModelForQuestionAnswering": "GmlpScaleForQuestionAnswering",
+}
 _OF_ONE_MACHINE = ("output_dir", "cache_dir", "cache_max_bytes", "deepspeed_config")
 """Fields of a recipe that only the machine of the training can use. All have defaults."""
-
-
-def export_pretrained(run_folder: str | Path, step: int | None, folder: Path) -> str:
-    """`export_checkpoint` of a run's newest good checkpoint, or of the one after `step`; returns its folder.
-
-    Raises:
-        ConfigError, CheckpointError: the run or the checkpoint cannot be read.
-        ExportError, TrainedModelError: as export_checkpoint.
-    """
-    check_is_free(folder)
-    trained = read_run(run_folder, step)
-    export_checkpoint(trained, run_folder, folder)
-    return trained.place
 
 
 def export_checkpoint(
@@ -118,39 +111,17 @@ def write_export(
     config = _transformers_config(model, head, labels) | {"row_length": row_length, "details": details}
     if document_stride:
         config["document_stride"] = document_stride
-    with new_folder(folder) as unfinished:
-        write_model(unfinished, config, weights)
-        copy_sources(unfinished)
+    num_parameters = sum(tensor.numel() for tensor in weights.values())
+    card = model_card(model, num_parameters, head, row_length, details, publication)
+    with new_export(folder, config, weights, card) as unfinished:
         write_tokenizer(unfinished, tokenizer, row_length or model.sequence_length)
         (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
-        num_parameters = sum(tensor.numel() for tensor in weights.values())
-        card = model_card(model, num_parameters, head, row_length, details, publication)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-
-
-def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Writes config.json and model.safetensors."""
-    tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    shutil.copymode(folder / "config.json", folder / WEIGHTS_NAME)  # safetensors lets only its owner read it
 
 
 def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) -> dict[str, Any]:
-    """What config.json tells transformers of the model and its head."""
+    """What config.json says of the model and its head."""
     config = {
-        "model_type": MODEL_TYPE,
-        "architectures": [CLASS_OF_HEAD[head]],
-        "auto_map": {
-            "AutoConfig": "configuration_gmlp.GmlpScaleConfig",
-            "AutoModel": "modeling_gmlp.GmlpScaleModel",
-            "AutoModelForMaskedLM": "modeling_gmlp.GmlpScaleForMaskedLM",
-            "AutoModelForSequenceClassification": "modeling_gmlp.GmlpScaleForSequenceClassification",
-            "AutoModelForTokenClassification": "modeling_gmlp.GmlpScaleForTokenClassification",
-            "AutoModelForQuestionAnswering": "modeling_gmlp.GmlpScaleForQuestionAnswering",
-        },
-        "dtype": "float32",
-        **model.model_dump(mode="json", exclude={"kernels"}),
+        **classes_and_model(model, CLASS_OF_HEAD[head], "modeling_gmlp", _AUTO_CLASSES),
         "pad_token_id": PAD_ID,
         "cls_token_id": CLS_ID,
         "sep_token_id": SEP_ID,
@@ -164,11 +135,28 @@ def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) 
             }
         }
     if labels:
-        config["id2label"] = dict(enumerate(labels))
-        config["label2id"] = {label: number for number, label in enumerate(labels)}
+        config |= names_of_classes(labels)
     if len(labels) == 1:
         config["problem_type"] = "regression"  # else transformers' pipeline applies a sigmoid
     return config
+
+
+def classes_and_model(
+    model: ModelConfig, class_name: str, module: str, class_of_auto: Mapping[str, str]
+) -> dict[str, Any]:
+    """The part of config.json that says which classes of the export's code load it, and the model's own fields."""
+    auto_map = {auto: f"{module}.{name}" for auto, name in class_of_auto.items()}
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": [class_name],
+        "auto_map": {"AutoConfig": "configuration_gmlp.GmlpScaleConfig", **auto_map},
+        "dtype": "float32",
+        **model.model_dump(mode="json", exclude={"kernels"}),
+    }
+
+
+def names_of_classes(labels: Sequence[str]) -> dict[str, Any]:
+    return {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
 
 
 def without_local_places(details: Any) -> Any:
@@ -195,8 +183,10 @@ def check_is_free(folder: Path) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, for the block to write an export's files into.
+def new_export(
+    folder: Path, config: dict[str, Any], weights: Mapping[str, Tensor], card: str, *, of_images: bool = False
+) -> Iterator[Path]:
+    """A new folder beside `folder` with config.json, weights, code and card; the block adds what else there is.
 
     If the block succeeds, SHA256SUMS is added and the new folder gets the name of `folder`. If it fails, the new folder
     is removed. Raises ExportError unless `folder` is absent or empty.
@@ -206,6 +196,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
     unfinished.mkdir()
     try:
+        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # safetensors lets only the file's owner read it.
+        shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)
+        copy_sources(unfinished, of_images=of_images)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
         yield unfinished
         sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
         (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")

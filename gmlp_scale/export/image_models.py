@@ -4,55 +4,46 @@ A folder holds model.safetensors, config.json, preprocessor_config.json (the ima
 evaluation), code that needs torch and transformers but not this package, a model card, and the checksum of each.
 """
 
+import argparse
 import json
-from dataclasses import dataclass
-from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
 
 from gmlp_scale.checkpoint.saved_run import read_recipe, read_weights
-from gmlp_scale.checkpoint.trained import MODEL_TYPE, ExportError, TrainedModelError, copy_weights
+from gmlp_scale.checkpoint.trained import ExportError, TrainedModel, TrainedModelError
 from gmlp_scale.data.augmentation import CENTRE_CROP
-from gmlp_scale.export.carried_code import copy_sources
-from gmlp_scale.export.folder import new_folder, without_local_places, write_model
+from gmlp_scale.errors import InputError
+from gmlp_scale.export.card import render
+from gmlp_scale.export.folder import classes_and_model, names_of_classes, new_export, without_local_places
 from gmlp_scale.export.timm_weights import from_timm, to_timm
-from gmlp_scale.models import ModelConfig, build_model, with_kernels
-from gmlp_scale.models.image_classifier import ImageClassifier
-from gmlp_scale.storage.files import create_file
+from gmlp_scale.models import with_kernels
+from gmlp_scale.storage.files import create_file, local_path
 from gmlp_scale.tasks.images import ImagesConfig
 
+_CLASS = "GmlpScaleForImageClassification"
 _BICUBIC = 3  # Pillow's number
 
 
-@dataclass(frozen=True)
-class TrainedClassifier:
-    name: str
-    model: ModelConfig
-    patch_size: int
-    """Pixels on a side of a patch."""
-    classes: tuple[str, ...]
-    weights: dict[str, Tensor]
-    """Float32, by the parameter names of an ImageClassifier."""
-    details: dict[str, Any]
-    """Where the weights came from; JSON-able."""
-
-    @property
-    def image_size(self) -> int:
-        return isqrt(self.model.sequence_length) * self.patch_size
-
-    def build(self) -> ImageClassifier:
-        """The model in float32, on the CPU, in evaluation mode."""
-        model = build_model(self.model, head=partial(ImageClassifier, patch_size=self.patch_size), seed=None)
-        copy_weights(model, self.weights)
-        return model.eval()
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--run, --step and --timm, for read_chosen."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
+    source.add_argument("--timm", type=local_path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
+    parser.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
 
 
-def read_image_run(run_folder: str | Path, step: int | None = None) -> TrainedClassifier:
+def read_chosen(options: argparse.Namespace) -> TrainedModel:
+    """The run or timm's weights; raises as read_image_run and read_timm do."""
+    if options.timm and options.step is not None:
+        raise InputError("--step needs --run")
+    return read_timm(options.timm) if options.timm else read_image_run(options.run, options.step)
+
+
+def read_image_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
     """The newest good checkpoint of a run with `task: images`, or the one after `step`.
 
     Raises:
@@ -60,17 +51,18 @@ def read_image_run(run_folder: str | Path, step: int | None = None) -> TrainedCl
     """
     config = read_recipe(run_folder, ImagesConfig)
     checkpoint, weights = read_weights(run_folder, step)
-    return TrainedClassifier(
-        name=config.name,
-        model=with_kernels(config.model, "auto"),
-        patch_size=config.patch_size,
-        classes=tuple(checkpoint.details["data"]["classes"]),
+    return TrainedModel(
+        place=config.name,
+        config=with_kernels(config.model, "auto"),
+        head="image_classification",
+        labels=tuple(checkpoint.details["data"]["classes"]),
         weights=weights,
         details=checkpoint.provenance,
+        patch_size=config.patch_size,
     )
 
 
-def read_timm(path: Path) -> TrainedClassifier:
+def read_timm(path: Path) -> TrainedModel:
     """A safetensors file of timm's gMLP. Its classes are named by their numbers.
 
     Raises:
@@ -84,92 +76,62 @@ def read_timm(path: Path) -> TrainedClassifier:
         model, patch_size, weights = from_timm(state)
     except TrainedModelError as error:
         raise TrainedModelError(f"{path}: {error}") from None
-    classes = tuple(map(str, range(model.vocab_size)))
-    return TrainedClassifier(path.stem, model, patch_size, classes, weights, {"timm": path.name})
+    labels = tuple(map(str, range(model.vocab_size)))
+    details = {"timm": path.name}
+    return TrainedModel(path.stem, model, "image_classification", labels, weights, details, patch_size=patch_size)
 
 
-def write_timm(trained: TrainedClassifier, path: Path) -> None:
+def write_timm(trained: TrainedModel, path: Path) -> None:
     """Writes a new safetensors file with timm's names, whole or not at all.
 
     Raises:
         TrainedModelError: timm has no such model.
         ExportError: the file exists.
     """
-    state = to_timm(trained.model, trained.weights, trained.patch_size)
+    state = to_timm(trained.config, trained.weights, trained.patch_size)
     if path.exists():
         raise ExportError(f"{path} is there already: remove it, or name another file")
     create_file(path, save({name: tensor.contiguous() for name, tensor in state.items()}, metadata={"format": "pt"}))
 
 
-def write_image_export(trained: TrainedClassifier, folder: Path) -> None:
+def write_image_export(trained: TrainedModel, folder: Path) -> None:
     """Writes the folder whole or not at all. ExportError if it is not empty."""
-    with new_folder(folder) as unfinished:
-        write_model(unfinished, _config(trained), trained.weights)
-        processor = json.dumps(_processor(trained), indent=2) + "\n"
-        (unfinished / "preprocessor_config.json").write_text(processor, encoding="utf-8")
-        copy_sources(unfinished, of_images=True)
-        (unfinished / "README.md").write_text(_card(trained), encoding="utf-8")
-
-
-def _config(trained: TrainedClassifier) -> dict[str, Any]:
-    return {
-        "model_type": MODEL_TYPE,
-        "architectures": ["GmlpScaleForImageClassification"],
-        "auto_map": {
-            "AutoConfig": "configuration_gmlp.GmlpScaleConfig",
-            "AutoModelForImageClassification": "modeling_gmlp_images.GmlpScaleForImageClassification",
-        },
-        "dtype": "float32",
-        **trained.model.model_dump(mode="json", exclude={"kernels"}),
+    model, image_size = trained.config, isqrt(trained.config.sequence_length) * trained.patch_size
+    config = {
+        **classes_and_model(model, _CLASS, "modeling_gmlp_images", {"AutoModelForImageClassification": _CLASS}),
         "patch_size": trained.patch_size,
-        "image_size": trained.image_size,
-        "id2label": dict(enumerate(trained.classes)),
-        "label2id": {label: number for number, label in enumerate(trained.classes)},
+        "image_size": image_size,
+        **names_of_classes(trained.labels),
         "details": without_local_places(trained.details),
     }
+    card = render(
+        "image_card.md",
+        name=trained.place,
+        model=model,
+        size=image_size,
+        patch_size=trained.patch_size,
+        num_parameters=sum(tensor.numel() for tensor in trained.weights.values()),
+        num_classes=len(trained.labels),
+        centre_crop=CENTRE_CROP,
+    )
+    with new_export(folder, config, trained.weights, card, of_images=True) as unfinished:
+        processor = json.dumps(_processor(image_size), indent=2) + "\n"
+        (unfinished / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 
-def _processor(trained: TrainedClassifier) -> dict[str, Any]:
+def _processor(image_size: int) -> dict[str, Any]:
     """The image processor of the evaluation: resizes the shorter side to image_size / 0.875, then crops the centre."""
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": round(trained.image_size / CENTRE_CROP)},
+        "size": {"shortest_edge": round(image_size / CENTRE_CROP)},
         "resample": _BICUBIC,
         "do_center_crop": True,
-        "crop_size": {"height": trained.image_size, "width": trained.image_size},
+        "crop_size": {"height": image_size, "width": image_size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-
-
-def _card(trained: TrainedClassifier) -> str:
-    num_parameters = sum(tensor.numel() for tensor in trained.weights.values())
-    model, size = trained.model, trained.image_size
-    return f"""---
-library_name: transformers
-pipeline_tag: image-classification
-tags:
-- {model.kind}
----
-
-# {trained.name}
-
-A {model.display_name} for images of {size} x {size} in patches of {trained.patch_size} x {trained.patch_size}
-("Pay Attention to MLPs", section 3): {num_parameters:,} parameters, {model.num_blocks} blocks and
-{len(trained.classes):,} classes.
-
-```python
-from transformers import AutoImageProcessor, pipeline
-
-processor = AutoImageProcessor.from_pretrained("THIS_FOLDER")
-classify = pipeline("image-classification", "THIS_FOLDER", image_processor=processor, trust_remote_code=True)
-print(classify("photo.jpg"))
-```
-
-The image processor takes the centre of the image, {CENTRE_CROP} of its shorter side, as the evaluation in training did.
-"""

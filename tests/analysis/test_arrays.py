@@ -92,7 +92,7 @@ def test_a_sentence_pair_is_laid_out_as_in_finetuning(runs):
 
 
 def test_models_without_what_is_asked_for_are_refused(runs):
-    with pytest.raises(TrainedModelError, match="has no spatial projections: give a gMLP or an aMLP"):
+    with pytest.raises(TrainedModelError, match="has no spatial projections: give a model of kind gmlp or amlp"):
         spatial_matrices(read_run(runs / "transformer"))
     with pytest.raises(TrainedModelError, match="has no tiny attention: give an aMLP"):
         attention_maps(read_run(runs / "gmlp"), [2, 3])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gmlp_scale.checkpoint.saved_run import read_all_steps
+from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.data.tokenizer import train_tokenizer
-from gmlp_scale.export.folder import export_pretrained
+from gmlp_scale.export.folder import export_checkpoint
 from gmlp_scale.train.log_files import read_metrics
 from launch.evaluate import main
 from tests.analysis.pretrained_runs import write_shards
@@ -39,7 +39,7 @@ def test_training_card_and_both_evaluations_agree(runs, run_dir, launched, tmp_p
     """Training evaluated 4 of the 6 held-out rows after steps 2 and 4."""
     logged = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in row]
     shards = ["--shards", runs / "shards"]
-    export_pretrained(run_dir, 2, tmp_path / "hf")
+    export_checkpoint(read_run(run_dir, 2), run_dir, tmp_path / "hf")
     of_run = evaluated(launched, tmp_path, "--run", run_dir, "--all-steps", *shards)
     of_export = evaluated(launched, tmp_path, "--export", tmp_path / "hf", *shards)
     assert [row["step"] for row in of_run["models"]] == [row["step"] for row in logged] == [2, 4]
@@ -137,7 +137,7 @@ def test_a_probe_s_mistakes_are_told_before_anything_is_evaluated(runs, run_dir,
 
 def test_mistakes_are_one_message_and_leave_with_2(runs, run_dir, launched, tmp_path):
     shards = ["--shards", runs / "shards"]
-    export_pretrained(run_dir, 4, tmp_path / "hf")
+    export_checkpoint(read_run(run_dir, 4), run_dir, tmp_path / "hf")
     train_tokenizer(["abcdefghijklmnopqrst " * 3] * 100, 282, tmp_path / "other")
     write_shards(tmp_path / "other_tokenizer", tmp_path / "other")
     write_shards(tmp_path / "longer", runs / "shards" / "tokenizer", sequence_length=64)
@@ -165,7 +165,7 @@ def test_mistakes_are_one_message_and_leave_with_2(runs, run_dir, launched, tmp_
 
 
 def test_an_export_without_a_recipe_is_refused(runs, run_dir, launched, tmp_path):
-    export_pretrained(run_dir, 4, tmp_path / "hf")
+    export_checkpoint(read_run(run_dir, 4), run_dir, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"details": {}}))
     (tmp_path / "hf" / "SHA256SUMS").unlink()

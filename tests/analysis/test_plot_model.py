@@ -7,7 +7,8 @@ import matplotlib.image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gmlp_scale.export.folder import export_pretrained
+from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.export.folder import export_checkpoint
 from launch.plot_model import main
 
 TEXTS = ["--text-a", "abcde $fgh$", "--text-b", "klmno"]
@@ -41,7 +42,7 @@ def test_a_run_s_picture(runs, launched, tmp_path, kind, words):
 
 def test_an_export_s_picture_is_its_run_s(runs, launched, tmp_path):
     run_dir = Path(shutil.copytree(runs / "gmlp", tmp_path / "gmlp"))
-    export_pretrained(run_dir, 4, tmp_path / "hf")
+    export_checkpoint(read_run(run_dir, 4), run_dir, tmp_path / "hf")
     for place, name in ((["--run", run_dir], "run.png"), (["--export", tmp_path / "hf"], "export.png")):
         options = ["filters", *place, "--output", tmp_path / name, "--tensorboard", tmp_path / "board"]
         code, _, error = launched(main, *options)

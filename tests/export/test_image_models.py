@@ -44,9 +44,9 @@ def launched(*arguments: object) -> int:
 
 
 def our_logits(run: Path, jpeg: bytes) -> torch.Tensor:
-    trained = read_image_run(run)
+    model = read_image_run(run).build()
     with torch.no_grad():
-        return trained.build().predict(ImageBatch(centre_crop(jpeg, trained.image_size)[None], None, None, None))
+        return model.predict(ImageBatch(centre_crop(jpeg, model.image_size)[None], None, None, None))
 
 
 def photo(run: Path) -> Path:

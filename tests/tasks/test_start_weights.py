@@ -17,7 +17,7 @@ from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.errors import OtherRankError
-from gmlp_scale.export.folder import export_pretrained
+from gmlp_scale.export.folder import export_checkpoint
 from gmlp_scale.models import build_model
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
@@ -132,7 +132,7 @@ def trunk(shards, tmp_path_factory):
 
 def test_a_run_starts_from_an_export_or_a_run(trunk, caplog):
     folder, train = trunk
-    export_pretrained(folder / "trunk", 4, folder / "export")
+    export_checkpoint(read_run(folder / "trunk", 4), folder / "trunk", folder / "export")
     logging.getLogger("gmlp_scale").propagate = True
     for name, place in (("from_run", f"{folder / 'trunk'}@4"), ("from_export", folder / "export")):
         train(f"name={name}", f"init_from={place}", "train.stop_after_step=2")
@@ -165,7 +165,7 @@ def test_all_ranks_start_from_the_step_that_rank_0_finds_which_is_recorded(trunk
     assert losses(run) == pytest.approx(losses(folder / "of_step_4"), rel=1e-5)
     assert load_run_config(run / "config.yaml").init_from == f"{place}@4"
     assert read_run(run).details["config"]["init_from"] == f"{place}@4"
-    export_pretrained(run, 6, folder / "export_of_it")
+    export_checkpoint(read_run(run, 6), run, folder / "export_of_it")
     assert "| began with the weights of | trunk@4 |" in (folder / "export_of_it" / "README.md").read_text()
     train("name=branch_of_it", f"init_from={place}", f"branch_from={run}@4")
     assert load_run_config(folder / "branch_of_it" / "config.yaml").init_from == f"{place}@4"
