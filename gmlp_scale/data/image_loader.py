@@ -1,22 +1,22 @@
 """The batches of images: for each step the rank's rows, decoded and augmented by worker processes some steps ahead."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from gmlp_scale.data.augmentation import Augmentation, AugmentationConfig, centre_crop
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.image_shards import ImageManifest, ImageShards
-from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
-from gmlp_scale.data.order import RowOrder, first_rows, places_in_shards
+from gmlp_scale.data.image_shards import ImageManifest, ImageShards, StoredImage
+from gmlp_scale.data.manifest import ShardError
+from gmlp_scale.data.order import RowOrder
 from gmlp_scale.data.workers import made_ahead
 from gmlp_scale.fields import FreeOnResume, OfOneMachine
 
@@ -53,8 +53,7 @@ class ImageLoader:
         check_images_fit(self.manifest, config.shards, num_classes)
         self.wait_seconds = 0.0
         """How long the caller of `steps` has waited for batches so far."""
-        self._config, self._augmentation, self._plan = config, augmentation, plan
-        self._image_size = image_size
+        self._config, self._augmentation, self._plan, self._image_size = config, augmentation, plan, image_size
         files, splits = ShardFiles(config.shards, config.cache_dir), self.manifest.splits
         self._order = RowOrder.of_shards(splits.train, group_bytes=config.shuffle_group_bytes, seed=plan.seed)
         # The rows of one step may be of two groups.
@@ -64,14 +63,13 @@ class ImageLoader:
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[ImageBatch]]:
         """The micro-batches of each step of [start_step, stop_step)."""
         augmentation = Augmentation(self._augmentation, self._image_size, self._plan.seed)
-        rows = _TrainingRows(self._train, self._order, augmentation)
-        keys = (positions for step in range(start_step, stop_step) for positions in self._plan.micro_batches(step))
-        batches = self._loaded(rows, keys)
-        for step in range(start_step, stop_step):
-            started = time.perf_counter()
-            micro_batches = [next(batches) for _ in self._plan.micro_batches(step)]
-            self.wait_seconds += time.perf_counter() - started
-            yield micro_batches
+        positions = (own for step in range(start_step, stop_step) for own in self._plan.micro_batches(step))
+        with closing(self._made_ahead(partial(self._augmented, augmentation), positions)) as batches:
+            for step in range(start_step, stop_step):
+                started = time.perf_counter()
+                micro_batches = [next(batches) for _ in self._plan.micro_batches(step)]
+                self.wait_seconds += time.perf_counter() - started
+                yield micro_batches
 
     def heldout_batches(self, num_rows: int) -> Iterator[tuple[ImageBatch, int]]:
         """This rank's share of the first `num_rows` held-out images, and how many images of each batch count.
@@ -79,10 +77,11 @@ class ImageLoader:
         Every rank has the same number of batches; the images that fill up the last ones do not count.
         """
         num_rows = min(num_rows, self.manifest.num_rows("heldout"))
-        places = self._plan.heldout(num_rows)
-        rows = _HeldoutRows(self._heldout, self.manifest.splits.heldout, self._image_size)
-        for batch, wanted in zip(self._loaded(rows, places), places, strict=True):
-            yield batch, int((wanted < num_rows).sum())
+        wanted = self._plan.heldout(num_rows)
+        filled = [np.where(rows < num_rows, rows, 0) for rows in wanted]
+        with closing(self._made_ahead(self._centres, filled)) as batches:
+            for batch, rows in zip(batches, wanted, strict=True):
+                yield batch, int((rows < num_rows).sum())
 
     def fingerprint(self) -> dict[str, str | int | list[str]]:
         """Facts of the data that a resumed run must find again."""
@@ -94,60 +93,27 @@ class ImageLoader:
         self._train.close()
         self._heldout.close()
 
-    def _loaded(self, rows: Dataset, keys: Iterable[np.ndarray]) -> Iterator[ImageBatch]:
-        """The batches in order, made ahead by the workers. Raises the error that a worker had with a shard or store."""
-        workers = {"num_workers": self._config.num_workers, "prefetch_batches": self._config.prefetch_batches}
-        with closing(made_ahead(rows, keys, **workers)) as batches:  # an error's traceback would keep the workers
-            for batch in batches:
-                if isinstance(batch, _FAILURES):
-                    raise batch
-                yield batch
+    def _made_ahead(self, make: Callable[[np.ndarray], ImageBatch], keys: Iterable[np.ndarray]) -> Generator:
+        config = self._config
+        return made_ahead(make, keys, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
 
-
-_FAILURES = (CorruptShardError, OSError)
-"""A worker returns these errors as values, since the DataLoader would pass on the text alone of an error raised."""
-
-
-class _TrainingRows(Dataset):
-    """Augmented micro-batches, by their rows' positions in the order."""
-
-    def __init__(self, shards: ImageShards, order: RowOrder, augmentation: Augmentation):
-        self._shards, self._order, self._augmentation = shards, order, augmentation
-
-    def __getitem__(self, positions_B: np.ndarray) -> ImageBatch | Exception:
+    def _augmented(self, augmentation: Augmentation, positions_B: np.ndarray) -> ImageBatch:
+        """Training images by their positions in the order."""
         rows = self._order.locate(positions_B)
-        try:
-            stored = [self._shards.read(*row) for row in zip(rows.shard.tolist(), rows.row_index.tolist(), strict=True)]
-        except _FAILURES as error:
-            return error
+        stored = self._train.read(rows.shard, rows.row_index)
         keys = zip(rows.epoch.tolist(), rows.global_row_index.tolist(), strict=True)
-        images = [self._augmentation.image(image.jpeg, *key) for image, key in zip(stored, keys, strict=True)]
-        batch = _batch(images, [image.label for image in stored])
-        return self._augmentation.mixed(batch, rows.epoch, rows.global_row_index)
+        images = [augmentation.image(image.jpeg, *key) for image, key in zip(stored, keys, strict=True)]
+        return augmentation.mixed(_batch(images, stored), rows.epoch, rows.global_row_index)
+
+    def _centres(self, rows_B: np.ndarray) -> ImageBatch:
+        """The centres of held-out images, by their numbers in the split."""
+        stored = self._heldout.read(*self._heldout.places(rows_B))
+        return _batch([centre_crop(image.jpeg, self._image_size) for image in stored], stored)
 
 
-class _HeldoutRows(Dataset):
-    """Micro-batches of the images' centres, by the images' numbers in the split. A number beyond the last one gives
-    the first image."""
-
-    def __init__(self, shards: ImageShards, listed: Sequence[Shard], image_size: int):
-        self._shards, self._image_size = shards, image_size
-        self._first_rows = first_rows(listed)
-
-    def __getitem__(self, rows_B: np.ndarray) -> ImageBatch | Exception:
-        rows_B = np.where(rows_B < self._first_rows[-1], rows_B, 0)
-        shards_B, within_B = places_in_shards(self._first_rows, rows_B)
-        try:
-            stored = [self._shards.read(*row) for row in zip(shards_B.tolist(), within_B.tolist(), strict=True)]
-        except _FAILURES as error:
-            return error
-        images = [centre_crop(image.jpeg, self._image_size) for image in stored]
-        return _batch(images, [image.label for image in stored])
-
-
-def _batch(images: list[Tensor], labels: list[int]) -> ImageBatch:
-    labels_B = torch.tensor(labels)
-    return ImageBatch(torch.stack(images), labels_B, labels_B, torch.ones(len(labels)))
+def _batch(images: list[Tensor], stored: list[StoredImage]) -> ImageBatch:
+    labels_B = torch.tensor([image.label for image in stored])
+    return ImageBatch(torch.stack(images), labels_B, labels_B, torch.ones(len(stored)))
 
 
 def check_images_fit(manifest: ImageManifest, folder: str, num_classes: int) -> None:

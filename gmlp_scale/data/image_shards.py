@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardList, Split, Splits, read_verified
-from gmlp_scale.data.order import first_rows
+from gmlp_scale.data.order import first_rows, places_in_shards
 
 _NOTE = np.dtype([("offset", "i8"), ("size", "i8"), ("label", "i8"), ("checksum", "u8")])
 """A _Member's fields, and the image's _checksum."""
@@ -122,8 +122,15 @@ class ImageShards:
         self._notes = np.frombuffer(shared, _NOTE)  # a size of 0 stands for an image that is not noted
         self._locks = tempfile.TemporaryFile()  # noqa: SIM115 - who verifies shard i locks byte i
 
-    def read(self, shard: int, row_index: int) -> StoredImage:
-        """An image by its place in the shard with this index."""
+    def places(self, row_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For images by their numbers in the split: the index of the shard that holds each, and its number there."""
+        return places_in_shards(self._first_rows, row_indices)
+
+    def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> list[StoredImage]:
+        """The images with these indices within the shards with these indices."""
+        return [self._image(*place) for place in zip(shards_B.tolist(), row_indices_B.tolist(), strict=True)]
+
+    def _image(self, shard: int, row_index: int) -> StoredImage:
         if (image := self._noted(shard, row_index)) is None:
             fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, shard)  # the kernel drops it if its holder is killed
             try:

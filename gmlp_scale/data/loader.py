@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,19 +20,7 @@ from gmlp_scale.data.fingerprint import fingerprint
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.masking import mask_rows
 from gmlp_scale.data.mixture import Mixture, Pattern
-from gmlp_scale.data.order import RowAddresses
-from gmlp_scale.data.shards import ROW_DTYPE
-from gmlp_scale.data.source import HeldoutRows, Source
-
-
-@dataclass(frozen=True)
-class BatchAddresses(RowAddresses):
-    """Where the rows of a batch are stored, each in its source."""
-
-    source: np.ndarray
-    """Index of the source in the recipe's list, int64 [P]."""
-    position: np.ndarray
-    """The row's place in its source's own order, int64 [P]."""
+from gmlp_scale.data.source import BatchAddresses, RowSource, Source, locate_rows, read_rows
 
 
 class Loader:
@@ -77,7 +65,7 @@ class Loader:
 
     def addresses(self, step: int) -> BatchAddresses:
         """Where the rows that this rank takes at `step` are stored."""
-        return _located(self.sources, *self._mixture.locate(np.array(self.plan.positions(step))))
+        return locate_rows(self.sources, *self._mixture.locate(np.array(self.plan.positions(step))))
 
     def micro_batches(self, step: int) -> list[MaskedBatch]:
         """This rank's micro-batches of `step`, in order. CorruptShardError if a corrupt shard is not skipped."""
@@ -126,7 +114,7 @@ class Loader:
             for positions in self.plan.heldout(num_rows):
                 is_filler = positions >= num_rows
                 positions[is_filler] = 0
-                addresses = _located(opened, *self._heldout.locate(positions))
+                addresses = locate_rows(opened, *self._heldout.locate(positions))
                 batch = self._masked(opened, addresses, self._num_masked.last)
                 batch.labels_BM.numpy()[is_filler] = IGNORED
                 yield batch
@@ -145,33 +133,14 @@ class Loader:
         batch = self._masked(self.sources, addresses, self._num_masked.at(step))
         return batch.split(self.plan.micro_batch_size)
 
-    def _masked(
-        self, sources: Sequence[Source | HeldoutRows], addresses: BatchAddresses, num_masked: int
-    ) -> MaskedBatch:
+    def _masked(self, sources: Sequence[RowSource], addresses: BatchAddresses, num_masked: int) -> MaskedBatch:
         """The rows at `addresses`, read from the sources and masked by their seeds."""
-        manifest = self.sources[0].manifest
-        rows_BN = np.empty((len(addresses.source), manifest.sequence_length), ROW_DTYPE)
-        for place in np.unique(addresses.source).tolist():
-            own = addresses.source == place
-            rows_BN[own] = sources[place].read(addresses.shard[own], addresses.row_index[own])
         batch = mask_rows(
-            rows_BN,
+            read_rows(sources, addresses),
             addresses.epoch,
             addresses.global_row_index,
             seed=np.array([source.seed for source in sources], np.uint64)[addresses.source],
             num_masked=num_masked,
-            vocab_size=manifest.vocab_size,
+            vocab_size=self.sources[0].manifest.vocab_size,
         )
         return replace(batch, padded=self.config.padded)
-
-
-def _located(
-    sources: Sequence[Source | HeldoutRows], source_of_row: np.ndarray, positions: np.ndarray
-) -> BatchAddresses:
-    """The addresses of the rows at these positions of their sources."""
-    columns = np.empty((4, len(positions)), np.int64)
-    for place in np.unique(source_of_row).tolist():
-        own = source_of_row == place
-        found = sources[place].locate(positions[own])
-        columns[:, own] = found.epoch, found.shard, found.row_index, found.global_row_index
-    return BatchAddresses(*columns, source=source_of_row, position=positions)

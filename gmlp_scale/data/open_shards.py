@@ -92,7 +92,7 @@ class OpenShards:
         num_open: int,
         skip_corrupt: SkipCorruptShards | None,
     ):
-        self._files, self._shards, self._sequence_length = files, shards, sequence_length
+        self._files, self._shards, self.sequence_length = files, shards, sequence_length
         self._num_open, self._skip_corrupt = num_open, skip_corrupt
         self._open: OrderedDict[int, Future[ShardRows]] = OrderedDict()  # the shard used last comes last
         self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
@@ -109,7 +109,7 @@ class OpenShards:
         """
         wanted = np.unique(shards_B).tolist()
         self._start_opening(wanted)
-        rows_BN = np.empty((len(row_indices_B), self._sequence_length), ROW_DTYPE)
+        rows_BN = np.empty((len(row_indices_B), self.sequence_length), ROW_DTYPE)
         for index in wanted:
             places = np.flatnonzero(shards_B == index)
             shard, num_rows = self._sound_shard(index)
@@ -168,4 +168,4 @@ class OpenShards:
             self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
-        return self._files.opened(shard, lambda path: ShardRows(path, shard, self._sequence_length))
+        return self._files.opened(shard, lambda path: ShardRows(path, shard, self.sequence_length))

@@ -1,6 +1,7 @@
-"""The rows of one source: one folder of shards, its order, its epochs and its masks."""
+"""The rows of one source: one folder of shards, its order, its epochs and its masks. And of several, row by row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from gmlp_scale.data.manifest import CorruptShardError, Shard
 from gmlp_scale.data.mixture import source_seed
 from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
 from gmlp_scale.data.order import RowAddresses, RowOrder, first_rows, places_in_shards
-from gmlp_scale.data.shards import Manifest
+from gmlp_scale.data.shards import ROW_DTYPE, Manifest
 
 _HELDOUT_SEED = 0
 
@@ -28,7 +29,7 @@ class Source:
 
     def __init__(self, config: DataConfig, place: int, manifest: Manifest, *, seed: int, run_dir: Path):
         self.config, self.manifest, self._place = config.sources[place], manifest, place
-        self.num_rows = manifest.num_rows("train")
+        self.num_rows, self.sequence_length = manifest.num_rows("train"), manifest.sequence_length
         self.seed = source_seed(seed, place)
         """Decides the order and the masks of its rows."""
         shards, skip_corrupt = manifest.splits.train, None
@@ -95,3 +96,35 @@ class HeldoutRows(OpenShards):
     def locate(self, row_indices: np.ndarray) -> RowAddresses:
         """Addresses of the rows with these numbers in the split."""
         return RowAddresses(np.zeros_like(row_indices), *places_in_shards(self._first_rows, row_indices), row_indices)
+
+
+RowSource = Source | HeldoutRows
+
+
+@dataclass(frozen=True)
+class BatchAddresses(RowAddresses):
+    """Where the rows of a batch are stored, each in its source."""
+
+    source: np.ndarray
+    """Index of the source in the recipe's list, int64 [P]."""
+    position: np.ndarray
+    """The row's place in its source's own order, int64 [P]."""
+
+
+def locate_rows(sources: Sequence[RowSource], source_of_row: np.ndarray, positions: np.ndarray) -> BatchAddresses:
+    """The addresses of the rows at these positions of their sources."""
+    columns = np.empty((4, len(positions)), np.int64)
+    for place in np.unique(source_of_row).tolist():
+        own = source_of_row == place
+        found = sources[place].locate(positions[own])
+        columns[:, own] = found.epoch, found.shard, found.row_index, found.global_row_index
+    return BatchAddresses(*columns, source=source_of_row, position=positions)
+
+
+def read_rows(sources: Sequence[RowSource], addresses: BatchAddresses) -> np.ndarray:
+    """The rows at these addresses, uint16 [P, N]."""
+    rows_PN = np.empty((len(addresses.source), sources[0].sequence_length), ROW_DTYPE)
+    for place in np.unique(addresses.source).tolist():
+        own = addresses.source == place
+        rows_PN[own] = sources[place].read(addresses.shard[own], addresses.row_index[own])
+    return rows_PN
