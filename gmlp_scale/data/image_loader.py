@@ -76,9 +76,10 @@ class ImageLoader:
 
         Every rank has the same number of batches; the images that fill up the last ones do not count.
         """
-        num_rows = min(num_rows, self.manifest.num_rows("heldout"))
+        num_stored = self.manifest.num_rows("heldout")
+        num_rows = min(num_rows, num_stored)
         wanted = self._plan.heldout(num_rows)
-        filled = [np.where(rows < num_rows, rows, 0) for rows in wanted]
+        filled = [np.where(rows < num_stored, rows, 0) for rows in wanted]
         with closing(self._made_ahead(self._centres, filled)) as batches:
             for batch, rows in zip(batches, wanted, strict=True):
                 yield batch, int((rows < num_rows).sum())

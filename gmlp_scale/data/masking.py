@@ -1,7 +1,4 @@
-"""BERT's masks, a pure function of (seed, epoch, row index, position).
-
-Shape legend: B batch, N positions, M masked positions.
-"""
+"""BERT's masks, a pure function of (seed, epoch, row index, position). Shapes: B batch, N positions, M masked ones."""
 
 import numpy as np
 import torch

@@ -103,11 +103,6 @@ class Pattern:
         return min(firsts_missing)
 
 
-def pattern_length(weights: Sequence[float]) -> int:
-    """After how many rows the pattern of these weights repeats."""
-    return sum(_whole_numbers(weights))
-
-
 def _whole_numbers(weights: Sequence[float]) -> list[int]:
     """The smallest whole numbers in the weights' ratios; a weight is the decimal number that it is written as."""
     assert any(weights)
@@ -195,7 +190,7 @@ def mixture_mistakes(sources: Sequence[SourceConfig], num_steps: int) -> Iterabl
         weights = [weight for weight in _weights_at(sources, step) if weight]
         if not weights and step < num_steps:
             yield f"data.shards: no source has rows for step {step}; needed: a source with from_step at most {step}"
-        elif weights and (length := pattern_length(weights)) > _LONGEST_PATTERN:
+        elif weights and (length := sum(_whole_numbers(weights))) > _LONGEST_PATTERN:
             told = ", ".join(f"{weight:.15g}" for weight in weights)
             yield (
                 f"data.shards: shares of {told} are whole only after {length:,} rows; needed: after at most "

@@ -90,9 +90,8 @@ class RowOrder:
         shards = self._members(epoch, group)
         if epoch * self.num_rows + first_places[group + 1] < stop:
             is_last = group + 2 == len(first_places)
-            shards = np.concatenate(
-                [shards, self._members(epoch + 1, 0) if is_last else self._members(epoch, group + 1)]
-            )
+            following = (epoch + 1, 0) if is_last else (epoch, group + 1)
+            shards = np.concatenate([shards, self._members(*following)])
         return shards.tolist()
 
     def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
