@@ -43,6 +43,11 @@ ENGINES: dict[str, EngineConfig] = {
 SHARDED_ENGINES = {name: engine for name, engine in ENGINES.items() if engine.needs_process_group}
 
 
+def engines_that(ability: str) -> str:
+    """The kinds of engine with this attribute set, such as needs_process_group, as a message lists them."""
+    return " or ".join(dict.fromkeys(engine.kind for engine in ENGINES.values() if getattr(engine, ability)))
+
+
 def engine_overrides(engine: EngineConfig) -> list[str]:
     """The words that a command takes for this engine: engine.kind and the fields that were given to it."""
     given = {"kind": engine.kind} | engine.model_dump(exclude_unset=True)

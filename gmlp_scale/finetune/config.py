@@ -11,7 +11,8 @@ from gmlp_scale.engine import EngineConfig, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.models.recompute import Recompute
-from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path, stop_mistakes
+from gmlp_scale.recipe.checks import stop_mistakes
+from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
 

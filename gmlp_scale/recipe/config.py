@@ -1,7 +1,6 @@
-"""A recipe as one frozen, checked object: RunConfig, or another Recipe. recipe_file.py reads one.
+"""A recipe as one frozen, checked object: RunConfig, or another Recipe. reader.py reads one from a file.
 
-Every section's class stands beside the code that it configures. This file puts the sections together and checks what no
-section can check alone. Each mistake is told as `field: what was found; what is needed`.
+Every section's class stands beside the code that it configures. This file puts the sections together.
 """
 
 import hashlib
@@ -22,16 +21,14 @@ from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
-from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
+from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig, engines_that
 from gmlp_scale.errors import InputError
 from gmlp_scale.fields import FreeInBranch, FreeOnResume, OfOneMachine
-from gmlp_scale.models import ModelConfig, build_model, kinds_with
+from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.storage.files import is_url, open_filesystem, redacted
-
-_STORES = ("s3", "s3a", "gs", "gcs", "memory")
-"""Stores that let only one of several processes create a file, as the claim on a run folder needs."""
+from gmlp_scale.recipe.checks import change_mistakes, pretraining_mistakes, recipe_mistakes
+from gmlp_scale.storage.files import is_url, redacted
 
 
 class ConfigError(InputError):
@@ -47,22 +44,6 @@ class ConfigError(InputError):
 def plain_path(place: Any) -> Any:
     """A path in its one plain form: a/b for ./a//b/. A URL, or what is no place at all, stays as it is."""
     return str(Path(place)) if isinstance(place, str | Path) and not is_url(place) else place
-
-
-def _place_mistakes(output_dir: str) -> Iterable[str]:
-    """The mistakes in an output_dir that is a URL. None repeats the URL, which may hold a password."""
-    kind, _, rest = output_dir.partition("://")
-    if not is_url(output_dir):
-        return
-    if kind not in _STORES or not rest.strip("/") or "?" in rest:
-        found = f"found a URL that begins with {kind.partition(':')[0]}:"
-        known = ", ".join(f"{store}://BUCKET/FOLDER" for store in _STORES)
-        yield f"output_dir: {found}; needed: a path, or one of {known}, with the keys where that store's clients look"
-        return
-    try:
-        open_filesystem(output_dir)
-    except OSError as error:
-        yield f"output_dir: {error}"
 
 
 class Recipe(BaseModel, frozen=True, extra="forbid"):
@@ -141,53 +122,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     def mistakes(self) -> Iterable[str]:
         """The mistakes that no section can see alone."""
-        train = self.train
-        yield from _place_mistakes(self.output_dir)
-        batch, micro_batch = Piecewise(train.global_batch_size), train.micro_batch_size
-        if micro_batch != "auto" and any(rows % micro_batch for rows in batch.values):
-            needed = f"must divide train.global_batch_size = {batch.told(str)}"
-            yield f"train.micro_batch_size: found {micro_batch}; {needed}"
-        if train.num_steps is not None:
-            yield from stop_mistakes(train.stop_after_step, train.num_steps)
-        first, last = train.profile_steps or (1, 1)
-        if not first <= last <= (train.num_steps or last):
-            needed = "[FIRST, LAST] in their order, at most train.num_steps"
-            yield f"train.profile_steps: found {list(train.profile_steps)}; needed: {needed}"
-        yield from self.engine.mistakes(train)
-        yield from self.checkpoint.mistakes()
-
-
-def _schedule_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterable[str]:
-    if optimizer.warmup_steps >= num_steps:
-        yield f"optimizer.warmup_steps: found {optimizer.warmup_steps}; must be below train.num_steps = {num_steps}"
-    longest = max(0, num_steps - optimizer.warmup_steps) if optimizer.schedule == "stable" else 0
-    if optimizer.decay_steps > longest:
-        needed = f"at most {longest} with optimizer.schedule = {optimizer.schedule}"
-        yield f"optimizer.decay_steps: found {optimizer.decay_steps}; needed: {needed}"
-
-
-def _budget_mistakes(run: "PretrainingRecipe") -> Iterable[str]:
-    if run.train.time_budget_seconds is None:
-        return
-    found = f"train.time_budget_seconds: found {run.train.time_budget_seconds:g}"
-    if run.optimizer.schedule != "stable" or not run.optimizer.decay_steps:
-        yield f"{found}; needed: null, or optimizer.schedule=stable with optimizer.decay_steps above 0"
-    elif run.optimizer.decay_steps > run.train.num_steps - 2:
-        needed = "optimizer.decay_steps of at most train.num_steps - 2, as the steps before the decay tell the speed"
-        yield f"{found} with optimizer.decay_steps = {run.optimizer.decay_steps}; needed: {needed}"
-    if run.branch_from:
-        yield f"{found} with branch_from; needed: null, as the other run's steps are not of this run's time"
-
-
-def _change_mistakes(field: str, pieces: Piecewise, num_steps: float) -> Iterable[str]:
-    if pieces.starts[-1] >= num_steps:
-        found = f"found a change at step {pieces.starts[-1]}"
-        yield f"{field}: {found}; needed: changes below train.num_steps = {num_steps}"
-
-
-def stop_mistakes(stop_after_step: int | None, num_steps: int) -> Iterable[str]:
-    if stop_after_step is not None and stop_after_step > num_steps:
-        yield f"train.stop_after_step: found {stop_after_step}; must be at most train.num_steps = {num_steps}"
+        return recipe_mistakes(self)
 
 
 class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
@@ -224,24 +159,8 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
         return math.inf if self.branch_from else self.train.num_steps
 
     def mistakes(self) -> Iterable[str]:
-        train = self.train
         yield from super().mistakes()
-        if self.branch_from and (is_url(self.branch_from) or not re.fullmatch(r".+@\d+", self.branch_from)):
-            yield f"branch_from: found {self.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"
-        yield from _schedule_mistakes(self.optimizer, train.num_steps)
-        yield from _budget_mistakes(self)
-        yield from _change_mistakes("train.global_batch_size", train.batch_sizes, self.changes_end)
-        if train.log_filters and not self.model.has_spatial_filters:
-            needed = f"false, or a model with spatial filters: model.kind {kinds_with('has_spatial_filters')}"
-            yield f"train.log_filters: found true with model.kind = {self.model.kind}; needed: {needed}"
-        if train.compile == "reduce-overhead" and (
-            train.device == "cpu" or train.precision != "bf16" or not self.engine.supports_cuda_graphs
-        ):
-            # No engine copies float32 gradients, so the next micro-batch's graphs would overwrite their memory.
-            yield (
-                "train.compile: found reduce-overhead; needed: true or false, or a GPU with train.precision=bf16 and "
-                f"engine.kind {engines_that('supports_cuda_graphs')}"
-            )
+        yield from pretraining_mistakes(self)
 
 
 class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
@@ -292,7 +211,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def mistakes(self) -> Iterable[str]:
         yield from super().mistakes()
-        yield from _change_mistakes("data.masked_fraction", self.data.masked_fractions, self.changes_end)
+        yield from change_mistakes("data.masked_fraction", self.data.masked_fractions, self.changes_end)
         if self.data.is_mixture:
             yield from mixture_mistakes(self.data.sources, self.changes_end)
         if self.train.micro_batch_size == "auto" and self.train.device == "cpu":
@@ -329,8 +248,3 @@ UNIONS: dict[str, dict[str, type[BaseModel]]] = {
     "engine": _kinds(EngineConfig),
 }
 """The classes of the sections that come in kinds, by section and kind."""
-
-
-def engines_that(ability: str) -> str:
-    """The kinds of engine with this attribute set, such as needs_process_group, as a message lists them."""
-    return " or ".join(kind for kind, engine in UNIONS["engine"].items() if getattr(engine, ability))

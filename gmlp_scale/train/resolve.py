@@ -9,9 +9,10 @@ from typing import Any
 from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of
 from gmlp_scale.checkpoint.saved_run import open_checkpoint, read_recipe
 from gmlp_scale.distributed.world import World
+from gmlp_scale.engine import engines_that
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.plan.precision import faster_precision
-from gmlp_scale.recipe.config import AnyPretraining, ConfigError, RunConfig, engines_that, split_step
+from gmlp_scale.recipe.config import AnyPretraining, ConfigError, RunConfig, split_step
 from gmlp_scale.recipe.reader import read_recipe_file
 from gmlp_scale.storage.files import read_file, redacted
 
