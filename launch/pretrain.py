@@ -12,7 +12,8 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import launched_world_size
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import describe_fit
-from gmlp_scale.train.run import check_start, load_recipe, pretrain
+from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.start import check_start, load_recipe
 
 
 @command

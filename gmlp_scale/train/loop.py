@@ -4,8 +4,7 @@ The learning rate, the rows and the masks depend on nothing but the step. So the
 loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +13,9 @@ from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
 from gmlp_scale.tasks.task import BatchLoader, Task
+from gmlp_scale.train.batches import profiled, staged
 from gmlp_scale.train.filters import draw_filters, spatial_filters
 from gmlp_scale.train.metrics import Metrics, due
-from gmlp_scale.train.profiling import profiled
 from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_guard import StepGuard
@@ -162,32 +161,3 @@ def forward_backward(run: Run, step: int, micro_batches: list[Any]) -> torch.Ten
         marked = run.guard.marked(loss, step_loss, step) if is_last else loss
         engine.backward(marked / len(micro_batches), is_last)
     return step_loss
-
-
-def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[Any]]:
-    """Each step's micro-batches, which are dataclasses with tensors, on the device.
-
-    The host runs ahead of a GPU, since no step waits for it. So copies from pinned memory on a stream of their own run
-    while the step before still computes.
-    """
-    if device.type != "cuda":
-        yield from steps
-        return
-    copying = torch.cuda.Stream(device)
-    for micro_batches in steps:
-        computing = torch.cuda.current_stream(device)
-        with torch.cuda.stream(copying):
-            on_device = [_pinned(micro_batch).to(device) for micro_batch in micro_batches]
-        computing.wait_stream(copying)
-        for micro_batch in on_device:
-            for tensor in _tensors(micro_batch).values():
-                tensor.record_stream(computing)  # so that its memory is not reused before the step has read it
-        yield on_device
-
-
-def _pinned(batch: Any) -> Any:
-    return replace(batch, **{name: tensor.pin_memory() for name, tensor in _tensors(batch).items()})
-
-
-def _tensors(batch: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}

@@ -4,58 +4,35 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, the
 """
 
 import logging
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 import gmlp_scale
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
-from gmlp_scale.checkpoint.format import Checkpoint, newest_of
-from gmlp_scale.checkpoint.local_checkpoints import LocalCheckpoints
-from gmlp_scale.checkpoint.remote_checkpoints import RemoteCheckpoints, checkpoints_of
+from gmlp_scale.checkpoint.remote_checkpoints import RemoteCheckpoints
 from gmlp_scale.checkpoint.remote_folder import RemoteFolder
-from gmlp_scale.checkpoint.saved_run import open_checkpoint
 from gmlp_scale.distributed.logs import set_up_logging
-from gmlp_scale.distributed.world import StopSignalled, World, lone_world, start_world
+from gmlp_scale.distributed.world import StopSignalled, World, start_world
 from gmlp_scale.engine import Engine, TrainConfig, build_engine
-from gmlp_scale.plan.describe import meta_model
-from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
-from gmlp_scale.recipe.reader import load_config, read_recipe_file
-from gmlp_scale.recipe.resume import check_continues
+from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe
 from gmlp_scale.storage.files import is_url, write_text
 from gmlp_scale.storage.run_folder import claimed
-from gmlp_scale.tasks.characters import Characters, CharactersConfig
-from gmlp_scale.tasks.images import Images, ImagesConfig
-from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.banner import banner
 from gmlp_scale.train.loop import Progress, Run, train
 from gmlp_scale.train.metrics import Metrics, StartUp
 from gmlp_scale.train.resolve import resolve
 from gmlp_scale.train.schedule import Schedule
+from gmlp_scale.train.start import starting_point, task_of
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
 from gmlp_scale.train.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
-
-
-def load_recipe(path: str, overrides: Iterable[str] = ()) -> PretrainingRecipe:
-    """Reads a recipe of launch/pretrain.py: its `task` says which class checks it. Raises ConfigError."""
-    match read_recipe_file(path).get("task"):
-        case "characters":
-            config_class = CharactersConfig
-        case "images":
-            config_class = ImagesConfig
-        case _:
-            config_class = RunConfig
-    return load_config(config_class, path, overrides)
 
 
 def pretrain(config: PretrainingRecipe) -> Progress:
@@ -67,38 +44,6 @@ def pretrain(config: PretrainingRecipe) -> Progress:
         with world.naming_lost_ranks():
             config = resolve(config, world)
         return run_task(task_of(config), world, start_up)
-
-
-def check_start(config: PretrainingRecipe) -> None:
-    """Compares a run with the checkpoint that it would go on from, as the run will do. Changes nothing.
-
-    It reads only DONE of the run's own checkpoint, and the data only where there is a checkpoint.
-
-    Raises:
-        ConfigError: the run would be refused.
-        One of USER_ERRORS: the checkpoint or the data cannot be read.
-    """
-    world = lone_world()
-    with checkpoints_of(config.run_folder) as checkpoints:
-        newest, _ = newest_of(checkpoints.names(), checkpoints.glance, str(checkpoints))
-        if newest is None and config.branch_from is None:
-            return
-        if config.train.micro_batch_size == "auto":
-            config = config.with_train(micro_batch_size=1)  # it may change on resume, and is found by trying sizes
-        task = task_of(resolve(config, world))
-        task.open_loader(world).close()
-        starting_point(task.config, task.fingerprint, newest, meta_model(config), world)
-
-
-def task_of(config: PretrainingRecipe) -> Task:
-    """The task of a resolved recipe."""
-    match config:
-        case CharactersConfig():
-            return Characters(config)
-        case ImagesConfig():
-            return Images(config)
-        case _:
-            return Pretraining(config)
 
 
 def start_world_of(config: Recipe) -> World:
@@ -213,38 +158,6 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
     if is_new:
         task.initialise(model)
     return build_engine(model, world, engine=task.config.engine, train=task.train, optimizer=task.optimizer)
-
-
-def starting_point(
-    config: Recipe, fingerprint: dict[str, Any], newest: Checkpoint | None, model: nn.Module, world: World
-) -> Checkpoint | None:
-    """The checkpoint that a run goes on from: its newest, or else its branch point. None if it begins at step 0.
-
-    All ranks call it together; rank 0 verifies a branch point.
-
-    Args:
-        fingerprint: of the run's data.
-        newest: the run's own newest checkpoint.
-        model: the run's, which may be on the meta device.
-
-    Raises:
-        TrainedModelError, CheckpointError: on rank 0, which has no such branch point or finds it damaged.
-        ConfigError: the run cannot go on from the checkpoint.
-    """
-    if newest:
-        check_continues(config, fingerprint, newest, model)
-        return newest
-    if not isinstance(config, PretrainingRecipe) or config.branch_from is None:
-        return None
-    run_folder, step = split_step(config.branch_from)
-    checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")
-    verified = world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step).path.name)
-    checkpoint = Checkpoint.open(checkpoints.directory / verified, verify_files=False)
-    check_continues(config, fingerprint, checkpoint, model, is_branch=True)
-    if config.train.num_steps <= checkpoint.step:
-        found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
-        raise ConfigError(config.name, [f"train.num_steps: {found}"])
-    return checkpoint
 
 
 def check_packages(name: str, train: TrainConfig) -> None:

@@ -16,7 +16,8 @@ from gmlp_scale.data.augmentation import centre_crop
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.export.image_models import read_image_run
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.train.run import load_recipe, pretrain
+from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.start import load_recipe
 from launch import evaluate_images, export_images, plot_model
 from tests.export.test_timm_weights import SIZES, TimmGmlp
 from tests.written_images import CLASSES, prepare, write_image_folder

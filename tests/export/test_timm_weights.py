@@ -14,7 +14,7 @@ from gmlp_scale.export.timm_weights import from_timm, to_timm
 from gmlp_scale.models import build_model
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.image_classifier import ImageClassifier
-from gmlp_scale.train.run import load_recipe
+from gmlp_scale.train.start import load_recipe
 from tests.models.every_kind import KINDS, tiny_config
 
 SIZES = {"num_blocks": 3, "d_model": 16, "d_ffn": 96, "sequence_length": 16, "vocab_size": 7}

@@ -19,7 +19,7 @@ from gmlp_scale.models.next_token import NextTokenBatch
 from gmlp_scale.plan.devices import GPUS
 from gmlp_scale.plan.layouts import Assumptions, describe_fit, layouts, run_seconds, steps_within_budget
 from gmlp_scale.recipe.config import PretrainingRecipe
-from gmlp_scale.train.run import load_recipe
+from gmlp_scale.train.start import load_recipe
 
 ROOT = Path(__file__).parents[2]
 PATHS = {

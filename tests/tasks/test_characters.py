@@ -15,7 +15,8 @@ from gmlp_scale.recipe.reader import load_config, load_run_config
 from gmlp_scale.tasks.characters import Characters, CharactersConfig, Text
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.train.log_files import read_metrics
-from gmlp_scale.train.run import load_recipe, pretrain
+from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.start import load_recipe
 from tests.gloo_ranks import run_ranks
 
 RECIPES = Path(__file__).parents[2] / "configs" / "characters"

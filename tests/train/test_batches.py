@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.train.profiling import profiled
+from gmlp_scale.train.batches import profiled
 
 
 def loop(folder, profile_steps, world, start_step=0, stop_step=5) -> dict[str, set[str]]:
