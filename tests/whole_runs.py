@@ -50,6 +50,11 @@ def logged(run_folder: str | Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(f"{run_folder}/metrics.jsonl")]
 
 
+def losses(run_folder: str | Path) -> dict[int, float]:
+    """The training loss of each logged step."""
+    return {row["step"]: row["train/loss"] for row in logged(run_folder) if "train/loss" in row}
+
+
 def events_of(run_folder: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

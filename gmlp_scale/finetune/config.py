@@ -61,10 +61,9 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     recheck_every_steps: FreeOnResume[PositiveInt | None] = None
     """How often each rank computes a micro-batch twice, as in pretraining. [steps]"""
     log_every_steps: FreeOnResume[PositiveInt] = 50
-    """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
+    """How often a line is added to the log, metrics.jsonl and TensorBoard. [steps]"""
     evaluate_every_steps: FreeOnResume[PositiveInt | None] = None
-    """An evaluation on the development set comes after every so many. null: once per epoch. The end is always
-    evaluated. [steps]"""
+    """How often the development set is evaluated; null: once per epoch. The end always is. [steps]"""
     profile_steps: FreeOnResume[tuple[PositiveInt, PositiveInt] | None] = None
     """The first and the last step to profile, as in pretraining. [steps]"""
     tracker: FreeOnResume[Literal["wandb"] | None] = None
@@ -147,13 +146,9 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
         """
         if mistakes := list(stop_mistakes(self.train.stop_after_step, self.num_steps(num_rows))):
             raise ConfigError(self.name, mistakes)
-        fields = self.train.model_dump(exclude={"num_epochs", "num_steps", "evaluate_every_steps"})
-        steps_per_epoch = math.ceil(num_rows / self.train.global_batch_size)
-        return TrainConfig(
-            **fields,
-            num_steps=self.num_steps(num_rows),
-            evaluate_every_steps=self.train.evaluate_every_steps or steps_per_epoch,
-        )
+        every = self.train.evaluate_every_steps or math.ceil(num_rows / self.train.global_batch_size)
+        decided = {"num_steps": self.num_steps(num_rows), "evaluate_every_steps": every}
+        return TrainConfig(**self.train.model_dump(exclude={"num_epochs", *decided}), **decided)
 
     def optimizer_config(self, num_rows: int) -> AdamwConfig:
         """The `optimizer` section of a run over this number of training rows."""

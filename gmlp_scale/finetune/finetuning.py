@@ -55,6 +55,8 @@ class Finetuning:
     def __init__(self, config: FinetuneConfig, inputs: Inputs):
         self.config, self.inputs = config, inputs
         self.num_rows = inputs.rows["train"].num_rows
+        sizes = (f"{part} {rows.num_examples:,} examples" for part, rows in inputs.rows.items())
+        self.data = f"{config.task}, {', '.join(sizes)}"
         self.train: TrainConfig = config.train_config(self.num_rows)
         self.optimizer: AdamwConfig = config.optimizer_config(self.num_rows)
         self.tokens_per_step = Piecewise(config.tokens_per_step)
@@ -63,25 +65,17 @@ class Finetuning:
         self._evaluated_step: int | None = None
         self._summaries: dict[str, np.ndarray] = {}
 
-    @property
-    def data(self) -> str:
-        sizes = (f"{part} {rows.num_examples:,} examples" for part, rows in self.inputs.rows.items())
-        return f"{self.config.task}, {', '.join(sizes)}"
-
-    @property
-    def fingerprint(self) -> dict[str, str | int]:
-        return self.inputs.fingerprint
-
     @cached_property
     def flops_per_step(self) -> Piecewise:
         """At the length of the rows, which may be less than the model's."""
         update = {"sequence_length": self.config.data.sequence_length}
+        shortened = self.inputs.pretrained.config.model_copy(update=update)
         with torch.device("meta"):
-            shortened = self.inputs.pretrained.config.model_copy(update=update)
             model = build_model(shortened, head=self.config.task_row.head)
         return self.train.batch_sizes.map(lambda rows: 3 * model.flops_per_sample() * rows)
 
     def open_loader(self, world: World) -> EpochLoader:
+        self.fingerprint = self.inputs.fingerprint
         return EpochLoader(self.inputs.rows["train"], self.config.batch_plan(rank=world.rank, world_size=world.size))
 
     def build_model(self) -> Backbone:

@@ -1,6 +1,7 @@
 """A small tokenizer and small files of SQuAD, in the form in which it is published."""
 
 import json
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,7 @@ TEXT = (
 def tokenizer_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     words = TEXT.split()
-    texts = [" ".join(words[start:] + words[:start]) for start in range(len(words))]
-    train_tokenizer(texts, 400, folder)
+    train_tokenizer([" ".join(words[start:] + words[:start]) for start in range(len(words))], 400, folder)
     return folder
 
 
@@ -33,18 +33,17 @@ def tokenizer(tokenizer_folder) -> Tokenizer:
 def write_squad(tmp_path):
     """write_squad(name, [(context, [(question, [(answer, start) ...]) ...]) ...]) -> path of SQuAD's JSON."""
 
+    def asked(id: str, question: str, answers: list, version: str) -> dict:
+        texts = [{"text": text, "answer_start": start} for text, start in answers]
+        impossible = {"is_impossible": not answers} if version == "v2.0" else {}
+        return {"id": id, "question": question, "answers": texts, **impossible}
+
     def write(name: str, paragraphs: list, version: str = "v2.0") -> Path:
-        number = 0
-        written = []
-        for context, questions in paragraphs:
-            asked = []
-            for question, answers in questions:
-                texts = [{"text": text, "answer_start": start} for text, start in answers]
-                asked.append({"id": f"q{number}", "question": question, "answers": texts})
-                if version == "v2.0":
-                    asked[-1]["is_impossible"] = not answers
-                number += 1
-            written.append({"context": context, "qas": asked})
+        numbers = count()
+        written = [
+            {"context": context, "qas": [asked(f"q{next(numbers)}", *question, version) for question in questions]}
+            for context, questions in paragraphs
+        ]
         path = tmp_path / name
         path.write_text(json.dumps({"version": version, "data": [{"title": "Title", "paragraphs": written}]}))
         return path

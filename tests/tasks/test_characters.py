@@ -14,10 +14,10 @@ from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config, load_run_config
 from gmlp_scale.tasks.characters import Characters, CharactersConfig, Text
 from gmlp_scale.tasks.records import DataError
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
 from gmlp_scale.train.start import load_recipe
 from tests.gloo_ranks import run_ranks
+from tests.whole_runs import assert_close, logged, losses
 
 RECIPES = Path(__file__).parents[2] / "configs" / "characters"
 TEXT = "so we beat on, boats against the current, borne back ceaselessly into the past. " * 12
@@ -51,12 +51,11 @@ def test_rows_are_crops_of_the_text_and_what_follows_them(text_path):
     text = Text(recipe("gmlp", text_path))
     num_train = int(len(TEXT) * 0.9)
     assert text.train.num_rows == num_train - LENGTH
-    batch = text.train.batch(np.array([0, 5, text.train.num_rows - 1]))
-    spelled = ["".join(text.alphabet[index] for index in row) for row in batch.token_ids_BN]
-    following = ["".join(text.alphabet[index] for index in row) for row in batch.next_ids_BN]
     starts = [0, 5, num_train - LENGTH - 1]
-    assert spelled == [TEXT[start : start + LENGTH] for start in starts]
-    assert following == [TEXT[start + 1 : start + LENGTH + 1] for start in starts]
+    batch = text.train.batch(np.array(starts))
+    for ids_BN, shift in ((batch.token_ids_BN, 0), (batch.next_ids_BN, 1)):
+        spelled = ["".join(text.alphabet[index] for index in row) for row in ids_BN]
+        assert spelled == [TEXT[start + shift : start + shift + LENGTH] for start in starts]
 
 
 def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
@@ -64,9 +63,7 @@ def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
     task.open_loader(lone_world())
     num_crops = len(range(0, task.text.heldout.num_rows, LENGTH))
     assert num_crops == 5  # with micro-batches of 2 on 4 ranks the last rank has none
-    frequencies = torch.zeros(len(task.text.alphabet)).scatter_(
-        0, torch.from_numpy(task.text.heldout.ids), 1, reduce="add"
-    )
+    frequencies = torch.from_numpy(np.bincount(task.text.heldout.ids, minlength=len(task.text.alphabet))).float()
     engine = SimpleNamespace(predict=lambda batch: frequencies.expand(*batch.next_ids_BN.shape, -1))
     sums = []
 
@@ -75,12 +72,9 @@ def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
             sums.append(values)
             return values
 
-        cpu = torch.device("cpu")
-        world = SimpleNamespace(
-            rank=rank, size=size, is_main=rank == 0, device=cpu, sum=sum_of_rank, until_stopped=iter
-        )
+        facts = {"rank": rank, "size": size, "is_main": rank == 0, "device": torch.device("cpu")}
         try:
-            task.evaluate(engine, world, 0)
+            task.evaluate(engine, SimpleNamespace(**facts, sum=sum_of_rank, until_stopped=iter), 0)
         except InputError:  # of the rank without crops
             assert (rank, size) == (3, 4)
 
@@ -91,20 +85,15 @@ def test_every_heldout_crop_counts_once_on_any_number_of_ranks(text_path):
     assert sums[0][2] == num_crops * LENGTH
 
 
-def _losses(run_dir: Path) -> list[float]:
-    return [line["train/loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in line]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_that_stops_and_goes_on_is_the_run_that_never_stopped(name, text_path, tmp_path):
-    whole = recipe(name, text_path, f"output_dir={tmp_path / 'whole'}")
-    pretrain(whole)
+    pretrain(recipe(name, text_path, f"output_dir={tmp_path / 'whole'}"))
     for stop in ("3", "null"):
         pretrain(recipe(name, text_path, f"output_dir={tmp_path / 'parts'}", f"train.stop_after_step={stop}"))
-    losses = _losses(tmp_path / "whole" / name)
-    assert len(losses) == 6 and losses[-1] < losses[0]
-    assert _losses(tmp_path / "parts" / name) == losses
-    last = read_metrics(tmp_path / "whole" / name / "metrics.jsonl")[-1]
+    whole = losses(tmp_path / "whole" / name)
+    assert len(whole) == 6 and whole[6] < whole[1]
+    assert losses(tmp_path / "parts" / name) == whole
+    last = logged(tmp_path / "whole" / name)[-1]
     assert last["eval/loss"] == pytest.approx(math.log(last["eval/perplexity"]))
 
 
@@ -113,14 +102,9 @@ def _train(path: Path, overrides: list[str]) -> None:
 
 
 def test_two_ranks_have_the_losses_of_one_process(text_path, tmp_path):
-    places = [f"output_dir={tmp_path / 'one'}", "dropout=0"]
-    pretrain(recipe("mlp_attention", text_path, *places))
-    places = [f"output_dir={tmp_path / 'two'}", "dropout=0", "engine.kind=fsdp2"]
-    run_ranks(_train, 2, text_path, places)
-    one, two = (read_metrics(tmp_path / name / "mlp_attention" / "metrics.jsonl") for name in ("one", "two"))
-    for alone, together in zip(one, two, strict=True):
-        for tag in alone.keys() & {"train/loss", "train/grad_norm", "eval/loss"}:
-            assert together[tag] == pytest.approx(alone[tag], rel=1e-5), tag
+    _train(text_path, [f"output_dir={tmp_path / 'one'}", "dropout=0"])
+    run_ranks(_train, 2, text_path, [f"output_dir={tmp_path / 'two'}", "dropout=0", "engine.kind=fsdp2"])
+    assert_close(*(logged(tmp_path / name / "mlp_attention") for name in ("two", "one")))
 
 
 @pytest.mark.parametrize(
@@ -138,19 +122,16 @@ def test_a_text_that_does_not_fit_is_one_clear_error(content, found, tmp_path):
         Text(recipe("gmlp", path))
 
 
-def test_a_recipe_says_what_is_wrong_with_it(text_path):
-    assert "is a recipe for pretraining on characters" in _mistake(load_run_config, RECIPES / "gmlp.yaml")
+def test_a_recipe_says_what_is_wrong_with_it():
+    path = RECIPES / "gmlp.yaml"
+    with pytest.raises(ConfigError, match="is a recipe for pretraining on characters"):
+        load_run_config(path)
     wrong = ["model.kind=mixer", "model.d_spatial=4", "train.micro_batch_size=auto", "optimizer.decay_steps=9"]
-    found = _mistake(load_config, CharactersConfig, RECIPES / "gmlp.yaml", wrong)
-    assert "needed: one that can be causal" in found and "found auto" in found and "optimizer.decay_steps" not in found
-    found = _mistake(load_config, CharactersConfig, RECIPES / "gmlp.yaml", ["model.kernels=triton"])
-    assert "model.kernels: found triton; needed: auto or torch" in found
-
-
-def _mistake(function, *arguments) -> str:
-    with pytest.raises(ConfigError) as caught:
-        function(*arguments)
-    return str(caught.value)
+    with pytest.raises(ConfigError, match=r"(?s)needed: one that can be causal.*found auto") as caught:
+        load_config(CharactersConfig, path, wrong)
+    assert "optimizer.decay_steps" not in str(caught.value)
+    with pytest.raises(ConfigError, match="model.kernels: found triton; needed: auto or torch"):
+        load_config(CharactersConfig, path, ["model.kernels=triton"])
 
 
 def test_a_branch_may_read_the_same_text_elsewhere(text_path, tmp_path):
@@ -158,4 +139,4 @@ def test_a_branch_may_read_the_same_text_elsewhere(text_path, tmp_path):
     (tmp_path / "copy.txt").write_text(TEXT)
     branch = ["name=branch", f"branch_from={tmp_path / 'gmlp'}@4", "train.num_steps=5"]
     pretrain(recipe("gmlp", tmp_path / "copy.txt", f"output_dir={tmp_path}", *branch))
-    assert _losses(tmp_path / "branch") == _losses(tmp_path / "gmlp")[4:5]
+    assert losses(tmp_path / "branch") == {5: losses(tmp_path / "gmlp")[5]}
