@@ -9,10 +9,10 @@ import torch
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.finetune.finetuning import Finetuning, finetune
 from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import build_engine_of
 from tests.finetune.small_recipes import sentiment_run
 from tests.gloo_ranks import run_ranks
+from tests.whole_runs import losses
 
 PLAIN = ("dropout=0.0", "train.num_steps=4", "train.evaluate_every_steps=2", "train.micro_batch_size=2")
 
@@ -54,31 +54,20 @@ def test_engines_agree(tmp_path, export, world):
     expected = finetune(reference, read_inputs(reference), world)["scores"]["dev"]
     zero, fsdp2, stopped, moved = run_ranks(finetune_on_every_engine, 2, tmp_path, export)[0]
     assert stopped is None
-    losses = {
-        name: [
-            row["train/loss"]
-            for row in read_metrics(tmp_path / "outputs" / name / "metrics.jsonl")
-            if "train/loss" in row
-        ]
-        for name in ("single", "engine_0", "engine_1", "moved")
-    }
+    outputs = tmp_path / "outputs"
     for name, content in (("engine_0", zero), ("engine_1", fsdp2), ("moved", moved)):
-        assert losses[name] == pytest.approx(losses["single"], rel=1e-5), name
+        assert losses(outputs / name) == pytest.approx(losses(outputs / "single"), rel=1e-5), name
         assert content["scores"]["dev"]["loss"] == pytest.approx(expected["loss"], rel=1e-5), name
         assert content["scores"]["dev"]["accuracy"] == expected["accuracy"]
-        predictions = [
-            (tmp_path / "outputs" / run / "predictions" / "dev" / "SST-2.tsv").read_text() for run in ("single", name)
-        ]
+        predictions = [(outputs / run / "predictions/dev/SST-2.tsv").read_text() for run in ("single", name)]
         assert predictions[0] == predictions[1]
 
 
 def test_recomputation_draws_the_same_dropout(tmp_path, export, world):
-    losses = []
+    found = {}
     for recompute in ("none", "selective", "full"):
         fields = (f"name={recompute}", f"train.recompute={recompute}", "dropout=0.5", "train.num_steps=3")
         run = sentiment_run(tmp_path, export, *fields)
         finetune(run, read_inputs(run), world)
-        losses.append([row["train/loss"] for row in read_metrics(run.run_dir / "metrics.jsonl") if "train/loss" in row])
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+        found[recompute] = losses(run.run_dir)
+        assert len(found[recompute]) == 3 and found[recompute] == pytest.approx(found["none"], rel=1e-6)

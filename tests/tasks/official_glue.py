@@ -74,17 +74,9 @@ def _lines(form: str, first: int, num_rows: int) -> list[str]:
     lines = []
     for n in range(first, first + num_rows):
         a, b = n % 8, (n + n // 2 % 3) % 8
-        lines.append(
-            form.format(
-                n=n,
-                a=WORDS[a],
-                b=WORDS[b],
-                label=int(a == b),
-                score=5 - abs(a - b) * 5 / 8,
-                entailment="entailment" if a == b else "not_entailment",
-                mnli=("entailment", "neutral", "contradiction")[n % 3],
-            )
-        )
+        labels = {"entailment": "entailment" if a == b else "not_entailment", "score": 5 - abs(a - b) * 5 / 8}
+        labels |= {"label": int(a == b), "mnli": ("entailment", "neutral", "contradiction")[n % 3]}
+        lines.append(form.format(n=n, a=WORDS[a], b=WORDS[b], **labels))
     return lines
 
 

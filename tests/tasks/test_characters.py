@@ -130,7 +130,7 @@ def test_a_recipe_says_what_is_wrong_with_it():
     with pytest.raises(ConfigError, match=r"(?s)needed: one that can be causal.*found auto") as caught:
         load_config(CharactersConfig, path, wrong)
     assert "optimizer.decay_steps" not in str(caught.value)
-    with pytest.raises(ConfigError, match="model.kernels: found triton; needed: auto or torch"):
+    with pytest.raises(ConfigError, match="found triton; needed: auto or torch"):
         load_config(CharactersConfig, path, ["model.kernels=triton"])
 
 

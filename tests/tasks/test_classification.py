@@ -1,6 +1,5 @@
 """Sentences and pairs: every form of file, bad input with its line, rows, scores and submissions."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -12,12 +11,9 @@ from gmlp_scale.tasks.classification import read_examples, truncated
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.scores import accuracy
 from gmlp_scale.tasks.table import TASKS
+from tests.tasks.official_glue import MNLI_COLUMNS
 
-MNLI, SST2 = TASKS["mnli"], TASKS["sst2"]
-GLUE_MNLI_HEADER = (
-    "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse"
-    "\tsentence1\tsentence2\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label"
-)
+MNLI, SST2, COLA = TASKS["mnli"], TASKS["sst2"], TASKS["cola"]
 
 
 def write(path, *lines: str):
@@ -32,33 +28,28 @@ def mistakes_of(task, source, part="train") -> list[str]:
     return error.value.mistakes
 
 
-def test_glue_mnli_with_its_many_columns(tmp_path):
-    row = '{}\t1\t2e\tfiction\t( x )\t( y )\t(P)\t(P)\tA "quoted man\tHe runs .\tneutral\ta\tb\tc\td\t{}'
-    source = write(
-        tmp_path / "dev.tsv",
-        GLUE_MNLI_HEADER,
-        row.format(7, "contradiction"),
-        row.format(8, "-"),
-        row.format(9, "neutral"),
-    )
-    examples = read_examples(MNLI, source, "dev")
-    assert [(example.number, example.texts, example.label) for example in examples] == [
-        ("7", ('A "quoted man', "He runs ."), 2),  # quotes mean nothing; the example without consensus is left out
-        ("9", ('A "quoted man', "He runs ."), 1),
-    ]
+MNLI_LINE = '{}\t1\t2e\tfiction\t( x )\t( y )\t(P)\t(P)\tA "quoted man\tHe runs .\tneutral\ta\tb\tc\td\t{}'
+MNLI_TEXTS = ('A "quoted man', "He runs .")  # quotes mean nothing
 
 
-def test_two_columns_and_lines_that_other_readers_would_break(tmp_path):
-    source = write(tmp_path / "train.tsv", "sentence\tlabel", "good\u2028film \t1", "bad\x0cfilm\t0")
-    assert [(e.texts, e.label) for e in read_examples(SST2, source, "train")] == [
-        (("good\u2028film ",), 1),
-        (("bad\x0cfilm",), 0),
-    ]
-
-
-def test_a_test_set_needs_no_labels(tmp_path):
-    source = write(tmp_path / "test.tsv", "index\tsentence", "3\tgood", "5\tbad")
-    assert [(e.number, e.label) for e in read_examples(SST2, source, "test")] == [("3", None), ("5", None)]
+@pytest.mark.parametrize(
+    "task, part, lines, expected",
+    [
+        (MNLI, "dev", [f"{MNLI_COLUMNS}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label",
+                       MNLI_LINE.format(7, "contradiction"), MNLI_LINE.format(8, "-"), MNLI_LINE.format(9, "neutral")],
+         [("7", MNLI_TEXTS, 2), ("9", MNLI_TEXTS, 1)]),  # the example without consensus is left out
+        (SST2, "train", ["sentence\tlabel", "good\u2028film \t1", "bad\x0cfilm\t0"],  # other readers break these lines
+         [("0", ("good\u2028film ",), 1), ("1", ("bad\x0cfilm",), 0)]),
+        (SST2, "test", ["index\tsentence", "3\tgood", "5\tbad"], [("3", ("good",), None), ("5", ("bad",), None)]),
+        (COLA, "dev", ["gj04\t0\t*\tThey drank the pub.", "gj04\t1\t\tThe car honked."],  # no header
+         [("0", ("They drank the pub.",), 0), ("1", ("The car honked.",), 1)]),
+        (COLA, "test", ["index\tsentence", "3\tgood"], [("3", ("good",), None)]),  # this file has a header
+        (COLA, "train", ["sentence\tlabel", "good\t1"], [("0", ("good",), 1)]),
+    ],
+)  # fmt: skip
+def test_files_of_glue_and_ones_own(tmp_path, task, part, lines, expected):
+    examples = read_examples(task, write(tmp_path / f"{part}.tsv", *lines), part)
+    assert [(example.number, example.texts, example.label) for example in examples] == expected
 
 
 @pytest.mark.parametrize(
@@ -75,44 +66,20 @@ def test_a_test_part_is_scored_if_it_has_labels(tmp_path, tokenizer, lines, labe
     assert rows.labels_R.tolist() == (labels or [-1, -1])
 
 
-def test_a_test_part_has_all_labels_or_none(tmp_path):
-    lines = ["sentence\tlabel", "good\t1", "bad\t-1", "dull\t-1"]
-    assert mistakes_of(SST2, write(tmp_path / "a.tsv", *lines), "test") == [
-        "2 of 3 labels are missing or -1; give all labels, or none"
-    ]
-    wrong = write(tmp_path / "b.tsv", "sentence\tlabel", "good\tyes", "bad\t0")
-    assert mistakes_of(SST2, wrong, "test") == ["line 2: label is 'yes'; sst2 has 0, 1"]
-    assert mistakes_of(SST2, write(tmp_path / "c.tsv", *lines), "dev")[0] == "line 3: label is '-1'; sst2 has 0, 1"
-
-
-def test_files_without_a_header_and_other_scores(tmp_path, tokenizer):
+def test_the_first_score_is_the_main_one(tmp_path, tokenizer):
     def all_right(predictions, labels) -> float:
         return float((predictions == labels).all())
 
-    task = replace(TASKS["cola"], scores=(all_right, accuracy))
-    source = write(tmp_path / "dev.tsv", "gj04\t0\t*\tThey drank the pub.", "gj04\t1\t\tThe car honked.")
-    rows = task.read(source, "dev", tokenizer, 16, None)
-    assert [(e.number, e.texts, e.label) for e in rows.examples] == [
-        ("0", ("They drank the pub.",), 0),
-        ("1", ("The car honked.",), 1),
-    ]
+    task = replace(COLA, scores=(all_right, accuracy))
+    rows = task.read(write(tmp_path / "a.tsv", "x\t0\t*\tone", "x\t1\t\ttwo"), "dev", tokenizer, 16, None)
     assert task.main_score == "all_right" and task.shown("all_right", 0.5) == "50.00"
     assert list(rows.scores(np.array([[2.0, 0.0], [2.0, 0.0]])).items())[:2] == [("all_right", 0.0), ("accuracy", 0.5)]
-    test = write(tmp_path / "test.tsv", "index\tsentence", "3\tgood")  # its file has a header
-    assert [e.number for e in read_examples(task, test, "test")] == ["3"]
-    short = write(tmp_path / "short.tsv", "gj04\t0\tno mark")
-    assert mistakes_of(task, short) == ["line 1: found 3 columns; needed 4: source, label, mark, sentence"]
-    own = write(tmp_path / "own.tsv", "sentence\tlabel", "good\t1")
-    assert [(e.texts, e.label) for e in read_examples(task, own, "train")] == [(("good",), 1)]
 
 
 def test_jsonl_and_parquet_as_datasets_writes_them(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = [
-        {"premise": "A man plays", "hypothesis": "He moves", "label": 0, "idx": 0},
-        {"premise": "A man plays", "hypothesis": "He sleeps", "label": 2, "idx": 1},
-    ]
-    table = datasets.Dataset.from_list(rows)
+    texts = {"premise": ["A man plays"] * 2, "hypothesis": ["He moves", "He sleeps"]}
+    table = datasets.Dataset.from_dict({**texts, "label": [0, 2], "idx": [0, 1]})
     table.to_json(tmp_path / "train.jsonl")
     table.to_parquet(tmp_path / "train.parquet")
     expected = [("0", ("A man plays", "He moves"), 0), ("1", ("A man plays", "He sleeps"), 2)]
@@ -135,36 +102,36 @@ def test_a_local_folder_of_the_hubs_form(tmp_path, monkeypatch):
     assert "datasets cannot load sst2 split train" in mistakes_of(SST2, str(folder), "train")[0]
 
 
-def test_every_wrong_label_is_named_with_its_line(tmp_path):
-    source = write(
-        tmp_path / "train.tsv", "sentence1\tsentence2\tgold_label", "a\tb\tneutral", "a\tb\tentails", "a\tb\t2"
-    )
-    assert mistakes_of(MNLI, source) == [
-        "line 3: gold_label is 'entails'; mnli has entailment, neutral, contradiction",
-        "line 4: gold_label is '2'; mnli has entailment, neutral, contradiction",
-    ]
-    hidden = write(tmp_path / "dev.jsonl", json.dumps({"sentence": "x", "label": -1}))
-    assert mistakes_of(SST2, hidden, "dev") == ["line 1: label is -1; sst2 has 0, 1"]
+NO_LABEL = "; mnli has entailment, neutral, contradiction"
 
 
 @pytest.mark.parametrize(
-    "name, lines, told",
+    "task, part, name, lines, mistakes",
     [
-        ("a.tsv", ["sentence\tclass", "x\t1"], "line 2: no column label; found sentence, class"),
-        ("a.tsv", ["text\tlabel", "x\t1"], "line 2: no column sentence; found text, label"),
-        ("a.tsv", ["sentence\tlabel", "x\ty\t1"], "line 2: found 3 columns; needed 2: sentence, label"),
-        ("a.tsv", ["sentence\tlabel"], "holds no examples"),
-        ("a.jsonl", ["{"], "line 1: is not JSON"),
-        ("a.jsonl", ["[1]"], "line 1: found list; a line holds an object"),
-        ("a.jsonl", ['{"sentence": 3, "label": 1}'], "line 1: sentence is 3, which is no text"),
-        ("a.jsonl", ['{"sentence": "\\ud800", "label": 1}'], "line 1: sentence has a lone surrogate"),
-        ("a.parquet", ["x"], "is not Parquet"),
-        ("a.csv", ["x"], "has the suffix '.csv'; known are .tsv, .json, .jsonl, .parquet"),
+        (SST2, "train", "a.tsv", ["sentence\tclass", "x\t1"], ["line 2: no column label; found sentence, class"]),
+        (SST2, "train", "a.tsv", ["text\tlabel", "x\t1"], ["line 2: no column sentence; found text, label"]),
+        (SST2, "train", "a.tsv", ["sentence\tlabel", "\t\t1"], ["line 2: found 3 columns; needed 2: sentence, label"]),
+        (SST2, "train", "a.tsv", ["sentence\tlabel"], ["holds no examples"]),
+        (SST2, "train", "a.jsonl", ["{"], ["line 1: is not JSON"]),
+        (SST2, "train", "a.jsonl", ["[1]"], ["line 1: found list; a line holds an object"]),
+        (SST2, "train", "a.jsonl", ['{"sentence": 3, "label": 1}'], ["line 1: sentence is 3, which is no text"]),
+        (SST2, "train", "a.jsonl", ['{"sentence": "\\ud800", "label": 1}'], ["line 1: sentence has a lone surrogate"]),
+        (SST2, "train", "a.parquet", ["x"], ["is not Parquet"]),
+        (SST2, "train", "a.csv", ["x"], ["has the suffix '.csv'; known are .tsv, .json, .jsonl, .parquet"]),
+        (COLA, "train", "a.tsv", ["x\t0\tno"], ["line 1: found 3 columns; needed 4: source, label, mark, sentence"]),
+        (MNLI, "train", "a.tsv", ["sentence1\tsentence2\tgold_label", "a\tb\tneutral", "a\tb\tentails", "a\tb\t2"],
+         [f"line 3: gold_label is 'entails'{NO_LABEL}", f"line 4: gold_label is '2'{NO_LABEL}"]),
+        (SST2, "dev", "a.tsv", ["sentence\tlabel", "good\t-1"], ["line 2: label is '-1'; sst2 has 0, 1"]),
+        (SST2, "dev", "a.jsonl", ['{"sentence": "x", "label": -1}'], ["line 1: label is -1; sst2 has 0, 1"]),
+        (SST2, "test", "a.tsv", ["sentence\tlabel", "good\tyes", "bad\t0"], ["line 2: label is 'yes'; sst2 has 0, 1"]),
+        (SST2, "test", "a.tsv", ["sentence\tlabel", "good\t1", "bad\t-1", "dull\t-1"],
+         ["2 of 3 labels are missing or -1; give all labels, or none"]),
     ],
-)
-def test_bad_files_are_told_with_their_line(tmp_path, name, lines, told):
-    mistakes = mistakes_of(SST2, write(tmp_path / name, *lines))
-    assert len(mistakes) == 1 and mistakes[0].startswith(told)
+)  # fmt: skip
+def test_every_mistake_is_named_with_its_line(tmp_path, task, part, name, lines, mistakes):
+    found = mistakes_of(task, write(tmp_path / name, *lines), part)
+    assert len(found) == len(mistakes)
+    assert all(one.startswith(start) for one, start in zip(found, mistakes, strict=True)), found
 
 
 def test_missing_file_and_bad_bytes(tmp_path):
@@ -183,10 +150,8 @@ def test_many_mistakes_are_counted(tmp_path):
 
 def test_rows_of_pairs_are_cut_from_the_longer_text(tmp_path, tokenizer):
     long, short = "good film " * 10, "bad acting"
-    source = write(
-        tmp_path / "a.tsv", "sentence1\tsentence2\tgold_label", f"{long}\t{short}\tneutral", "a\tman\tneutral"
-    )
-    rows = MNLI.read(source, "train", tokenizer, 16, None)
+    lines = ["sentence1\tsentence2\tgold_label", f"{long}\t{short}\tneutral", "a\tman\tneutral"]
+    rows = MNLI.read(write(tmp_path / "a.tsv", *lines), "train", tokenizer, 16, None)
     ids = rows.token_ids_RN[0].tolist()
     first, second = tokenizer.encode(long.strip()), tokenizer.encode(short)
     assert len(second) < 7  # the shorter text is whole
@@ -213,12 +178,6 @@ def test_scores_and_submission_of_mnli(tmp_path, tokenizer):
     assert rows.scores(logits_RC) == {"accuracy": 0.5, "loss": pytest.approx((math.log(2) + math.log(8)) / 2)}
     rows.write_predictions(logits_RC, tmp_path)
     assert (tmp_path / "MNLI-mm.tsv").read_text() == "index\tprediction\n10\tneutral\n11\tcontradiction\n"
-
-
-def test_sst2_submission_has_its_own_labels(tmp_path, tokenizer):
-    rows = SST2.read(write(tmp_path / "a.tsv", "sentence", "good", "bad"), "test", tokenizer, 16, None)
-    rows.write_predictions(np.array([[0.0, 1.0], [1.0, 0.0]]), tmp_path)
-    assert (tmp_path / "SST-2.tsv").read_text() == "index\tprediction\n0\t1\n1\t0\n"
 
 
 def test_fingerprint_follows_texts_and_labels(tmp_path, tokenizer):

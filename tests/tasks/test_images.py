@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gmlp_scale.data.image_loader import ImageLoader
+from gmlp_scale.distributed.world import lone_world
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.images import Images, ImagesConfig
 from gmlp_scale.train.log_files import read_metrics
@@ -16,6 +17,7 @@ from gmlp_scale.train.run import pretrain
 from gmlp_scale.train.start import load_recipe
 from tests.forked import Script
 from tests.gloo_ranks import run_ranks
+from tests.whole_runs import assert_close, logged, losses
 from tests.written_images import prepare, write_image_folder
 
 RECIPE = Path(__file__).parents[2] / "configs" / "images" / "gmlp_ti.yaml"
@@ -46,9 +48,8 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(shards, tmp_path):
     pretrain(recipe(shards, parts, "train.stop_after_step=3"))
     pretrain(recipe(shards, parts, "data.num_workers=0"))
     whole, in_parts = (read_metrics(tmp_path / name / "tiny" / "metrics.jsonl") for name in ("whole", "parts"))
-    losses = [values["train/loss"] for values in whole if "train/loss" in values]
-    assert len(losses) == 6
-    assert [values["train/loss"] for values in in_parts if "train/loss" in values] == losses
+    assert len(losses(tmp_path / "whole/tiny")) == 6
+    assert losses(tmp_path / "parts/tiny") == losses(tmp_path / "whole/tiny")
     assert in_parts[-1] == whole[-1] and 0 < whole[-1]["eval/accuracy"] <= whole[-1]["eval/top_5_accuracy"] == 1
     assert all(0 <= values["perf/data_wait_fraction"] <= 1 for values in whole if "train/loss" in values)
 
@@ -80,20 +81,17 @@ def _train(shards: Path, overrides: list[str]) -> None:
 def test_two_ranks_and_other_micro_batches_have_the_losses_of_one_process(shards, tmp_path):
     names = ("one", "two", "resumed")
     one, two, resumed = ([f"output_dir={tmp_path / name}", "survival_probability=1"] for name in names)
-    pretrain(recipe(shards, *one))
+    _train(shards, one)
     run_ranks(_train, 2, shards, [*two, "engine.kind=fsdp2"])
-    pretrain(recipe(shards, *resumed, "train.stop_after_step=3"))
-    pretrain(recipe(shards, *resumed, "train.micro_batch_size=8"))
-    one, *others = (read_metrics(tmp_path / name / "tiny" / "metrics.jsonl") for name in names)
-    for other in others:
-        for found, expected in zip(other, one, strict=True):
-            for tag in expected.keys() & {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}:
-                assert found[tag] == pytest.approx(expected[tag], rel=1e-5), tag
+    _train(shards, [*resumed, "train.stop_after_step=3"])
+    _train(shards, [*resumed, "train.micro_batch_size=8"])
+    one, two, resumed = (logged(tmp_path / name / "tiny") for name in names)
+    assert_close(two, one)
+    assert_close(resumed, one)
 
 
 def test_the_label_counts_among_the_likeliest_one_and_five(shards):
-    task = Images(recipe(shards, "data.num_workers=0", "train.num_evaluation_rows=5"))
-    world = SimpleNamespace(rank=0, size=1, is_main=True, device=torch.device("cpu"), sum=list, until_stopped=iter)
+    task, world = Images(recipe(shards, "data.num_workers=0", "train.num_evaluation_rows=5")), lone_world()
     loader = task.open_loader(world)
     labels = torch.cat([batch.labels_B[:counted] for batch, counted in loader.heldout_batches(5)])
     probabilities = torch.tensor([0.1, 0.7, 0.2])
@@ -106,16 +104,16 @@ def test_the_label_counts_among_the_likeliest_one_and_five(shards):
     }
 
 
-def test_a_recipe_says_what_is_wrong_with_it(shards):
-    wrong = ["model.sequence_length=10", "train.micro_batch_size=1", "augmentation.policy=mine", "data.packing=packed"]
-    assert "needed: the patches of a square image" in _mistake(shards, *wrong[:2])
-    assert "needed: an even number, or augmentation.mixup_alpha=0" in _mistake(shards, *wrong[:2])
-    assert "'autoaugment'" in _mistake(shards, wrong[2])
-    assert "data.packing: unknown field" in _mistake(shards, wrong[3])
-    assert "found auto; needed: a number with task=images" in _mistake(shards, "train.micro_batch_size=auto")
-
-
-def _mistake(shards: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        recipe(shards, *overrides)
-    return str(caught.value)
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (["model.sequence_length=10", "train.micro_batch_size=1"], "needed: the patches of a square image"),
+        (["model.sequence_length=10", "train.micro_batch_size=1"], "needed: an even number, or augmentation.mixup_alp"),
+        (["augmentation.policy=mine"], "'autoaugment'"),
+        (["data.packing=packed"], "data.packing: unknown field"),
+        (["train.micro_batch_size=auto"], "found auto; needed: a number with task=images"),
+    ],
+)
+def test_a_recipe_says_what_is_wrong_with_it(shards, wrong, found):
+    with pytest.raises(ConfigError, match=found):
+        recipe(shards, *wrong)

@@ -1,6 +1,5 @@
 """Reading SQuAD: its faults are counted, and mistakes told with their place."""
 
-import json
 import logging
 
 import pytest
@@ -32,19 +31,17 @@ def test_squad_json(write_squad):
     assert second.answers == ()
 
 
-def test_is_impossible_outranks_answers(tmp_path, write_squad):
+def test_is_impossible_outranks_answers(write_squad):
     path = write_squad("v2.json", [(NORMANS, [("Who?", [("Normans", 4)])])])
-    content = json.loads(path.read_text())
-    content["data"][0]["paragraphs"][0]["qas"][0]["is_impossible"] = True
-    path.write_text(json.dumps(content))
+    path.write_text(path.read_text().replace('"is_impossible": false', '"is_impossible": true'))
     assert read(path)[0].answers == ()
 
 
 def test_flat_records_as_datasets_gives_them(tmp_path):
     datasets = pytest.importorskip("datasets")
     answers = {"text": ["Normans"], "answer_start": [4]}
-    rows = [{"id": "x", "title": "T", "context": NORMANS, "question": "Who?", "answers": answers}]
-    table = datasets.Dataset.from_list(rows)
+    row = {"id": "x", "title": "T", "context": NORMANS, "question": "Who?", "answers": answers}
+    table = datasets.Dataset.from_list([row])
     table.to_json(tmp_path / "a.jsonl")
     table.to_parquet(tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
@@ -62,54 +59,43 @@ def test_answers_not_at_their_offset(write_squad, caplog):
     path = write_squad("train.json", [(NORMANS, questions)])
     with caplog.at_level(logging.WARNING, logger="gmlp_scale"):
         kept = read(path)
-    assert [(q.question, q.answers[-1].start) for q in kept] == [
-        ("near the second", 65),
-        ("near the first", 4),
-        ("one of two", 53),
-    ]
-    assert (
-        "2 answers stand elsewhere than at their offset; first 'Title' paragraph 1 question q0: 'Normans'"
-        in caplog.text
-    )
+    starts = {question.question: question.answers[-1].start for question in kept}
+    assert starts == {"near the second": 65, "near the first": 4, "one of two": 53}
+    moved = "2 answers stand elsewhere than at their offset; first 'Title' paragraph 1 question q0: 'Normans'"
+    assert moved in caplog.text
     assert "3 answers are not in their context, so 2 questions were left out; first" in caplog.text
     assert len(read(path, part="dev")) == 5  # each counts for scoring
 
 
-def test_bad_records_are_all_told(write_squad):
+def test_every_bad_record_is_named_and_v1_has_no_question_without_answer(write_squad):
     path = write_squad("a.json", [("  ", [("Who?", [])]), (NORMANS, [("", []), ("When?", [])])])
-    assert mistakes_of(path) == [
-        "'Title' paragraph 1 question q0: the context is empty",
-        "'Title' paragraph 2 question q1: the question is empty",
-    ]
+    first, second = "'Title' paragraph 1 question q0: ", "'Title' paragraph 2 question q1: "
+    assert mistakes_of(path) == [f"{first}the context is empty", f"{second}the question is empty"]
+    path = write_squad("b.json", [(NORMANS, [("Who?", [])])], version="1.1")
+    assert mistakes_of(path, V1) == [f"{first}no answer; only task squad_v2 has such questions"]
 
 
-def test_v1_has_no_question_without_answer(write_squad):
-    path = write_squad("a.json", [(NORMANS, [("Who?", [])])], version="1.1")
-    assert mistakes_of(path, V1) == [
-        "'Title' paragraph 1 question q0: no answer; only task squad_v2 has such questions"
-    ]
+def flat(answers: str, id: str = '"x"') -> str:
+    return f'{{"id": {id}, "context": "c", "question": "q", "answers": {answers}}}'
 
 
 @pytest.mark.parametrize(
-    "name, text, told",
+    "name, text, found",
     [
         ("a.json", "{", "is not SQuAD's JSON"),
         ("a.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is not SQuAD's JSON"),
         ("a.json", '{"data": []}', "holds no questions that can be used"),
         ("a.json", '{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": "x"}]}]}]}',
          "'' paragraph 1 question x: no column id and question and context and answers; found context, id"),
-        ("a.jsonl", '{"id": "x", "context": "c", "question": "q", "answers": 3}', "line 1: answers is 3"),
-        ("a.jsonl", '{"id": 7, "context": "c", "question": "q", "answers": {"text": [], "answer_start": []}}',
-         "line 1: id is 7, which is no text"),
-        ("a.jsonl", '{"id": "x", "context": "c", "question": "q", "answers": {"text": ["c"], "answer_start": []}}',
-         "line 1: 1 answers but 0 offsets"),
-        ("a.jsonl", '{"id": "x", "context": "c", "question": "q", "answers": {"text": "c", "answer_start": 0}}',
+        ("a.jsonl", flat("3"), "line 1: answers is 3"),
+        ("a.jsonl", flat('{"text": [], "answer_start": []}', id="7"), "line 1: id is 7, which is no text"),
+        ("a.jsonl", flat('{"text": ["c"], "answer_start": []}'), "line 1: 1 answers but 0 offsets"),
+        ("a.jsonl", flat('{"text": "c", "answer_start": 0}'),
          "line 1: answers is {'text': 'c', 'answer_start': 0}; needed: text and answer_start, a list each"),
-        ("a.jsonl", '{"id": "x", "context": "c", "question": "q", "answers": {"text": ["c"], "answer_start": ["0"]}}',
-         "line 1: the offset '0' is no whole number"),
+        ("a.jsonl", flat('{"text": ["c"], "answer_start": ["0"]}'), "line 1: the offset '0' is no whole number"),
     ],
 )  # fmt: skip
-def test_bad_files(tmp_path, name, text, told):
+def test_bad_files(tmp_path, name, text, found):
     (tmp_path / name).write_text(text + "\n")
     mistakes = mistakes_of(tmp_path / name)
-    assert len(mistakes) == 1 and mistakes[0].startswith(told)
+    assert len(mistakes) == 1 and mistakes[0].startswith(found)
