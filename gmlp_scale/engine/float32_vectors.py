@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine.masters import Master
+from gmlp_scale.engine.masters import Piece
 
 
 def float32_vectors(model: nn.Module, precision: str) -> dict[str, nn.Parameter]:
@@ -43,18 +43,16 @@ class Vectors:
     def __init__(self, parameters: dict[str, nn.Parameter], world: World):
         self.parameters = parameters
         self.world = world
+        # The ranks take turns in giving one to a checkpoint.
+        self.given_by_others = {name for index, name in enumerate(parameters) if index % world.size != world.rank}
         sizes = [parameter.numel() for parameter in parameters.values()]
         self.flat = torch.zeros(sum(sizes) + 1, device=world.device)  # the gradients, and a place for a squared norm
         self.flat_gradients = self.flat[:-1]
         self.gradients = self.flat_gradients.split(sizes)
         self.clear_gradients()
 
-    def masters(self) -> dict[str, Master]:
-        """The ranks take turns in giving one to a checkpoint."""
-        return {
-            name: Master(parameter, tuple(parameter.shape), 0, is_given=index % self.world.size == self.world.rank)
-            for index, (name, parameter) in enumerate(self.parameters.items())
-        }
+    def masters(self) -> dict[str, Piece]:
+        return {name: Piece(parameter, tuple(parameter.shape), 0) for name, parameter in self.parameters.items()}
 
     def average_gradients(self, squared_norm: Tensor | float = 0.0) -> Tensor:
         """Averages the gradients over the ranks, with one collective.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
-from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
+from gmlp_scale.engine.masters import Masters, Piece, ReadSlice
 from gmlp_scale.engine.muon import Muon, Span, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
@@ -61,11 +61,11 @@ class Fsdp2Engine:
             tensor = parameter.detach().to_local()  # the same memory, without DTensor's cost per operation
             if len(tensor):
                 first = _first_index(len(parameter), world.rank, world.size)
-                masters[name] = Master(nn.Parameter(tensor), tuple(parameter.shape), first)
+                masters[name] = Piece(nn.Parameter(tensor), tuple(parameter.shape), first)
                 self.shards.append((parameter, masters[name].tensor))
         spans = [_spans(matrices, rank, world.size) for rank in range(world.size)]
         muon = Muon(optimizer, matrices, spans, world, train.precision) if matrices else None
-        self.masters = Masters(masters, optimizer, decayed, muon)
+        self.masters = Masters(masters, optimizer, decayed, muon, self.vectors.given_by_others)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.module.set_requires_gradient_sync(is_last)

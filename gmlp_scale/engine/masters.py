@@ -5,11 +5,11 @@ and Piece.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gmlp_scale.engine.muon import Muon
 from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, update
@@ -27,7 +27,8 @@ ReadSlice = Callable[[str, int, int], Tensor]
 class Piece:
     """The indices [first, first + len(tensor)) along dimension 0 of a tensor of `shape`, in float32.
 
-    The engine may go on updating `tensor`: copy it before the next step.
+    A rank's master of a parameter is one. In a checkpoint's hands the engine may go on updating `tensor`: copy it
+    before the next step.
     """
 
     tensor: Tensor
@@ -43,17 +44,6 @@ def moment_key(name: str, moment: str) -> str:
     return f"optimizer.{name}.{moment}"
 
 
-@dataclass(frozen=True)
-class Master:
-    """This rank's slice of one parameter along dimension 0, which an optimizer updates."""
-
-    tensor: nn.Parameter
-    shape: tuple[int, ...]
-    first: int
-    is_given: bool = True
-    """Whether this rank gives it to a checkpoint. If all ranks hold the whole master, one of them does."""
-
-
 def read_elements(read: ReadSlice, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
     """Elements [start, stop) of the flattened tensor, reading only the indices of dimension 0 that hold them."""
     if stop <= start:
@@ -64,12 +54,23 @@ def read_elements(read: ReadSlice, key: str, shape: tuple[int, ...], start: int,
 
 
 class Masters:
-    """Every master of this rank by parameter name, with the optimizers over them: AdamW, or Muon for its matrices."""
+    """Every master of this rank by parameter name, with the optimizers over them: AdamW, or Muon for its matrices.
+
+    Args:
+        masters: their tensors are nn.Parameters.
+        decayed: the parameters that weight decay applies to.
+        given_by_others: masters that other ranks hold too, and give to a checkpoint.
+    """
 
     def __init__(
-        self, masters: dict[str, Master], config: OptimizerConfig, decayed: set[str], muon: Muon | None = None
+        self,
+        masters: dict[str, Piece],
+        config: OptimizerConfig,
+        decayed: set[str],
+        muon: Muon | None = None,
+        given_by_others: Container[str] = (),
     ):
-        self.masters = masters
+        self.masters, self.given_by_others = masters, given_by_others
         self.muon = muon
         in_muon = muon.momenta.keys() if muon else ()
         self.matrices = {name: master.tensor for name, master in masters.items() if name in in_muon}
@@ -92,7 +93,7 @@ class Masters:
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
         for name, master in self.masters.items():
-            if not master.is_given:
+            if name in self.given_by_others:
                 continue
             yield model_key(name), Piece(master.tensor.detach(), master.shape, master.first)
             for key, state in self._states(name, master):
@@ -108,7 +109,7 @@ class Masters:
         for state in self.optimizer.state.values():
             state["step"].fill_(step)
 
-    def _states(self, name: str, master: Master) -> Iterator[tuple[str, Tensor]]:
+    def _states(self, name: str, master: Piece) -> Iterator[tuple[str, Tensor]]:
         """What the optimizer keeps of a master, in its shape, by the checkpoint's keys."""
         if name in self.matrices:
             yield moment_key(name, MOMENTUM), self.muon.momenta[name].view_as(master.tensor)

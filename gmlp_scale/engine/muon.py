@@ -94,18 +94,17 @@ class Muon:
             bounds = [bound for of_rank in spans for bound in of_rank[name] if of_rank[name][0] < of_rank[name][1]]
             assert bounds[::2] == [0, *bounds[1:-1:2]] and bounds[-1] == rows * columns, (name, bounds)
         # What goes to one owner lies together.
-        sizes = [{name: stop - start for name, (start, stop) in of_rank.items()} for of_rank in spans]
         self.spans = {name: spans[world.rank][name] for name in sorted(shapes, key=owner_of.__getitem__)}
-        self.sizes = [sizes[world.rank][name] for name in self.spans]
+        self.momenta = {
+            name: torch.zeros(stop - start, device=world.device) for name, (start, stop) in self.spans.items()
+        }
         self.owned = [name for name in self.spans if owner_of[name] == world.rank]
         self.num_sent = [0] * world.size
-        for name, size in zip(self.spans, self.sizes, strict=True):
-            self.num_sent[owner_of[name]] += size
+        for name, momentum in self.momenta.items():
+            self.num_sent[owner_of[name]] += len(momentum)
+        sizes = [{name: stop - start for name, (start, stop) in of_rank.items()} for of_rank in spans]
         self.received_sizes = [of_rank[name] for of_rank in sizes for name in self.owned]
         self.num_received = [sum(of_rank[name] for name in self.owned) for of_rank in sizes]
-        self.momenta = {
-            name: torch.zeros(size, device=world.device) for name, size in zip(self.spans, self.sizes, strict=True)
-        }
 
     @torch.no_grad()
     def step(
@@ -156,18 +155,16 @@ class Muon:
             matrix = orthogonalised(torch.cat(parts).view(self.shapes[name]), self.dtype)
             torch._foreach_copy_(parts, matrix.reshape(-1).split([len(part) for part in parts]))
         dist.all_to_all_single(sent, received, self.num_sent, self.num_received)
-        return sent.split(self.sizes)
+        return sent.split([len(update) for update in updates])
 
     def whole_momenta(self) -> Iterator[tuple[str, Tensor]]:
         """(name, momentum) of the matrices that this rank owns. Every rank must run it to its end."""
-        if self.world.size == 1:
-            for name, momentum in self.momenta.items():
-                yield name, momentum.view(self.shapes[name])
-            return
         for name, parts in self._parts_by_rank(self._to_owners(torch.cat(list(self.momenta.values())))):
             yield name, torch.cat(parts).view(self.shapes[name])
 
     def _to_owners(self, parts: Tensor) -> Tensor:
+        if self.world.size == 1:
+            return parts
         received = parts.new_empty(sum(self.num_received))
         dist.all_to_all_single(received, parts, self.num_received, self.num_sent)
         return received

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
-from gmlp_scale.engine.masters import Master, Masters, Piece, ReadSlice
+from gmlp_scale.engine.masters import Masters, Piece, ReadSlice
 from gmlp_scale.engine.muon import Muon, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names, differentiated, global_norm
 from gmlp_scale.engine.train_config import TrainConfig
@@ -22,8 +22,8 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
     kind: Literal["single"] = "single"
     """The reference: one process, without sharding."""
     timeout_seconds: float = 600
-    """Has no effect in one process. Every engine has it, so that overriding engine.kind alone gives a valid recipe.
-    [seconds]"""
+    """How long to wait for the other ranks, of which one process has none. Every engine takes it, so that overriding
+    engine.kind alone gives a valid recipe. [seconds]"""
 
     needs_process_group: ClassVar[bool] = False
     supports_cuda_graphs: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class SingleEngine:
                 parameter.data = parameter.data.bfloat16()
                 parameter.register_post_accumulate_grad_hook(_adds_gradient_to(master))
                 self.copies[name] = parameter
-            masters[name] = Master(master, tuple(parameter.shape), 0)
+            masters[name] = Piece(master, tuple(parameter.shape), 0)
         shapes = muon_matrices(model, optimizer)
         whole = {name: (0, math.prod(shape)) for name, shape in shapes.items()}
         muon = Muon(optimizer, shapes, [whole], world, train.precision) if shapes else None

@@ -1,7 +1,4 @@
-"""DeepSpeed's ZeRO, stages 1 to 3, through zero_sharding.py. This file knows nothing of DeepSpeed's inside.
-
-Stage 1 shards masters and moments, stage 2 gradients as well, stage 3 the parameters too.
-"""
+"""DeepSpeed's ZeRO, stages 1 to 3. Only zero_sharding.py knows DeepSpeed's inside."""
 
 import math
 from collections.abc import Iterator
@@ -81,7 +78,9 @@ class ZeroEngine:
         self.gradient_clipping = optimizer.gradient_clipping
         self.vectors = Vectors(_taken_out(model, float32_vectors(model, train.precision), world), world)
         self.vectors_norm = torch.zeros((), device=world.device)
-        self.vector_masters = Masters(self.vectors.masters(), optimizer, decayed=set())
+        self.vector_masters = Masters(
+            self.vectors.masters(), optimizer, decayed=set(), given_by_others=self.vectors.given_by_others
+        )
         parameters, matrices = dict(model.named_parameters()), muon_matrices(model, optimizer)
         settings = deepspeed_settings(
             config.deepspeed_config,
@@ -96,9 +95,7 @@ class ZeroEngine:
         if matrices:
             adamw.add_param_group({"params": [parameters[name] for name in matrices]})
         initial = {name: parameter.data for name, parameter in parameters.items()}
-        self.sharded = ShardedModel(
-            model, adamw, settings, stage=config.stage, world=world, timeout_seconds=config.timeout_seconds
-        )
+        self.sharded = ShardedModel(model, adamw, settings, world, timeout_seconds=config.timeout_seconds)
         self.module, self.adamw = self.sharded.module, self.sharded.adamw
         self.adamw.register_step_pre_hook(self._clip_and_update_matrices)
         self.adamw.register_step_post_hook(lambda adamw, *_: count_left_out(adamw))
@@ -190,21 +187,20 @@ class ZeroEngine:
     def _build_muons(
         self, matrices: dict[str, tuple[int, int]], optimizer: OptimizerConfig, precision: str
     ) -> dict[Tensor, Muon]:
-        """By the flat tensor that holds the matrices' parts. Stage 3 has several if the matrices are large, and steps
-        one after the other."""
+        """By the flat tensor that holds the matrices' parts. Stage 3 has several of them if the matrices are large."""
         muons, places = {}, self.sharded.places
-        for index in sorted({places[name].flat_index for name in matrices}):
-            own = {name: places[name].span for name in matrices if places[name].flat_index == index}
-            spans = [own] * self.world.size
-            dist.all_gather_object(spans, own)
-            shapes = {name: matrices[name] for name in own}
-            muons[self.sharded.flats[index]] = Muon(optimizer, shapes, spans, self.world, precision)
+        for flat in self.sharded.flats:
+            shapes = {name: shape for name, shape in matrices.items() if places[name].flat is flat}
+            if shapes:
+                spans = [{}] * self.world.size
+                dist.all_gather_object(spans, {name: places[name].span for name in shapes})
+                muons[flat] = Muon(optimizer, shapes, spans, self.world, precision)
         return muons
 
     def _clip_and_update_matrices(self, adamw: torch.optim.AdamW, *_) -> None:
         """Clips by all gradients' norm just before AdamW's step, which is skipped if that norm is not finite.
 
-        Muon updates its matrices here, of those that `adamw` is about to step, and takes their gradients away from it.
+        Then Muon updates the matrices among what `adamw` is about to step, and takes their gradients away from it.
         """
         norm = self._norm()
         adamw.found_inf = (~torch.isfinite(norm)).float()
@@ -215,11 +211,11 @@ class ZeroEngine:
                 flat.grad.mul_(scale.to(flat.grad.device))
         for flat in flats:
             if muon := self.muons.get(flat):
-                offsets = {name: self.sharded.places[name].offset for name in muon.momenta}
-                parts, gradients = (
-                    {name: of.narrow(0, offsets[name], len(muon.momenta[name])) for name in offsets}
-                    for of in (flat.detach(), flat.grad)
-                )
+                parts, gradients = {}, {}
+                for name, momentum in muon.momenta.items():
+                    offset = self.sharded.places[name].offset
+                    parts[name] = flat.detach().narrow(0, offset, len(momentum))
+                    gradients[name] = flat.grad.narrow(0, offset, len(momentum))
                 learning_rate = adamw.param_groups[0]["lr"]  # of all groups
                 muon.step(parts, gradients, learning_rate=learning_rate, norm=norm, max_norm=None)
                 flat.grad = None

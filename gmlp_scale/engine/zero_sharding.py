@@ -4,7 +4,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Container
+from collections.abc import Collection
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where this rank's part of a parameter lies among the flat tensors that DeepSpeed updates."""
+    """Where this rank's part of a parameter lies."""
 
-    flat_index: int
-    """Which flat tensor holds it."""
+    flat: Tensor
+    """The float32 tensor that holds it, which DeepSpeed updates."""
     offset: int
-    """Where it begins in the flat tensor."""
+    """Where it begins there."""
     span: Span
     """Which elements of the flattened parameter it has."""
 
@@ -40,16 +40,9 @@ class ShardedModel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        adamw: torch.optim.AdamW,
-        settings: dict,
-        *,
-        stage: int,
-        world: World,
-        timeout_seconds: float,
+        self, model: nn.Module, adamw: torch.optim.AdamW, settings: dict, world: World, *, timeout_seconds: float
     ):
-        self.stage, self.world = stage, world
+        self.stage, self.world = settings["zero_optimization"]["stage"], world
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.module = _initialize(model, adamw, settings)
         self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=timeout_seconds))
@@ -57,7 +50,7 @@ class ShardedModel:
         self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around AdamW
         self.zero.clip_grad = 0.0  # its norm is without the vectors, so ZeroEngine does it
         self.adamw: torch.optim.AdamW = self.zero.optimizer
-        if stage == 3:
+        if self.stage == 3:
             self.flats = self.zero.fp32_partitioned_groups_flat
         else:
             self.flats = [flat for group in self.adamw.param_groups for flat in group["params"]]
@@ -69,14 +62,13 @@ class ShardedModel:
         norm = self.zero._global_grad_norm.to(self.world.device)
         return torch.where(norm < 0, torch.inf, norm)
 
-    def create_moments(self, without: Container[Tensor]) -> None:
+    def create_moments(self, without: Collection[Tensor]) -> None:
         """DeepSpeed would create AdamW's moments at the first step. without: flat tensors that get none."""
         create_moments(self.adamw, [flat for flat in self.flats if flat not in without])
         if self.stage < 3:
             self.zero._lazy_init_hp_params_optimizer_state()  # which makes an empty state for each other one
-            for flat in self.flats:
-                if flat in without:
-                    del self.adamw.state[flat]
+            for flat in without:
+                del self.adamw.state[flat]
 
     def whole(self, name: str, moment: str | None = None) -> Tensor:
         """A whole master, or its whole `moment`. All ranks call it together."""
@@ -127,12 +119,12 @@ class ShardedModel:
             flat_index, offset, padded_length = self.zero.grad_position[self.zero.get_param_id(parameter)]
             rank = self.world.rank
             start, stop = (min(index * padded_length, parameter.ds_numel) for index in (rank, rank + 1))
-            return Place(flat_index, offset, (start, stop))
-        if not parameter._hp_mapping:  # this rank holds no part of it; the index is that of Muon's matrices
-            return Place(len(self.flats) - 1, 0, (0, 0))
+            return Place(self.flats[flat_index], offset, (start, stop))
         mapping = parameter._hp_mapping
+        if not mapping:  # this rank holds no part of it, and only of Muon's matrices it matters of which flat tensor
+            return Place(self.flats[-1], 0, (0, 0))
         part, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Place(mapping.param_group_index, in_flat.start, (part.start, part.start + part.numel))
+        return Place(self.flats[mapping.param_group_index], in_flat.start, (part.start, part.start + part.numel))
 
 
 def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) -> nn.Module:
