@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
-from tests.engine.trained_engines import AMLP, micro_batches_of, start_engine, train
+from gmlp_scale.engine import EngineConfig, SingleConfig
+from tests.engine.trained_engines import AMLP, ENGINES, micro_batches_of, start_engine, train
 from tests.triton_interpreter import run_interpreted
 
 
@@ -25,16 +25,14 @@ def plain_run() -> dict:
     return run_interpreted(_train, SingleConfig(), "torch")[0]
 
 
-@pytest.mark.parametrize("engine", ["single", "fsdp2", "zero 3"])
+@pytest.mark.parametrize("engine", ["single", "fsdp2, reshard_after_forward", "zero, stage 3"])
 def test_engines_train_the_same_by_kernels(plain_run, tmp_path, engine):
     # No parameter is small enough for ZeRO-3 to keep it gathered.
     partition_all = tmp_path / "deepspeed.json"
     partition_all.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
-    config = {
-        "single": SingleConfig(),
-        "fsdp2": Fsdp2Config(blocks_per_group=2, reshard_after_forward=True),
-        "zero 3": ZeroConfig(stage=3, deepspeed_config=partition_all),
-    }[engine]
+    config = ENGINES[engine]
+    if engine == "zero, stage 3":
+        config = config.model_copy(update={"deepspeed_config": partition_all})
     run = run_interpreted(_train, config, "triton", world_size=1 if engine == "single" else 2)[0]
     assert run["losses"] == pytest.approx(plain_run["losses"], rel=1e-5)
     assert run["norms"] == pytest.approx(plain_run["norms"], rel=1e-5)

@@ -1,5 +1,3 @@
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -13,60 +11,35 @@ from gmlp_scale.engine.optimizer import (
     learning_rate,
     update,
 )
-from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
+from tests.models.every_kind import tiny_model
 
 CONFIG = AdamwConfig(peak_learning_rate=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
 
 
-def rates_of(**fields):
-    """The rate of each step of a run of 110."""
-    config = AdamwConfig(peak_learning_rate=1e-4, **fields)
-    return functools.partial(learning_rate, config, num_steps=110)
-
-
-def test_learning_rate_climbs_to_its_peak_and_falls_to_zero_at_the_end_of_the_schedule():
-    rate = rates_of(warmup_steps=10)
-    assert rate(0) == pytest.approx(1e-5)  # the first update moves too
-    assert rate(4) == pytest.approx(5e-5)
-    assert rate(9) == rate(10) == 1e-4
-    assert rate(60) == pytest.approx(5e-5)
-    assert rate(109) == pytest.approx(1e-6)
-    assert rate(110) == 0
-    rates = [rate(step) for step in range(110)]
-    assert max(rates) == 1e-4 and min(rates) > 0
-
-
-def test_learning_rate_without_warm_up_starts_at_the_peak():
-    assert rates_of(warmup_steps=0)(0) == 1e-4
-
-
-def test_cosine_falls_slowly_at_first_and_at_last():
-    rate = rates_of(schedule="cosine", warmup_steps=10)
-    assert rate(9) == rate(10) == 1e-4 and rate(110) == 0
-    assert [rate(step) for step in (35, 60, 85)] == pytest.approx([8.5355e-5, 5e-5, 1.4645e-5], rel=1e-4)
-
-
-def test_stable_stays_at_its_peak_until_it_decays():
-    rate = rates_of(schedule="stable", warmup_steps=10, decay_steps=20)
-    assert {rate(step) for step in range(9, 91)} == {1e-4}
-    assert rate(100) == pytest.approx(5e-5) and rate(110) == 0
-    assert rates_of(schedule="stable", warmup_steps=0)(109) == 1e-4
-
-
 @pytest.mark.parametrize(
-    "config",
+    "schedule, warmup_steps, decay_steps, wanted",
     [
-        GmlpConfig(num_blocks=1, d_model=8, d_ffn=16, sequence_length=4, vocab_size=11),
-        GmlpConfig(num_blocks=1, d_model=8, d_ffn=16, sequence_length=4, vocab_size=11, spatial="dense"),
-        AmlpConfig(num_blocks=1, d_model=8, d_ffn=16, d_attn=4, sequence_length=4, vocab_size=11),
-        TransformerConfig(
-            num_blocks=1, d_model=8, d_ffn=16, num_heads=2, sequence_length=4, vocab_size=11, positions="absolute"
-        ),
+        # The first update moves too; the rate climbs to its peak and falls to 0 at the end of the schedule.
+        ("linear", 10, 0, {0: 1e-5, 4: 5e-5, 9: 1e-4, 10: 1e-4, 60: 5e-5, 109: 1e-6, 110: 0}),
+        ("linear", 0, 0, {0: 1e-4}),
+        # cosine falls slowly at first and at last
+        ("cosine", 10, 0, {9: 1e-4, 10: 1e-4, 35: 8.5355e-5, 60: 5e-5, 85: 1.4645e-5, 110: 0}),
+        # stable stays at its peak until it decays
+        ("stable", 10, 20, dict.fromkeys(range(9, 91), 1e-4) | {100: 5e-5, 110: 0}),
+        ("stable", 0, 0, {109: 1e-4}),
     ],
-    ids=lambda config: f"{config.kind} {getattr(config, 'spatial', '')}",
 )
-def test_only_matrices_decay(config):
-    model = build_model(config)
+def test_learning_rates_of_a_run_of_110_steps(schedule, warmup_steps, decay_steps, wanted):
+    fields = {"schedule": schedule, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
+    config = AdamwConfig(peak_learning_rate=1e-4, **fields)
+    rates = [learning_rate(config, step, num_steps=110) for step in range(111)]
+    assert {step: rates[step] for step in wanted} == pytest.approx(wanted, rel=1e-4)
+    assert max(rates) == 1e-4 and min(rates[:110]) > 0
+
+
+@pytest.mark.parametrize("kind", ["gmlp", "gmlp-dense", "amlp", "bert-absolute"])
+def test_only_matrices_decay(kind):
+    model = tiny_model(kind)
     decayed = decayed_names(model)
     norms = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, nn.LayerNorm) for p in ("weight", "bias")}
     matrices = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
@@ -108,38 +81,9 @@ def test_update_is_adamw_with_clipping_by_global_norm(max_norm):
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", [torch.nan, torch.inf])
-def test_a_norm_that_is_not_finite_leaves_all_but_the_count_as_it_was(norm):
-    parameter = nn.Parameter(torch.ones(3, 3))
-    optimizer = build_adamw([("matrix", parameter)], CONFIG, {"matrix"})
-    create_moments(optimizer, [parameter])
-    parameter.grad = torch.ones(3, 3)
-    update(optimizer, 0.1, torch.tensor(3.0), max_norm=1.0)
-    before = parameter.detach().clone(), {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    parameter.grad = torch.full((3, 3), norm)
-    update(optimizer, 0.1, torch.tensor(norm), max_norm=1.0)
-    assert torch.equal(parameter, before[0])
-    before[1]["step"] += 1  # as a resumed run counts
-    assert optimizer.state[parameter].keys() == before[1].keys()
-    assert all(torch.equal(value, before[1][key]) for key, value in optimizer.state[parameter].items())
-
-
 def test_the_global_norm_is_right_for_large_gradients():
     torch.manual_seed(0)
     gradients = [torch.randn(512, 8192), torch.randn(4097), torch.randn(5), torch.tensor(0.5), torch.zeros(0)]
     exact = torch.cat([gradient.flatten().double() for gradient in gradients]).norm()
     assert global_norm(gradients).item() == pytest.approx(exact.item(), rel=1e-6)
     assert global_norm([]).item() == 0.0
-
-
-def test_update_repeats_bit_for_bit():
-    results = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        parameter = nn.Parameter(torch.randn(300, 257))
-        optimizer = build_adamw([("matrix", parameter)], CONFIG, {"matrix"})
-        for _ in range(5):
-            parameter.grad = torch.randn_like(parameter)
-            update(optimizer, 0.01, parameter.grad.norm(), max_norm=1.0)
-        results.append(parameter.detach())
-    assert torch.equal(*results)

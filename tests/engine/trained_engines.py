@@ -8,7 +8,7 @@ from torch import Tensor
 from gmlp_scale import engine as engines
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine import EngineConfig, Fsdp2Config, OptimizerConfig, TrainConfig, build_engine
+from gmlp_scale.engine import EngineConfig, Fsdp2Config, TrainConfig, build_engine
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
 from gmlp_scale.piecewise import Piecewise
@@ -39,24 +39,12 @@ class Run:
 
 
 def start_engine(
-    world: World,
-    model_config,
-    engine_config: EngineConfig,
-    precision="float32",
-    compile=False,
-    recompute="none",
-    optimizer: OptimizerConfig = OPTIMIZER,
+    world: World, model_config, engine_config: EngineConfig, precision="float32", optimizer=OPTIMIZER, **fields
 ):
-    model = build_model(model_config)
-    train_config = TrainConfig(
-        num_steps=100,
-        global_batch_size=BATCH_SIZES,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        precision=precision,
-        compile=compile,
-        recompute=recompute,
-    )
-    return build_engine(model, world, engine=engine_config, train=train_config, optimizer=optimizer)
+    """fields: of TrainConfig."""
+    batch = {"global_batch_size": BATCH_SIZES, "micro_batch_size": MICRO_BATCH_SIZE}
+    train_config = TrainConfig(num_steps=100, precision=precision, **batch | {"compile": False} | fields)
+    return build_engine(build_model(model_config), world, engine=engine_config, train=train_config, optimizer=optimizer)
 
 
 def train(engine, world: World, first_step: int, stop_step: int) -> Run:

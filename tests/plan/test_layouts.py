@@ -14,6 +14,7 @@ from launch import plan
 
 RECIPES = Path(__file__).parents[2] / "configs" / "pretrain"
 XLARGE = load_run_config(RECIPES / "gmlp_xlarge.yaml")
+COMMAND = ["plan.py", "--config", str(RECIPES / "gmlp_xlarge.yaml"), "--gpus", "64", "--gpu", "h200"]
 
 
 def test_layouts_that_fit_come_first_and_the_fastest_of_them():
@@ -55,18 +56,7 @@ def test_the_table_says_what_it_rests_on(capsys, monkeypatch):
     kept = XLARGE.model_copy(update={"checkpoint": every})
     assert "3 and at the end 10 more kept" in table(kept, Assumptions(GPUS["h200"], num_gpus=64, num_nodes=8))
 
-    command = [
-        "plan.py",
-        "--config",
-        str(RECIPES / "gmlp_xlarge.yaml"),
-        "--gpus",
-        "64",
-        "--gpu",
-        "h200",
-        "--nodes",
-        "8",
-    ]
-    monkeypatch.setattr("sys.argv", [*command, "train.precision=auto"])
+    monkeypatch.setattr("sys.argv", [*COMMAND, "--nodes", "8", "train.precision=auto"])
     assert plan.main() == 0 and capsys.readouterr().out.strip() == text
 
 
@@ -95,8 +85,7 @@ def test_a_growing_batch_takes_the_time_of_all_its_steps():
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(option, needed, capsys, monkeypatch):
-    command = ["plan.py", "--config", str(RECIPES / "gmlp_xlarge.yaml"), "--gpus", "64", "--gpu", "h200"]
-    monkeypatch.setattr("sys.argv", [*command, *option])
+    monkeypatch.setattr("sys.argv", [*COMMAND, *option])
     with pytest.raises(SystemExit) as left:
         plan.main()
     assert left.value.code == 2 and needed in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """train.micro_batch_size=auto: the largest micro-batch that fits, and a run that is the same but for it."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,15 +19,14 @@ from gmlp_scale.train import resolve
 from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
 from tests.gloo_ranks import run_ranks
+from tests.whole_runs import RECIPE, SMOKE
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
-SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
-SIZES = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}"]
 AUTO = ["train.micro_batch_size=auto", "train.device=auto"]
 
 
 def smoke(*overrides: str):
-    return load_run_config(SMOKE, [*SIZES, "data.shards=not/there", *overrides])
+    return load_run_config(SMOKE, [*RECIPE, "data.shards=not/there", *overrides])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """train.precision=auto: what multiplies faster here, decided by rank 0 once and kept by the run's checkpoints."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +17,13 @@ from gmlp_scale.train import resolve
 from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.run import pretrain
 from tests.gloo_ranks import run_ranks
-from tests.written_shards import VOCAB_SIZE, write_tiny_shards
-
-SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
-SIZES = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}"]
+from tests.models.every_kind import FAMILIES, tiny_config
+from tests.whole_runs import RECIPE, SMOKE
+from tests.written_shards import write_tiny_shards
 
 
 def smoke(*overrides: str):
-    return load_run_config(SMOKE, [*SIZES, "train.precision=auto", "data.shards=not/there", *overrides])
+    return load_run_config(SMOKE, [*RECIPE, "train.precision=auto", "data.shards=not/there", *overrides])
 
 
 def world_on(device: str) -> SimpleNamespace:
@@ -52,17 +50,12 @@ def test_the_faster_block_decides_on_a_busy_machine_too(faster, monkeypatch, tmp
     assert passes == ["float32", "bf16"] * 3, "one pass of each that is not counted, then turns for 0.6 seconds"
 
 
-@pytest.mark.parametrize("kind", ["gmlp", "amlp", "transformer", "mixer"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_every_kind_of_block_can_be_timed(kind, monkeypatch):
-    extra = {
-        "amlp": ["model.d_attn=8"],
-        "mixer": ["model.d_spatial=8"],
-        "transformer": ["model.num_heads=2", "model.positions=relative"],
-    }.get(kind, [])
-    models = []
+    run, models = smoke().model_copy(update={"model": tiny_config(kind)}), []
     monkeypatch.setattr(precision, "build_model", lambda config: models.append(build_model(config)) or models[-1])
     for of, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
-        precision._training_pass(smoke(f"model.kind={kind}", *extra), of)()
+        precision._training_pass(run, of)()
         (block,) = models[-1].blocks
         matrices = [parameter for parameter in block.parameters() if parameter.ndim == 2]
         assert matrices and {matrix.grad.dtype for matrix in matrices} == {dtype}

@@ -1,4 +1,4 @@
-"""The memory that a plan counts for each engine's states."""
+"""What each engine's states take by the formulas. tests/benchmarks/test_collectives.py counts them."""
 
 import pytest
 import torch
@@ -44,12 +44,9 @@ def test_in_float32_the_parameters_are_the_masters_but_fsdp2_gathers_them_beside
     assert states(Fsdp2Config(), "float32", 4) == [4 * P, 0, P, 2 * P]
 
 
-def test_fsdp2_holds_whole_gradients_while_it_accumulates():
+def test_fsdp2_frees_gathered_parameters_while_gradients_come_and_holds_them_whole_while_it_accumulates():
     assert states(Fsdp2Config(), "bf16", 8, accumulates=True)[1] == 4 * P
     assert states(ZeroConfig(stage=2), "bf16", 8, accumulates=True)[1] == 4 * (P - V) / 8 + 4 * V
-
-
-def test_fsdp2_frees_gathered_parameters_while_gradients_come():
     assert states(Fsdp2Config(), "bf16", 1)[1] == 4 * V + (4 - 2) * (P - V)
     assert states(Fsdp2Config(), "bf16", 8)[1] == 4 * V
 
@@ -66,7 +63,5 @@ def test_fsdp2_that_reshards_gathers_two_groups_and_what_is_outside_of_blocks():
 def test_muon_has_one_state_of_the_blocks_matrices(engine):
     world_size, in_matrices = 1 if engine.kind == "single" else 4, NUM_BLOCKS * (16 * 32 + 16 * 16)
     *others, moments = states(engine, "bf16", world_size)
-    assert states(engine, "bf16", world_size, optimizer=MuonConfig()) == [
-        *others,
-        moments - 4 * in_matrices / world_size,
-    ]
+    expected = [*others, moments - 4 * in_matrices / world_size]
+    assert states(engine, "bf16", world_size, optimizer=MuonConfig()) == expected
