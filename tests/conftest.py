@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -104,6 +105,21 @@ def trials(record_property):
     from tests.faults.table import Trials
 
     return Trials(record_property)
+
+
+@pytest.fixture
+def launched(monkeypatch, capsys):
+    """launched(main, options...) -> (exit code, what it printed, its error)."""
+
+    def run(main, *options) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launcher", *map(str, options)])
+        try:
+            code = main()
+        except SystemExit as end:  # argparse's own refusals
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
-"""Pretrained runs, and launchers called in this process."""
+"""Pretrained runs."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,3 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_runs(folder)
     return folder
-
-
-@pytest.fixture
-def launched(monkeypatch, capsys):
-    """launched(main, options...) -> (exit code, what it printed, its error)."""
-
-    def run(main, *options) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launcher", *map(str, options)])
-        try:
-            code = main()
-        except SystemExit as end:  # argparse's own refusals
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run

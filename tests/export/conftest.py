@@ -1,6 +1,6 @@
 """Tokenizers, small models and their exports; a pretrained run and launch/export.py."""
 
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,15 +91,6 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def launched_export(monkeypatch, capsys):
+def launched_export(launched):
     """launched_export(options...) -> (exit code, what it printed, its error)."""
-
-    def run(*options) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch/export.py", *map(str, options)])
-        try:
-            code = main()
-        except SystemExit as end:  # argparse's own refusals
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(launched, main)

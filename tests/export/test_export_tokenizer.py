@@ -42,49 +42,34 @@ def write_and_load(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return Tokenizer(tokenizer_folder)
+def pairs(tokenizer_folder, tmp_path_factory, write_and_load):
+    """(ours, transformers') of a tokenizer with pieces that hold a "<", and of one with few characters and no "<"."""
+    plain = tmp_path_factory.mktemp("plain")
+    train_tokenizer(["the cat and the dog went over the sea"] * 50, 275, plain)
+    tokenizers = [Tokenizer(folder) for folder in (tokenizer_folder, plain)]
+    has_less_than = [any("<" in piece for piece, _ in tokenizer.scored_pieces()[261:]) for tokenizer in tokenizers]
+    assert has_less_than == [True, False]
+    return [(tokenizer, write_and_load(tokenizer)) for tokenizer in tokenizers]
 
 
-@pytest.fixture(scope="module")
-def fast(tokenizer, write_and_load):
-    assert any("<" in piece for piece, _ in tokenizer.scored_pieces()[261:])
-    return write_and_load(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Tokenizer:
-    """A tokenizer that knows no "<" and few characters."""
-    folder = tmp_path_factory.mktemp("plain")
-    train_tokenizer(["the cat and the dog went over the sea"] * 50, 275, folder)
-    return Tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def plain_fast(plain, write_and_load):
-    assert not any("<" in piece for piece, _ in plain.scored_pieces()[261:])
-    return write_and_load(plain)
-
-
-def check(tokenizer: Tokenizer, fast, text: str) -> None:
-    encoded = fast(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
-    ids, offsets = tokenizer.encode_with_offsets(text)
-    assert encoded["input_ids"] == ids
-    assert [tuple(pair) for pair in encoded["offset_mapping"]] == offsets
-    assert fast.decode(ids) == text
+def check(pairs, text: str) -> None:
+    for tokenizer, fast in pairs:
+        encoded = fast(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        assert encoded["input_ids"] == ids
+        assert [tuple(pair) for pair in encoded["offset_mapping"]] == offsets
+        assert fast.decode(ids) == text
 
 
 @pytest.mark.parametrize("text", TORTURE, ids=lambda text: ascii(text)[:30])
-def test_torture_texts(tokenizer, fast, plain, plain_fast, text):
-    check(tokenizer, fast, text)
-    check(plain, plain_fast, text)
+def test_torture_texts(pairs, text):
+    check(pairs, text)
 
 
 @given(st.lists(st.one_of(st.text(max_size=6), st.sampled_from(TORTURE)), max_size=8).map("".join))
 @settings(deadline=None, derandomize=True, max_examples=200)
-def test_any_text(tokenizer, fast, plain, plain_fast, text):
-    check(tokenizer, fast, text)
-    check(plain, plain_fast, text)
+def test_any_text(pairs, text):
+    check(pairs, text)
 
 
 @pytest.mark.skipif(not VALID.exists(), reason=f"{VALID} is not there")
@@ -100,14 +85,9 @@ def test_real_texts(tmp_path, write_and_load):
         assert found == expected.tolist()
 
 
-def test_special_tokens_and_templates(tokenizer, fast):
-    assert [fast.pad_token_id, fast.unk_token_id, fast.cls_token_id, fast.sep_token_id, fast.mask_token_id] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
+def test_special_tokens_and_templates(pairs):
+    tokenizer, fast = pairs[0]
+    assert [getattr(fast, f"{name}_token_id") for name in ("pad", "unk", "cls", "sep", "mask")] == [0, 1, 2, 3, 4]
     assert fast.model_max_length == 64
     a, b = tokenizer.encode("the cat"), tokenizer.encode("a dog")
     assert fast("the cat") == {"input_ids": [2, *a, 3], "attention_mask": [1] * (len(a) + 2)}

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,6 @@ def run(tmp_path_factory) -> Path:
     return folder / "mnist"
 
 
-def launched(*arguments: object) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["export_images.py", *map(str, arguments)])
-        return export_images.main()
-
-
 def our_logits(run: Path, jpeg: bytes) -> torch.Tensor:
     model = read_image_run(run).build()
     with torch.no_grad():
@@ -54,9 +47,9 @@ def photo(run: Path) -> Path:
     return run.parent / "photos/bee/0.jpg"
 
 
-def test_transformers_gives_the_same_logits_and_names(run, tmp_path):
+def test_transformers_gives_the_same_logits_and_names(run, launched, tmp_path):
     folder = tmp_path / "export"
-    assert launched("--run", run, "--output", folder) == 0
+    assert launched(export_images.main, "--run", run, "--output", folder)[0] == 0
     expected = our_logits(run, photo(run).read_bytes())
     processor = AutoImageProcessor.from_pretrained(folder)
     model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)
@@ -73,47 +66,43 @@ def test_transformers_gives_the_same_logits_and_names(run, tmp_path):
     assert saved.keys() == load_file(folder / "model.safetensors").keys()
 
 
-def test_an_evaluation_is_that_of_the_run(run, tmp_path, monkeypatch):
-    words = ["evaluate_images.py", "--run", str(run), "--shards", str(run.parent / "shards"), "--workers", "0"]
-    monkeypatch.setattr(sys, "argv", [*words, "--batch-size", "5", "--output", str(tmp_path / "scores.json")])
-    assert evaluate_images.main() == 0
+def test_an_evaluation_is_that_of_the_run(run, launched, tmp_path):
+    words = ["--run", run, "--shards", run.parent / "shards", "--workers", 0, "--batch-size", 5]
+    assert launched(evaluate_images.main, *words, "--output", tmp_path / "scores.json")[0] == 0
     found, expected = json.loads((tmp_path / "scores.json").read_text()), read_metrics(run / "metrics.jsonl")[-1]
     assert found.pop("images") == 6 and expected.pop("step") == 2
     assert {f"eval/{name}": value for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
 
 
-def test_shards_of_other_classes_are_refused_by_name(run, tmp_path, monkeypatch, capsys):
+def test_shards_of_other_classes_are_refused_by_name(run, launched, tmp_path):
     source = shutil.copytree(run.parent / "photos", tmp_path / "photos")
     (source / "bee").rename(source / "bat")
     prepare("--input", source, "--heldout-fraction", 0.25, "--output", tmp_path / "shards")
-    words = ["evaluate_images.py", "--run", str(run), "--shards", str(tmp_path / "shards"), "--workers", "0"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert evaluate_images.main() == 2
-    assert f"class 1 is 'bee' in the run and 'bat' in the shards at {tmp_path / 'shards'}" in capsys.readouterr().err
+    code, _, error = launched(evaluate_images.main, "--run", run, "--shards", tmp_path / "shards", "--workers", 0)
+    assert code == 2 and f"class 1 is 'bee' in the run and 'bat' in the shards at {tmp_path / 'shards'}" in error
 
 
-def test_weights_go_to_timm_and_come_back(run, tmp_path):
-    assert launched("--run", run, "--output-timm", tmp_path / "timm.safetensors") == 0
+def test_weights_go_to_timm_and_come_back(run, launched, tmp_path):
+    assert launched(export_images.main, "--run", run, "--output-timm", tmp_path / "timm.safetensors")[0] == 0
     state = load_file(tmp_path / "timm.safetensors")
     assert state["stem.proj.weight"].shape == (12, 3, 4, 4)
     assert state["blocks.1.mlp_channels.gate.proj.weight"].shape == (49, 49)
-    assert launched("--timm", tmp_path / "timm.safetensors", "--output", tmp_path / "export") == 0
+    back = ["--timm", tmp_path / "timm.safetensors", "--output", tmp_path / "export"]
+    assert launched(export_images.main, *back)[0] == 0
     back = load_file(tmp_path / "export/model.safetensors")
     weights = read_weights(run)[1]
     assert back.keys() == {f"model.{name}" for name in weights}
     assert all(torch.equal(back[f"model.{name}"], weight) for name, weight in weights.items())
 
 
-def test_a_picture_of_what_blocks_give_to_patches(run, tmp_path, monkeypatch):
+def test_a_picture_of_what_blocks_give_to_patches(run, launched, tmp_path):
     path = tmp_path / "filters.png"
-    words = ["plot_model.py", "image-filters", "--run", str(run), "--blocks", "0", "1", "--output", str(path)]
-    monkeypatch.setattr(sys, "argv", words)
-    assert plot_model.main() == 0
+    assert launched(plot_model.main, "image-filters", "--run", run, "--blocks", 0, 1, "--output", path)[0] == 0
     with Image.open(path) as picture:
         assert min(picture.size) > 200 and len(picture.getcolors(10**7)) > 50
 
 
-def test_mistakes_are_one_clear_message(run, tmp_path, capsys):
+def test_mistakes_are_one_clear_message(run, launched, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/a").touch()
     (tmp_path / "no.safetensors").write_bytes(b"no")
@@ -127,8 +116,10 @@ def test_mistakes_are_one_clear_message(run, tmp_path, capsys):
         (["--timm", tmp_path / "no.safetensors", "--output", tmp_path / "a"], "is no safetensors file"),
         (["--timm", tmp_path / "part.safetensors", "--output", tmp_path / "a"], "head.weight is missing"),
         (["--run", run, "--output-timm", tmp_path / "no.safetensors"], "is there already"),
+        (["--timm", tmp_path / "no.safetensors", "--step", 1, "--output", tmp_path / "a"], "--step needs --run"),
+        (["--run", run], "give --output, --output-timm or both"),
     ):
-        assert launched(*arguments) == 2
-        assert found in capsys.readouterr().err
+        code, _, error = launched(export_images.main, *arguments)
+        assert code == 2 and found in error
     assert (tmp_path / "no.safetensors").read_bytes() == b"no"
     assert not (tmp_path / "a").exists()

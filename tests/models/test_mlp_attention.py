@@ -1,4 +1,4 @@
-"""MLP-Attention against a plain loop over positions, and causal blocks of every family that has them."""
+"""MLP-Attention against a plain loop over positions, attention weights of every family, and causal blocks."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from gmlp_scale.models import build_model
 from gmlp_scale.models.mlp_attention import MlpAttention
 from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
-from tests.models.every_kind import perturb, tiny_config, tiny_model
+from tests.models.every_kind import TRANSFORMERS, perturb, tiny_config, tiny_model
 
 N = 12
 CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-linear", "amlp"]
@@ -64,18 +64,23 @@ def test_the_first_positions_of_a_row_are_a_shorter_row(kind, ids_BN):
     torch.testing.assert_close(short, whole[:, :5].contiguous())
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", ["mlp-attention", "dot-product", "amlp"])
-def test_attention_weights_are_those_of_the_attention(kind, causal):
+CASES = [(kind, causal, False) for kind in ("mlp-attention", "dot-product", "amlp") for causal in (True, False)]
+CASES += [(kind, False, is_padded) for kind in TRANSFORMERS for is_padded in (True, False)]
+
+
+@pytest.mark.parametrize(("kind", "causal", "is_padded"), CASES)
+def test_attention_weights_are_those_of_the_attention(kind, causal, is_padded):
     block = (causal_model(kind) if causal else tiny_model(kind).double()).blocks[0]
     perturb(block)
     x_BND = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    padding_mask = [torch.arange(7) < torch.tensor([[7], [4]])] if is_padded else []
     attention, y_BND = block.attention, (block.norm if kind == "amlp" else block.attention_norm)(x_BND)
-    v_BND = attention.value(y_BND) if kind == "mlp-attention" else attention.qkv(y_BND).chunk(3, dim=-1)[2]
-    weights_BHNN = block.attention_weights(x_BND).double()
+    has_keys = hasattr(attention, "qkv")
+    v_BND = attention.qkv(y_BND).chunk(3, dim=-1)[2] if has_keys else attention.value(y_BND)
+    weights_BHNN = block.attention_weights(x_BND, *padding_mask).double()
     v_BNHK = v_BND.unflatten(-1, (weights_BHNN.shape[1], -1))
     attended_BND = torch.einsum("bhij,bjhk->bihk", weights_BHNN, v_BNHK).flatten(2)
-    torch.testing.assert_close(attention.out(attended_BND), attention(y_BND), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attention.out(attended_BND), attention(y_BND, *padding_mask), rtol=1e-5, atol=1e-5)
 
 
 def test_loss_is_the_mean_over_positions(ids_BN):

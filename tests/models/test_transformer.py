@@ -57,20 +57,6 @@ def test_layer_is_that_of_the_equations(kind, num_positions):
     np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("kind", TRANSFORMERS)
-def test_attention_weights_are_those_of_the_attention(kind, is_padded):
-    block = tiny_model(kind).blocks[0]
-    perturb(block)
-    x_BND = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(3))
-    is_token_BN = torch.arange(7) < torch.tensor([[7], [4]]) if is_padded else None
-    attention, y_BND = block.attention, block.attention_norm(x_BND)
-    v_BND = attention.value(y_BND) if kind == "bert-relative-only" else attention.qkv(y_BND).chunk(3, dim=-1)[2]
-    weights_BHNN = block.attention_weights(x_BND, is_token_BN)
-    attended_BNHK = torch.einsum("bhij,bjhk->bihk", weights_BHNN, v_BND.unflatten(-1, (2, -1)))
-    torch.testing.assert_close(attention.out(attended_BNHK.flatten(2)), attention(y_BND, is_token_BN))
-
-
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_gradients_are_right(kind):
     block = tiny_model(kind, d_model=4, d_ffn=4).blocks[0].double()
