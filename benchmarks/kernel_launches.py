@@ -7,8 +7,8 @@ import time
 
 import torch
 
+from benchmarks.compiled_kernels import compile_for_hopper, launches_of, usage_of, without_kernels
 from benchmarks.kernel_times import unit_inputs
-from gmlp_scale.kernels.compiled import compile_for_hopper, launches_of, usage_of, without_kernels
 from gmlp_scale.recipe.config import RunConfig
 
 NUM_CALLS = 2000

@@ -94,7 +94,7 @@ CONFINED = {
     ),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.tensorboard",),
     "wandb": ("gmlp_scale.train.tracker",),
-    "triton": ("gmlp_scale.kernels",),
+    "triton": ("gmlp_scale.kernels", "benchmarks.compiled_kernels"),
     "webdataset": ("gmlp_scale.data.image_shards", "benchmarks"),
     "kornia": ("gmlp_scale.data.augmentation",),
     "filelock": ("gmlp_scale.storage.run_folder", "gmlp_scale.data.cache"),

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from benchmarks.compiled_kernels import Launch, compile_for_hopper, launches_of, usage_of, without_kernels
 from gmlp_scale.kernels import gate, layer_norm, spatial_weight
-from gmlp_scale.kernels.compiled import Launch, compile_for_hopper, launches_of, usage_of, without_kernels
 from gmlp_scale.kernels.layer_norm import BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
 from tests.kernels.comparisons import (
     PARAMETERS,
