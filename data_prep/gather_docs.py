@@ -19,8 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from gmlp_scale.distributed.bars import progress_bar
-from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import write_file
 

@@ -29,8 +29,7 @@ from pydantic import ValidationError
 from gmlp_scale.data.hashing import permutation
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
-from gmlp_scale.distributed.bars import progress_bar
-from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.image_sources import ImageRef, ImageSource, open_source
 from gmlp_scale.prepare.job_folder import JobFolder

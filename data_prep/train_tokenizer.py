@@ -18,8 +18,7 @@ import time
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
-from gmlp_scale.distributed.bars import progress_bar
-from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import FileReader, Record, find_inputs, records_before_fault
 from gmlp_scale.storage.files import open_filesystem, redacted, with_retries, write_text

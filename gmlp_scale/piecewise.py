@@ -51,7 +51,7 @@ class Piecewise:
         starts = sorted({*self.starts, *other.starts})
         return Piecewise([(start, self.at(start) * other.at(start)) for start in starts])
 
-    def told(self, show: Callable[[float], str] = "{:,}".format) -> str:
+    def shown(self, show: Callable[[float], str] = "{:,}".format) -> str:
         """In words: 32, then 64 from step 1,000."""
         later = zip(self.starts[1:], self.values[1:], strict=True)
         return ", ".join([show(self.values[0]), *(f"then {show(value)} from step {start:,}" for start, value in later)])

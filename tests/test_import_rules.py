@@ -44,27 +44,24 @@ ALLOWED = {
     "gmlp_scale.models": (
         "gmlp_scale.models",
         "gmlp_scale.data.batch",
-        "gmlp_scale.fields",
         "gmlp_scale.kernels.fused_gating",
     ),
     "gmlp_scale.engine": (
         "gmlp_scale.engine",
         "gmlp_scale.distributed.world",
         "gmlp_scale.piecewise",
-        "gmlp_scale.fields",
     ),
     "gmlp_scale.prepare": (
         "gmlp_scale.prepare",
         "gmlp_scale.data",
         "gmlp_scale.storage",
-        "gmlp_scale.distributed.bars",
+        "gmlp_scale.distributed.logs",
     ),
     "data_prep": (
         "gmlp_scale.prepare",
         "gmlp_scale.data",
         "gmlp_scale.storage",
         "gmlp_scale.distributed.logs",
-        "gmlp_scale.distributed.bars",
     ),
 }
 EXCEPTIONS = {

@@ -32,11 +32,11 @@ def test_values_and_sums_are_those_of_a_loop_over_the_steps(pieces, others, tota
 
 
 def test_a_number_is_the_same_at_every_step_and_far_sums_are_at_once():
-    assert (Piecewise(256).values, Piecewise(256).before(10**12), Piecewise(256).told()) == (
+    assert (Piecewise(256).values, Piecewise(256).before(10**12), Piecewise(256).shown()) == (
         (256,),
         256 * 10**12,
         "256",
     )
     growing = Piecewise([[0, 1024], [10_000, 4096]])
     assert growing.before(10**12) == 10_000 * 1024 + (10**12 - 10_000) * 4096
-    assert growing.map(lambda rows: rows // 2).told() == "512, then 2,048 from step 10,000"
+    assert growing.map(lambda rows: rows // 2).shown() == "512, then 2,048 from step 10,000"

@@ -80,7 +80,7 @@ def start(overrides: list[str], world_size: int = 1, signals: dict[int, int] | N
 
 def _send_at_step_4(signals: dict[int, int]) -> None:
     torch.set_num_threads(1)
-    logs.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
+    logs.OTHERS_REPORT_AFTER_SECONDS = 0.0  # no launcher ends the others
     evaluate = Pretraining.evaluate
 
     def signalled(task, engine, world, step):

@@ -11,8 +11,7 @@ from gmlp_scale.analysis.tensorboard import open_writer
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.manifest import ShardError
-from gmlp_scale.distributed.bars import progress_bar
-from gmlp_scale.distributed.logs import set_up_logging
+from gmlp_scale.distributed.logs import progress_bar, set_up_logging
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import redacted

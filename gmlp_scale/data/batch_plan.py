@@ -31,7 +31,7 @@ class BatchPlan:
     def __post_init__(self):
         if any(rows % (self.world_size * self.micro_batch_size) for rows in self.batch_sizes.values):
             raise InputError(
-                f"train.global_batch_size={self.batch_sizes.told()} does not divide by world size {self.world_size} x "
+                f"train.global_batch_size={self.batch_sizes.shown()} does not divide by world size {self.world_size} x "
                 f"train.micro_batch_size={self.micro_batch_size}: change one of the three"
             )
 

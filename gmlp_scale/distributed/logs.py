@@ -1,4 +1,4 @@
-"""What a process of a run says: its log, and the error that ends it."""
+"""What a process of a run says: its log, its progress bars, and the error that ends it."""
 
 import functools
 import json
@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from tqdm import tqdm
 
 from gmlp_scale.errors import USER_ERRORS, LostRankError, exit_code
 from gmlp_scale.storage.files import print_error, redacted
@@ -17,8 +19,9 @@ from gmlp_scale.storage.files import print_error, redacted
 if TYPE_CHECKING:
     from gmlp_scale.distributed.world import World
 
-OTHERS_TELL_AFTER_SECONDS = 10.0
+OTHERS_REPORT_AFTER_SECONDS = 10.0
 """DeepSpeed's launcher looks for ended ranks every second."""
+LINE_EVERY_SECONDS = 30.0
 
 
 class _RedactedLines(logging.Formatter):
@@ -46,11 +49,11 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
     """
 
     @functools.wraps(main)
-    def told_main() -> int:
+    def reporting_main() -> int:
         try:
             return main()
         except USER_ERRORS as error:
-            tell(error)
+            report(error)
             code = exit_code(error)
             if isinstance(error, LostRankError):
                 leave_without_others(code)
@@ -59,23 +62,23 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
             print_error("interrupted")
             return 128 + signal.SIGINT
 
-    return told_main
+    return reporting_main
 
 
-def tell(error: BaseException) -> None:
+def report(error: BaseException) -> None:
     """Prints the error that ends this process: once for all ranks, and as late as the launcher allows.
 
-    Most errors happen on every rank. So rank 0 tells its own at once and leaves, and the launcher then ends the others.
-    A rank that is alive after OTHERS_TELL_AFTER_SECONDS has an error of its own, and tells it. torchrun prints its own
-    report last, so the message goes into that report. After a LostRankError every rank prints it at once: rank 0 may be
-    lost, and a launcher that was cut off prints no report.
+    Most errors happen on every rank. So rank 0 prints its own at once and leaves, and the launcher then ends the
+    others. A rank that is alive after OTHERS_REPORT_AFTER_SECONDS has an error of its own, and prints it. torchrun
+    prints its own report last, so the message goes into that report. After a LostRankError every rank prints it at
+    once: rank 0 may be lost, and a launcher that was cut off prints no report.
     """
     is_lost = isinstance(error, LostRankError)
     if int(os.environ.get("RANK", 0)) and not is_lost:
-        time.sleep(OTHERS_TELL_AFTER_SECONDS)
-    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not is_lost:
+        time.sleep(OTHERS_REPORT_AFTER_SECONDS)
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not is_lost:
         content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": content}), encoding="utf-8")
+        Path(file).write_text(json.dumps({"message": content}), encoding="utf-8")
     else:
         print_error(error)
 
@@ -86,3 +89,30 @@ def leave_without_others(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
+    """tqdm on standard error. Without a terminal, as in a Slurm job, it writes a line now and then and at its end."""
+    file = sys.stderr if sys.stderr.isatty() else Lines(sys.stderr, LINE_EVERY_SECONDS)
+    return tqdm(iterable, file=file, **options)
+
+
+class Lines:
+    """A file for tqdm that has no carriage returns.
+
+    It writes what tqdm draws as a line, one in `every_seconds` at most, and the last one where tqdm ends its line.
+    """
+
+    def __init__(self, file: TextIO, every_seconds: float):
+        self._file, self._every_seconds = file, every_seconds
+        self._latest, self._due = "", time.monotonic() + every_seconds
+
+    def write(self, text: str) -> None:
+        is_end = text.endswith("\n")
+        self._latest = text.strip() or self._latest
+        if self._latest and (is_end or time.monotonic() >= self._due):
+            print(self._latest, file=self._file, flush=True)
+            self._latest, self._due = "", time.monotonic() + self._every_seconds
+
+    def flush(self) -> None:
+        """Every line is flushed."""

@@ -127,8 +127,8 @@ class Checkup:
             self.run = self.run.with_train(micro_batch_size=largest_micro_batch_size(self.run, self.world))
         train = self.run.train
         return (
-            f"{self.world.size}; micro-batches of each in a step: {train.num_micro_batches(self.world.size).told()} of "
-            f"{train.micro_batch_size} rows, in {train.precision}"
+            f"{self.world.size}; micro-batches of each in a step: {train.num_micro_batches(self.world.size).shown()} "
+            f"of {train.micro_batch_size} rows, in {train.precision}"
         )
 
     def _try_collectives(self) -> str:

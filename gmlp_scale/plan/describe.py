@@ -35,8 +35,8 @@ def describe(run: PretrainingRecipe, world_size: int) -> str:
         run.to_yaml(),
         f"ranks                   {world_size}, {_describe_micro_batches(run, world_size)}",
         f"parameters              {count_parameters(run):,}",
-        f"FLOPs per step          {flops.told(short)} ({short(flops.last / tokens.last)} per token)",
-        f"tokens per step         {tokens.told()}",
+        f"FLOPs per step          {flops.shown(short)} ({short(flops.last / tokens.last)} per token)",
+        f"tokens per step         {tokens.shown()}",
         f"tokens in all           {tokens.before(run.train.num_steps):,}",
         *_describe_time_budget(run.train),
         *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
@@ -55,10 +55,10 @@ def describe_states(states: dict[str, float]) -> str:
 
 
 def _describe_micro_batches(run: PretrainingRecipe, world_size: int) -> str:
-    rows, micro_batch_size = run.rows_per_rank(world_size).told(), run.train.micro_batch_size
+    rows, micro_batch_size = run.rows_per_rank(world_size).shown(), run.train.micro_batch_size
     if micro_batch_size == "auto":
         return f"{rows} rows each, in micro-batches that are decided when the run starts (train.micro_batch_size=auto)"
-    num_micro_batches = run.train.num_micro_batches(world_size).told()
+    num_micro_batches = run.train.num_micro_batches(world_size).shown()
     return f"{num_micro_batches} micro-batches of {micro_batch_size} rows each"
 
 

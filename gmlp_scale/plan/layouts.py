@@ -79,7 +79,7 @@ def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
     """
     num_gpus = assumed.num_gpus
     if any(rows % num_gpus for rows in run.train.batch_sizes.values):
-        found = f"found {run.train.batch_sizes.told(str)}; must be a multiple of the number of GPUs, {num_gpus}"
+        found = f"found {run.train.batch_sizes.shown(str)}; must be a multiple of the number of GPUs, {num_gpus}"
         raise ConfigError(run.name, [f"train.global_batch_size: {found}"])
     engines = {name: engine for name, engine in ENGINES.items() if num_gpus == 1 or engine.needs_process_group}
     model, row_bytes = meta_model(run), _row_bytes(run)
@@ -163,8 +163,8 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     gpu, train, found = assumed.gpu, run.train, layouts(run, assumed)
     parts = list(found[0].memory)
     lines = [
-        f"{run.name}: {count_parameters(run):,} parameters, {run.flops_per_step().told(short)} FLOPs per step of "
-        f"{run.tokens_per_step.told()} tokens, {train.num_steps:,} steps{_fewer_steps(run, assumed)}",
+        f"{run.name}: {count_parameters(run):,} parameters, {run.flops_per_step().shown(short)} FLOPs per step of "
+        f"{run.tokens_per_step.shown()} tokens, {train.num_steps:,} steps{_fewer_steps(run, assumed)}",
         f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
         f"{short(checkpoint_bytes(run))}B each, {_kept(run)} kept and one being written",
         f"assumed: {assumed.num_gpus} GPUs on {assumed.num_nodes} nodes, each {assumed.fraction_of_peak:.2f} of "

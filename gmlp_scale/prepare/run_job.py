@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from datatrove.pipeline.base import PipelineStep
 
-from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.logs import progress_bar
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
 from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, submit_to_slurm
 from gmlp_scale.prepare.job_options import JobOptions

@@ -22,7 +22,7 @@ def recipe_mistakes(run: "Recipe") -> Iterable[str]:
     yield from _place_mistakes(run.output_dir)
     batch, micro_batch = Piecewise(train.global_batch_size), train.micro_batch_size
     if micro_batch != "auto" and any(rows % micro_batch for rows in batch.values):
-        needed = f"must divide train.global_batch_size = {batch.told(str)}"
+        needed = f"must divide train.global_batch_size = {batch.shown(str)}"
         yield f"train.micro_batch_size: found {micro_batch}; {needed}"
     if train.num_steps is not None:
         yield from stop_mistakes(train.stop_after_step, train.num_steps)

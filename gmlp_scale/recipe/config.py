@@ -91,10 +91,10 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
             needed = f"use {engines_that('needs_process_group')}, or start one process"
             raise ConfigError(self.name, [f"engine.kind: found {self.engine.kind} with {world_size} ranks; {needed}"])
         if micro_batch == "auto" and any(rows % world_size for rows in batch.values):
-            found = f"found {batch.told(str)}; must be a multiple of the number of ranks, {world_size}"
+            found = f"found {batch.shown(str)}; must be a multiple of the number of ranks, {world_size}"
             raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
         if micro_batch != "auto" and any(rows % (world_size * micro_batch) for rows in batch.values):
-            needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch.told(str)}"
+            needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch.shown(str)}"
             most, is_rest = divmod(math.gcd(*batch.values), world_size)
             largest = f"no size fits {world_size} ranks" if is_rest else f"at most {most}"
             raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}: {largest}"])

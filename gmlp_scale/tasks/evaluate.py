@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
-from gmlp_scale.distributed.bars import progress_bar
+from gmlp_scale.distributed.logs import progress_bar
 from gmlp_scale.distributed.world import World
 from gmlp_scale.errors import InputError
 

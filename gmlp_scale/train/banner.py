@@ -35,8 +35,8 @@ def banner(task: Task, world: World, schedule: Schedule, checkpoint: Checkpoint 
         "ranks": _ranks(world),
         "parameters": f"{num_parameters:,}",
         "engine": f"{config.engine.kind}, {train.precision}{compiled}",
-        "batch": f"{train.batch_sizes.told()} rows, {task.tokens_per_step.told()} tokens; each rank "
-        f"{train.num_micro_batches(world.size).told()} x {train.micro_batch_size} rows",
+        "batch": f"{train.batch_sizes.shown()} rows, {task.tokens_per_step.shown()} tokens; each rank "
+        f"{train.num_micro_batches(world.size).shown()} x {train.micro_batch_size} rows",
         "steps": f"{schedule.num_steps:,}, {task.optimizer.warmup_steps:,} of them warm-up; "
         f"{_epochs(task, schedule.num_steps)}{stop}",
         "data": task.data,

@@ -82,7 +82,7 @@ def start(engine: str, overrides: list[str], fault: str | None = None, trace: Pa
 
 def _prepare(fault: str | None, trace: Path | None) -> None:
     torch.set_num_threads(1)
-    logs.OTHERS_TELL_AFTER_SECONDS = 0.0  # no launcher ends the others
+    logs.OTHERS_REPORT_AFTER_SECONDS = 0.0  # no launcher ends the others
     if fault:
         disturb(fault, trace)
 

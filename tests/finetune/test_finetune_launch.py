@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gmlp_scale.distributed import bars, world
+from gmlp_scale.distributed import logs, world
 from gmlp_scale.train import run
 from launch import finetune as launcher
 from tests.finetune.small_recipes import RECIPES, sentiment_run
@@ -35,7 +35,7 @@ def test_dry_run_starts_nothing(launch, tmp_path):
 
 
 def test_a_run_and_its_resume(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr(bars, "LINE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(logs, "LINE_EVERY_SECONDS", 0.0)
     code, _, log = launch()
     assert code == 0
     assert re.search(r"^    data +sst2, train \d+ examples, dev \d+ examples", log, re.MULTILINE)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmlp_scale.checkpoint.format import Checkpoint, step_folders, step_of
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.distributed import bars
+from gmlp_scale.distributed import logs
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine.single import SingleEngine
 from gmlp_scale.recipe.reader import load_run_config
@@ -127,7 +127,7 @@ class ReadAStepLate(StepReports):
 
 
 def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bars, "LINE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(logs, "LINE_EVERY_SECONDS", 0.0)
     places = []
     for name in ("at_once", "late"):
         every = ["train.log_every_steps=2", "train.evaluate_every_steps=3", "checkpoint.save_every_steps=3"]
