@@ -15,14 +15,11 @@ import argparse
 import hashlib
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import as_completed
 from contextlib import suppress
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import xxhash
 from pydantic import ValidationError
 
@@ -62,8 +59,11 @@ def main() -> int:
     if options.heldout_fraction is not None and not 0 < options.heldout_fraction < 1:
         parser.error(f"--heldout-fraction is {options.heldout_fraction}; it must be between 0 and 1")
     splits = _splits(options)
+    listed = [tuple(ref) for source in splits.values() for ref in source.images]
+    names = ("input", "heldout", "heldout_fraction", "images_per_shard")
+    settings = {name: getattr(options, name) for name in names}
     job = JobFolder(options.output)
-    with job.begun(_settings(options, splits)):
+    with job.begun(settings | {"images": xxhash.xxh3_128_hexdigest(repr(listed).encode())}):
         return _run(options, splits, job)
 
 
@@ -76,28 +76,11 @@ def _splits(options: argparse.Namespace) -> dict[str, ImageSource]:
     if options.heldout:
         heldout = open_source(options.heldout).with_classes(source.classes)
         heldout_order = permutation(len(heldout.images), _ORDER_SEED)
-        return {"train": _ordered(source, order), "heldout": _ordered(heldout, heldout_order)}
+        return {"train": source.chosen(order), "heldout": heldout.chosen(heldout_order)}
     num_train = len(order) - round(options.heldout_fraction * len(order))
     if not 0 < num_train < len(order):
         raise InputError(f"--heldout-fraction leaves {num_train} of {len(order)} images to train on")
-    return {"train": _ordered(source, order[:num_train]), "heldout": _ordered(source, order[num_train:])}
-
-
-def _ordered(source: ImageSource, numbers: np.ndarray) -> ImageSource:
-    """The source's images with these numbers, in this order if that is fast to read, else in the source's own."""
-    numbers = np.sort(numbers) if source.keeps_order else numbers
-    return replace(source, images=[source.images[number] for number in numbers])
-
-
-def _settings(options: argparse.Namespace, splits: dict[str, ImageSource]) -> dict:
-    """All that decides the bytes; the images by a checksum of their list."""
-    listed = repr([(ref.path, ref.place, ref.size, ref.label) for ref in _all_images(splits)])
-    names = ("input", "heldout", "heldout_fraction", "images_per_shard")
-    return {name: getattr(options, name) for name in names} | {"images": xxhash.xxh3_128_hexdigest(listed.encode())}
-
-
-def _all_images(splits: dict[str, ImageSource]) -> Iterator[ImageRef]:
-    return chain.from_iterable(source.images for source in splits.values())
+    return {"train": source.chosen(order[:num_train]), "heldout": source.chosen(order[num_train:])}
 
 
 def _run(options: argparse.Namespace, splits: dict[str, ImageSource], job: JobFolder) -> int:
@@ -109,17 +92,13 @@ def _run(options: argparse.Namespace, splits: dict[str, ImageSource], job: JobFo
             planned.append((name, source.images[first : first + options.images_per_shard], source.read))
     receipts = {receipt["name"]: receipt for receipt in job.read_all("receipts")}
     try:
-        with (
-            pool_of_workers(options.workers, multiprocessing.get_context("fork")) as pool,
-            progress_bar(desc="shards", total=len(planned)) as bar,
-        ):
+        with pool_of_workers(options.workers, multiprocessing.get_context("fork")) as pool:
             shards = [pool.submit(_whole_shard, options.output, receipts.get(plan[0]), *plan) for plan in planned]
-            for shard in as_completed(shards):
+            for shard in progress_bar(as_completed(shards), desc="shards", total=len(shards)):
                 receipt = shard.result()
                 if receipt != receipts.get(receipt["name"]):
                     job.write(f"receipts/{receipt['name'].replace('/', '-')}.json", receipt)
                     receipts[receipt["name"]] = receipt
-                bar.update()
         manifest = _manifest([receipts[name] for name, *_ in planned], splits["train"].classes, options.max_bad_images)
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the shards that are not written", file=sys.stderr)

@@ -11,7 +11,9 @@ import argparse
 import hashlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -41,8 +43,7 @@ def main() -> int:
     for shard in progress_bar(shards, desc="verifying", unit="shard"):
         with tempfile.TemporaryDirectory() as cache_dir:
             files = ShardFiles(folder, None if is_local(folder) else cache_dir)
-            check = check_shard if isinstance(manifest, Manifest) else check_shard_of_images
-            problems += check(files, shard, manifest)
+            problems += faults_of_shard(files, shard, manifest)
     for problem in problems:
         print(f"BAD {problem}")
     rows = f"{manifest.num_rows('train'):,} train and {manifest.num_rows('heldout'):,} held-out rows"
@@ -57,37 +58,33 @@ def is_of_images(folder: str) -> bool:
     return False
 
 
-def check_shard_of_images(files: ShardFiles, shard: Shard, manifest: ImageManifest) -> list[str]:
-    """What is wrong with a shard, in words."""
-    problems = []
+def faults_of_shard(files: ShardFiles, shard: Shard, manifest: Manifest | ImageManifest) -> Iterator[str]:
     try:
-        content = read_verified(files.local_path(shard), shard)
-        for number, image in enumerate(unpack_images(content, shard, len(manifest.classes))):
-            try:
-                as_jpeg(image.jpeg)
-            except BadImageError as error:
-                problems.append(f"{shard.name}: image {number} cannot be decoded ({error})")
+        path = files.local_path(shard)
+        yield from (_faulty_rows if isinstance(manifest, Manifest) else _faulty_images)(path, shard, manifest)
     except (CorruptShardError, OSError) as error:
-        problems.append(f"{shard.name}: {error}")
-    return problems
+        yield f"{shard.name}: {error}"
 
 
-def check_shard(files: ShardFiles, shard: Shard, manifest: Manifest) -> list[str]:
-    """What is wrong with a shard, in words."""
-    try:
-        rows = ShardRows(files.local_path(shard), shard, manifest.sequence_length)
-    except (CorruptShardError, OSError) as error:
-        return [f"{shard.name}: {error}"]
-    problems = []
+def _faulty_images(path: Path, shard: Shard, manifest: ImageManifest) -> Iterator[str]:
+    images = unpack_images(read_verified(path, shard), shard, len(manifest.classes))
+    for number, image in enumerate(images):
+        try:
+            as_jpeg(image.jpeg)
+        except BadImageError as error:
+            yield f"{shard.name}: image {number} cannot be decoded ({error})"
+
+
+def _faulty_rows(path: Path, shard: Shard, manifest: Manifest) -> Iterator[str]:
+    rows = ShardRows(path, shard, manifest.sequence_length)
     for start in range(0, shard.rows, _ROWS_AT_A_TIME):
         part = rows.read(np.arange(start, min(start + _ROWS_AT_A_TIME, shard.rows)))
         if part.max() >= manifest.vocab_size:
             row = start + int(part.max(axis=1).argmax())
-            problems.append(f"{shard.name}: row {row} has id {part.max()}, the vocabulary has {manifest.vocab_size}")
+            yield f"{shard.name}: row {row} has id {part.max()}, the vocabulary has {manifest.vocab_size}"
         if (part[:, 0] != CLS_ID).any():
             row = start + int((part[:, 0] != CLS_ID).argmax())
-            problems.append(f"{shard.name}: row {row} does not begin with <cls>")
-    return problems
+            yield f"{shard.name}: row {row} does not begin with <cls>"
 
 
 def check_all_listed(folder: str, shards: list[Shard]) -> list[str]:

@@ -9,7 +9,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from PIL import Image
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.jpeg import BadImageError
+from gmlp_scale.prepare.open_input import parquet_faults
 from gmlp_scale.prepare.tar_members import StrictTarInfo
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class ImageSource:
     """Returns the bytes of an image file that Pillow opens. Raises BadImageError if there is no image."""
     keeps_order: bool = False
     """Whether the images must be read in their order, since reading them in another one would be slow."""
+
+    def chosen(self, numbers: np.ndarray) -> "ImageSource":
+        """The images with these numbers, in this order if that is fast to read, else in the source's own."""
+        numbers = np.sort(numbers) if self.keeps_order else numbers
+        return replace(self, images=[self.images[number] for number in numbers])
 
     def with_classes(self, classes: tuple[str, ...]) -> "ImageSource":
         """The same images with the labels of another source's classes. InputError if it lacks one of these."""
@@ -200,7 +206,7 @@ def _parquet(paths: list[Path]) -> ImageSource:
 
     images, names = [], ()
     for path in paths:
-        with _told_by_name(path):
+        with _no_parquet(path):
             file = pq.ParquetFile(path)
             _check_columns(path, file.schema_arrow)
             names = names or _label_names(file.schema_arrow.metadata or {})
@@ -213,17 +219,8 @@ def _parquet(paths: list[Path]) -> ImageSource:
     return ImageSource(names, images, _read_parquet, keeps_order=True)
 
 
-@contextmanager
-def _told_by_name(path: str | Path) -> Iterator[None]:
-    """Raises InputError with the path in place of pyarrow's errors. Some of these are an OSError without a number."""
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise InputError(f"{path} is no whole Parquet file ({error}): fetch it again") from error
+def _no_parquet(path: str | Path) -> AbstractContextManager:
+    return parquet_faults(lambda found: InputError(f"{path} is no whole Parquet file ({found}): fetch it again"))
 
 
 def _check_columns(path: Path, schema: "pyarrow.Schema") -> None:
@@ -250,7 +247,7 @@ def _label_names(metadata: dict[bytes, bytes]) -> tuple[str, ...]:
 def _row_group(path: str, group: int) -> list[bytes | None]:
     import pyarrow.parquet as pq
 
-    with _told_by_name(path):
+    with _no_parquet(path):
         columns = pq.ParquetFile(path).read_row_group(group, columns=["image"]).flatten()
     return columns["image.bytes" if "image.bytes" in columns.column_names else "image"].to_pylist()
 

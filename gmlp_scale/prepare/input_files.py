@@ -17,7 +17,7 @@ import orjson
 from braceexpand import braceexpand
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input
+from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input, parquet_faults
 from gmlp_scale.prepare.tar_members import text_members
 from gmlp_scale.storage.files import open_filesystem, with_retries
 
@@ -162,12 +162,11 @@ class FileReader:
         return value
 
     def _parquet_rows(self, raw: BinaryIO) -> Iterator[tuple[object, Callable]]:
-        import pyarrow
-        import pyarrow.parquet
+        from pyarrow.parquet import ParquetFile
 
         num_read, self._fraction_read = 0, 0.0
-        try:
-            table = pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True)
+        with parquet_faults(lambda reason: BadFileError(self._file, self.bytes_read, reason)):
+            table = ParquetFile(raw, page_checksum_verification=True)
             names = table.schema_arrow.names
             if self._text_field not in names:
                 raise InputError(
@@ -179,10 +178,6 @@ class FileReader:
                     num_read += 1
                     self._fraction_read = num_read / table.metadata.num_rows
                     yield value, self._text_of_value
-        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
-                raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
-            raise BadFileError(self._file, self.bytes_read, str(error)) from error
 
     def _text_parts(self, raw: BinaryIO) -> Iterator[tuple[bytes, Callable]]:
         """The whole text, or parts of it that end at the end of a line. Line ends such as \\r\\n stay as they are.

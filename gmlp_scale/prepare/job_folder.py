@@ -58,8 +58,8 @@ class JobFolder:
         if known is None:
             self.write("job.json", settings)
         elif known != settings:
-            names = [name for name in {**known, **settings} if known.get(name) != settings.get(name)]
-            changes = "; ".join(_change(name, known.get(name), settings.get(name)) for name in names)
+            pairs = {name: (known.get(name), settings.get(name)) for name in {**known, **settings}}
+            changes = "; ".join(_change(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1])
             raise InputError(
                 f"--output {self.output} holds a job with other settings ({changes}): give another --output, or "
                 "the old settings and inputs to go on with that job"
@@ -85,14 +85,11 @@ class JobFolder:
 
 
 def _change(name: str, before: object, now: object) -> str:
-    """What has changed, in words; of the input files the first that differs."""
-    if name == "inputs" and before and now and all(isinstance(item, list) for item in before + now):
-        return _change_of_files(dict(before), dict(now))
-    return f"{name} was {_brief(before)}, is {_brief(now)}"
-
-
-def _change_of_files(before: dict[str, int], now: dict[str, int]) -> str:
-    """before, now: the bytes of each file."""
+    """What has changed, in words; of the input files, [name, bytes] each, the first that differs."""
+    if name != "inputs" or not before or not now or not all(isinstance(item, list) for item in before + now):
+        before, now = (text if len(text := json.dumps(value)) <= 80 else f"{text[:77]}..." for value in (before, now))
+        return f"{name} was {before}, is {now}"
+    before, now = dict(before), dict(now)
     for file in {**before, **now}:
         if file not in now:
             return f"{file} is no longer an input"
@@ -101,8 +98,3 @@ def _change_of_files(before: dict[str, int], now: dict[str, int]) -> str:
         if before[file] != now[file]:
             return f"{file} had {before[file]:,} bytes, has {now[file]:,}"
     return "the inputs are in another order"
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,8 @@
 """Opening one input file: on the disk or in a store, plain or compressed."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -84,9 +85,6 @@ class _RetriedFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
 
-    def tell(self) -> int:
-        return self._file.tell()
-
     def readinto(self, buffer) -> int:
         content = with_retries(lambda: self._read(len(buffer)), f"reading {self._url}")
         buffer[: len(content)] = content
@@ -101,6 +99,19 @@ class _RetriedFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+@contextmanager
+def parquet_faults(refuse: Callable[[str], InputError]) -> Iterator[None]:
+    """Raises what `refuse` makes of pyarrow's message where the body finds a Parquet file damaged."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
+            raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
+        raise refuse(str(error)) from error
 
 
 def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:

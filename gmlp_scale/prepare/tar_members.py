@@ -30,8 +30,8 @@ class StrictTarInfo(tarfile.TarInfo):
 def text_members(content: BinaryIO, raw: BinaryIO, file: InputFile, max_bytes: int) -> Iterator[tuple[str, bytes]]:
     """(ending, content) of every member with text: of a .jsonl all of it, of others at most max_bytes + 1 bytes.
 
-    They come in the archive's order, except that the .json come last among neighbours with the same name up to the
-    first dot.
+    They come in the archive's order, except that the .json come last among neighbours with the same webdataset key,
+    the name up to the first dot.
 
     Args:
         content: the archive, decompressed; `raw`, the stored bytes below it, whose position says how much was read.
@@ -42,7 +42,8 @@ def text_members(content: BinaryIO, raw: BinaryIO, file: InputFile, max_bytes: i
     num_members = 0
     try:
         with tarfile.open(fileobj=content, mode="r|", tarinfo=StrictTarInfo) as archive:
-            for _, sample in groupby(_read(archive, max_bytes), key=_webdataset_key):
+            members = _read(archive, max_bytes)
+            for _, sample in groupby(members, key=lambda member: (member[0].parent, member[0].name.partition(".")[0])):
                 for member in _documents(sample):
                     num_members += 1
                     yield member
@@ -59,11 +60,6 @@ def _read(archive: tarfile.TarFile, max_bytes: int) -> Iterator[tuple[PurePosixP
         if member.isreg() and name.suffix in ENDINGS:
             num_bytes = -1 if name.suffix == ".jsonl" else max_bytes + 1
             yield name, archive.extractfile(member).read(num_bytes)
-
-
-def _webdataset_key(member: tuple[PurePosixPath, bytes]) -> tuple[PurePosixPath, str]:
-    name, _ = member
-    return name.parent, name.name.partition(".")[0]
 
 
 def _documents(sample: Iterable[tuple[PurePosixPath, bytes]]) -> Iterator[tuple[str, bytes]]:
