@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.forked import Script, fork_server
@@ -26,21 +23,6 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def start(script: str, *arguments: object, **options) -> subprocess.Popen:
-    """A script of data_prep as its own process group."""
-    command = [sys.executable, str(REPOSITORY / "data_prep" / script), *map(str, arguments)]
-    environment = os.environ | {"TQDM_DISABLE": "1"} | options.pop("environment", {})
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-        **options,
-    )
-
-
 def run(script: str, *arguments: object, code: int = 0, **options) -> str:
     """Output of a script that must end with `code`."""
     found, printed, errors = Script(f"data_prep/{script}", arguments, prepare=fork_server, **options).end()
@@ -51,7 +33,5 @@ def run(script: str, *arguments: object, code: int = 0, **options) -> str:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """What a job leaves for training: everything but its reports and job folder."""
-    files = [
-        path for path in sorted(folder.rglob("*")) if path.is_file() and "job" not in path.relative_to(folder).parts
-    ]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "report.json"}
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {name: (folder / name).read_bytes() for name in names if name != "report.json" and name[:4] != "job/"}

@@ -1,14 +1,21 @@
 """A job whose process or workers are killed again and again, each time at another file that it writes."""
 
+import os
+import signal
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from data_prep import tokenize_corpus
+from gmlp_scale.prepare import worker_pool
 from tests.data_prep.corpora import contents, make_texts, write_jsonl
-from tests.data_prep.killing import start_job
+from tests.forked import fork, fork_server
 
 NUM_FILES = 6
 NUM_KILLS = 8
+BY_THE_CLOCK = ("/job/claims/", "/job/progress-")  # written every few seconds, so their number is not the job's own
 
 
 class Jobs:
@@ -30,10 +37,13 @@ class Jobs:
         return self._folder / f"marks-{self._num_started}"
 
     def is_killed(self, output: Path, kill_at: int = 0, kills_job: bool = False) -> bool:
-        """Run the job; whether the kill met it. A job that was not killed must end well."""
+        """Run the job; whether the kill met it. A job that was not killed must end well.
+
+        Every file counts twice: just before it appears under its name and just after. At the number `kill_at` the
+        process that writes the file is killed, or with `kills_job` the job's own process alone; 0 kills nothing.
+        """
         self._num_started += 1
-        arguments = [*self._arguments, "--output", str(output)]
-        process = start_job(arguments, self._marks(), kill_at=kill_at, kills_job=kills_job)
+        process = fork(_run_job, [*self._arguments, "--output", str(output)], self._marks(), kill_at, kills_job)
         process.join()
         if not kill_at or self._marks().stat().st_size < kill_at:
             assert process.exitcode == 0
@@ -43,6 +53,44 @@ class Jobs:
             assert process.exitcode == 1 and not kills_job
             assert "a worker was killed" in errors and "Traceback" not in errors
         return True
+
+
+def _run_job(arguments: list[str], marks: Path, kill_at: int, kills_job: bool) -> None:
+    """Run tokenize_corpus.py. Its errors go to the file MARKS.errors."""
+    sys.argv = ["tokenize_corpus.py", *arguments]
+    sys.stderr = open(f"{marks}.errors", "w")  # noqa: SIM115
+    fork_server()
+    count_files = partial(_count_files, marks, kill_at, os.getpid() if kills_job else None)
+    worker_pool._start_worker = partial(_start_worker, count_files)
+    count_files()
+    sys.exit(tokenize_corpus.main())
+
+
+def _start_worker(count_files: partial) -> None:
+    count_files()
+    worker_pool._start_worker()  # the real one: only the job's own process has another
+
+
+def _count_files(marks: Path, kill_at: int, victim: int | None) -> None:
+    """Add a byte to the file `marks` before each file appears and after; kill at the byte `kill_at`."""
+    replace = os.replace
+
+    def mark(target: Path) -> None:
+        if any(part in str(target) for part in BY_THE_CLOCK):
+            return
+        file = os.open(marks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, b".")
+        number = os.lseek(file, 0, os.SEEK_CUR)  # where this byte ends, whatever other processes append
+        os.close(file)
+        if number == kill_at:
+            os.kill(victim or os.getpid(), signal.SIGKILL)
+
+    def counted(source: Path, target: Path) -> None:
+        mark(target)
+        replace(source, target)
+        mark(target)
+
+    os.replace = counted
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,24 @@ def folder(tmp_path_factory) -> Path:
     return write_image_folder(tmp_path_factory.mktemp("images") / "photos")
 
 
+@pytest.fixture(scope="module")
+def whole_shards(folder, tmp_path_factory) -> Path:
+    """Six shards of the folder's images, not to be changed."""
+    shards = tmp_path_factory.mktemp("shards") / "whole"
+    assert prepare(*in_shards_of_5(folder), shards, "--workers", 2) == 0
+    return shards
+
+
+@pytest.fixture
+def shards(whole_shards, tmp_path) -> Path:
+    """A copy to damage; the same command goes on with it."""
+    return shutil.copytree(whole_shards, tmp_path / "shards")
+
+
+def in_shards_of_5(source: Path) -> list:
+    return ["--input", source, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output"]
+
+
 def _parquet(source: Path, target: Path) -> Path:
     """As the Hugging Face hub has image data sets."""
     paths = sorted(source.glob("*/*.jpg"))
@@ -50,8 +68,7 @@ SOURCES = {"folder": lambda source, target: source, "tar": tar_of_folder, "tars.
 def test_every_kind_of_source_gives_the_same_images(kind, folder, tmp_path):
     source = SOURCES[kind](folder, tmp_path / f"source.{kind}")
     shards = tmp_path / "shards"
-    code = prepare("--input", source, "--heldout-fraction", 0.25, "--output", shards, "--images-per-shard", 5)
-    assert code == 0
+    assert prepare(*in_shards_of_5(source), shards) == 0
     stored = stored_images(shards)
     assert [len(stored["train"]), len(stored["heldout"])] == [18, 6]
     expected = {(path.read_bytes(), CLASSES.index(path.parent.name)) for path in folder.glob("*/*.jpg")}
@@ -73,44 +90,40 @@ def test_idx_files_become_grey_jpegs(tmp_path):
     images = struct.pack(">IIII", 2051, *pixels.shape) + pixels.tobytes()
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
     labels = np.arange(10, dtype=np.uint8)
-    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(
-        gzip.compress(struct.pack(">II", 2049, 10) + labels.tobytes())
-    )
-    shards = tmp_path / "shards"
-    assert (
-        prepare("--input", tmp_path / "train-images-idx3-ubyte.gz", "--heldout-fraction", 0.2, "--output", shards) == 0
-    )
-    stored = stored_images(shards)
+    packed_labels = gzip.compress(struct.pack(">II", 2049, 10) + labels.tobytes())
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(packed_labels)
+    command = ["--input", tmp_path / "train-images-idx3-ubyte.gz", "--heldout-fraction", 0.2, "--output"]
+    assert prepare(*command, tmp_path / "shards") == 0
+    stored = stored_images(tmp_path / "shards")
     assert sorted(image.label for image in stored["train"] + stored["heldout"]) == list(range(10))
     for jpeg, label in stored["train"]:
         image = np.array(Image.open(io.BytesIO(jpeg)))
         assert image.shape == (28, 28) and np.abs(image.astype(int) - 20 * label).max() <= 2
 
 
-def test_plain_webdataset_reads_a_shard(folder, tmp_path):
-    shards = tmp_path / "shards"
-    prepare("--input", folder, "--heldout-fraction", 0.25, "--output", shards)
-    dataset = webdataset.WebDataset(str(shards / "train/train-000000.tar"), shardshuffle=False)
+def test_plain_webdataset_reads_a_shard(whole_shards):
+    dataset = webdataset.WebDataset(str(whole_shards / "train/train-000000.tar"), shardshuffle=False)
     read = [(sample["jpg"], int(sample["cls"])) for sample in dataset]
-    assert read == [tuple(image) for image in stored_images(shards)["train"]]
+    assert read == [tuple(image) for image in stored_images(whole_shards)["train"]][:5]
 
 
-def test_shards_of_images_are_verified(folder, tmp_path, monkeypatch, capsys):
-    prepare("--input", folder, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output", tmp_path / "shards")
-
+def test_shards_of_images_are_verified_and_a_changed_manifest_is_refused(shards, monkeypatch, capsys):
     def verify() -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["verify_shards.py", str(tmp_path / "shards")])
+        monkeypatch.setattr(sys, "argv", ["verify_shards.py", str(shards)])
         capsys.readouterr()
         return verify_shards.main(), capsys.readouterr().out.splitlines()
 
     assert verify() == (0, ["6 shards, 18 train and 6 held-out rows of images: 0 problems"])
-    path = tmp_path / "shards/heldout/heldout-000001.tar"
+    path = shards / "heldout/heldout-000001.tar"
     path.write_bytes(path.read_bytes()[:-1])
-    (tmp_path / "shards/train/train-9.tar").write_bytes(b"")
+    (shards / "train/train-9.tar").write_bytes(b"")
     code, lines = verify()
     assert code == 1 and len(lines) == 3
     assert "train/train-9.tar: is there, but the manifest does not list it" in lines[0]
     assert "heldout/heldout-000001.tar is corrupt" in lines[1] and "on_corrupt_shard" not in lines[1]
+    (shards / "manifest.json").write_text((shards / "manifest.json").read_text().replace('"ant"', '"elk"'))
+    with pytest.raises(ShardError, match="damaged or changed"):
+        ImageManifest.load(shards)
 
 
 def _prepare_and_die(arguments: list, num_receipts: int) -> None:
@@ -126,23 +139,21 @@ def _prepare_and_die(arguments: list, num_receipts: int) -> None:
     prepare(*arguments)
 
 
-def test_a_killed_job_goes_on_and_writes_the_same_bytes(folder, tmp_path, capsys):
-    command = ["--input", folder, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output"]
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert prepare(*command, undisturbed, "--workers", 2) == 0
+def test_a_killed_job_goes_on_and_writes_the_same_bytes(folder, whole_shards, tmp_path, capsys):
+    command = [*in_shards_of_5(folder), disturbed := tmp_path / "disturbed"]
     for num_receipts in (1, 4):
-        job = fork(_prepare_and_die, [*command, disturbed], num_receipts)
+        job = fork(_prepare_and_die, command, num_receipts)
         job.join()
         assert job.exitcode == -signal.SIGKILL
         assert not (disturbed / "manifest.json").exists()
         assert len(list((disturbed / "job/receipts").iterdir())) == num_receipts
     written = {path: path.stat().st_mtime_ns for path in (disturbed / "train").glob("*.tar")}
-    assert prepare(*command, disturbed) == 0
+    assert prepare(*command) == 0
     assert sum(path.stat().st_mtime_ns == time for path, time in written.items()) >= 3  # those with a receipt
-    names = ["manifest.json", *(f"{path.parent.name}/{path.name}" for path in undisturbed.glob("*/*.tar"))]
+    names = ["manifest.json", *(f"{path.parent.name}/{path.name}" for path in whole_shards.glob("*/*.tar"))]
     assert len(names) == 7
-    assert all((undisturbed / name).read_bytes() == (disturbed / name).read_bytes() for name in names)
-    assert prepare(*command, disturbed, "--images-per-shard", 6) == 2
+    assert all((whole_shards / name).read_bytes() == (disturbed / name).read_bytes() for name in names)
+    assert prepare(*command, "--images-per-shard", 6) == 2
     assert "images_per_shard was 5, is 6" in capsys.readouterr().err
 
 
@@ -159,16 +170,14 @@ def test_the_same_command_goes_on_after_a_killed_worker(folder, tmp_path, capsys
     assert prepare(*command) == 0
 
 
-def test_the_same_command_writes_lost_and_damaged_shards_again(folder, tmp_path):
-    command = ["--input", folder, "--heldout-fraction", 0.25, "--images-per-shard", 5, "--output", tmp_path / "shards"]
-    prepare(*command)
-    paths = sorted(tmp_path.glob("shards/*/*.tar"))
+def test_the_same_command_writes_lost_and_damaged_shards_again(folder, shards):
+    paths = sorted(shards.glob("*/*.tar"))
     whole = [path.read_bytes() for path in paths]
     paths[0].unlink()
     paths[1].write_bytes(whole[1][:-1])
     paths[2].write_bytes(whole[2].replace(b"000001.cls", b"000002.cls"))
     untouched = [path.stat().st_mtime_ns for path in paths[3:]]
-    assert prepare(*command) == 0
+    assert prepare(*in_shards_of_5(folder), shards) == 0
     assert [path.read_bytes() for path in paths] == whole
     assert [path.stat().st_mtime_ns for path in paths[3:]] == untouched
 
@@ -205,15 +214,7 @@ def test_mistakes_are_one_clear_message(folder, tmp_path, capsys):
     shutil.rmtree(tmp_path / "shards")
     assert "leaves 24 of 24" in message("--input", folder, "--heldout-fraction", 0.01)
     with pytest.raises(SystemExit):
-        prepare("--input", folder, "--heldout-fraction", 0.1, "--output", tmp_path / "shards", "--max-bad-images", -1)
+        prepare(*in_shards_of_5(folder), tmp_path / "shards", "--max-bad-images", -1)
     assert "--max-bad-images is -1; it must be at least 0" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="prepare_images"):
-        ImageManifest.load(tmp_path / "shards")
-
-
-def test_a_manifest_that_was_changed_is_refused(folder, tmp_path):
-    prepare("--input", folder, "--heldout-fraction", 0.25, "--output", tmp_path / "shards")
-    path = tmp_path / "shards/manifest.json"
-    path.write_text(path.read_text().replace('"ant"', '"elk"'))
-    with pytest.raises(ShardError, match="damaged or changed"):
         ImageManifest.load(tmp_path / "shards")

@@ -1,6 +1,8 @@
 """A job on a real Ray cluster of two nodes, one of which is killed while a task runs on it."""
 
+import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_prep.corpora import contents, run, start
+from tests.data_prep.corpora import REPOSITORY, contents, run
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs the package ray")
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
@@ -65,8 +67,11 @@ def wait_for(condition: Callable[[], bool], job: subprocess.Popen) -> None:
 def test_a_job_on_ray_outlives_a_killed_node(cluster, slow_files, tokenizer_dir, corpus, tmp_path):
     urls = [f"{slow_files.url}/{path.name}" for path in sorted(corpus.iterdir())]
     options = ("--tokenizer", tokenizer_dir, "--sequence-length", 32, "--workers", 2)
-    job = start("tokenize_corpus.py", "--input", *urls, *options, "--output", tmp_path / "ray", "--executor", "ray",
-                environment={"RAY_ADDRESS": cluster.address})  # fmt: skip
+    script = [sys.executable, REPOSITORY / "data_prep/tokenize_corpus.py", "--input", *urls, *options]
+    job = subprocess.Popen(
+        [*map(str, script), "--output", tmp_path / "ray", "--executor", "ray"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"TQDM_DISABLE": "1", "RAY_ADDRESS": cluster.address},
+    )  # fmt: skip
     wait_for(lambda: len(slow_files.waiting) == 1, job)
     second_node = cluster.add_node(**NODE)  # only now, so that the job itself has joined the first
     wait_for(lambda: len(slow_files.waiting) == 2, job)  # each node has room for one task, so both work on one

@@ -13,7 +13,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.estimate import estimate
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.write_shards import is_heldout
-from tests.data_prep.corpora import contents, make_texts, run, write_jsonl
+from tests.data_prep.corpora import REPOSITORY, contents, make_texts, run, write_jsonl
 from tests.forked import fork
 
 
@@ -34,12 +34,16 @@ def tokenize(tokenizer_dir):
 def all_rows(folder, split):
     manifest = Manifest.load(folder)
     shards = getattr(manifest.splits, split)
-    return np.concatenate(
-        [
-            ShardRows(folder / shard.name, shard, manifest.sequence_length).read(np.arange(shard.rows))
-            for shard in shards
-        ]
-    )
+    rows = [ShardRows(folder / shard.name, shard, manifest.sequence_length) for shard in shards]
+    return np.concatenate([one.read(np.arange(shard.rows)) for one, shard in zip(rows, shards, strict=True)])
+
+
+def report_of(folder) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def estimates_in(printed: str) -> dict[str, str]:
+    return dict(line.strip().rsplit(maxsplit=1) for line in printed.replace(",", "").splitlines() if line)
 
 
 def test_shards_hold_the_corpus(corpus, tokenize, tokenizer_dir, tmp_path):
@@ -53,12 +57,9 @@ def test_shards_hold_the_corpus(corpus, tokenize, tokenizer_dir, tmp_path):
     for split, held in (("train", False), ("heldout", True)):
         expected = [text for text in texts if is_heldout(text.encode(), 0.1) == held]
         tokens = all_rows(out, split)[:, 1:].reshape(-1)
-        ends = np.flatnonzero(tokens == 3)
-        found = [
-            tokenizer.decode(tokens[a:b][tokens[a:b] != 0]) for a, b in zip([0, *(ends[:-1] + 1)], ends, strict=True)
-        ]
-        assert sorted(found) == sorted(expected) and expected
-    report = json.loads((out / "report.json").read_text())
+        *documents, _ = np.split(tokens, np.flatnonzero(tokens == 3) + 1)
+        assert sorted(tokenizer.decode(ids[ids > 3]) for ids in documents) == sorted(expected) and expected
+    report = report_of(out)
     assert report["documents"] == 900 and report["bad_records"] == 0
     assert report["bytes"] == sum(len(text.encode()) for text in texts)
     assert report["tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
@@ -99,13 +100,10 @@ def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
     bad.write_bytes(b'{"text": "fine"}\n{"text": \n{"other": 1}\n{"text": " "}\n')
     printed = tokenize(f"{corpus}/*", tmp_path / "out", "--tasks", 2)
     assert "broken JSON 1" in printed and "empty text 1" in printed
-    report = json.loads((tmp_path / "out/report.json").read_text())
+    report = report_of(tmp_path / "out")
     assert report["documents"] == 901 and report["bad_records"] == 3
-    entries = [
-        json.loads(line)
-        for path in (tmp_path / "out/job/quarantine").iterdir()
-        for line in path.read_text().splitlines()
-    ]
+    quarantined = [path.read_text().splitlines() for path in (tmp_path / "out/job/quarantine").iterdir()]
+    entries = [json.loads(line) for lines in quarantined for line in lines]
     assert [(entry["line"], entry["file"]) for entry in entries] == [(line, str(bad)) for line in (2, 3, 4)]
     message = tokenize(f"{corpus}/*", tmp_path / "strict", "--max-bad-fraction", 0.001, code=2)
     assert "3 of 904 records are bad (1 " in message and "1 no text in field 'text'" in message
@@ -129,7 +127,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
     assert f"bad files                            {broken} it ends in the middle" in tokenize(
         *command, "--max-bad-files", 1
     )
-    report = json.loads((tmp_path / "out/report.json").read_text())
+    report = report_of(tmp_path / "out")
     assert list(report["bad_files"]) == [str(broken)] and 300 < report["documents"] < 600
     assert report["bad_files_bytes_read"] == len(content) // 2 and report["bad_files_bytes_lost"] == 0
     flipped = bytearray(whole.read_bytes())
@@ -144,22 +142,17 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
     trials("corpus files cut or damaged", 2)
 
 
-def drops(folder) -> dict:
-    report = json.loads((folder / "report.json").read_text())
-    return {name: report[name] for name in ("decontaminate", "exact", "minhash") if name in report}
-
-
 def test_duplicates_are_dropped_and_counted(corpus, tokenize, tmp_path):
     words = ["".join(chr(97 + number * 7919 // 26**k % 26) for k in range(5)) for number in range(400)]
     near = [" ".join(words), " ".join([*words[:200], "changed", *words[201:]])]
     texts = make_texts(300, 0)
     write_jsonl(corpus / "again.jsonl", [texts[5].upper(), texts[5] + "  ", texts[9], *near])
     printed = tokenize(f"{corpus}/*", tmp_path / "out", "--dedup", "exact", "minhash", "--workers", 2)
-    found = drops(tmp_path / "out")
+    found = report_of(tmp_path / "out")
     assert found["exact"] == {"read": 905, "kept": 902, "dropped": 3}
     assert found["minhash"]["read"] == 902 and found["minhash"]["dropped"] >= 1
     assert "dropped 3" in printed
-    assert json.loads((tmp_path / "out/report.json").read_text())["documents"] == found["minhash"]["kept"]
+    assert found["documents"] == found["minhash"]["kept"]
     tokens = all_rows(tmp_path / "out", "train")[:, 1:].reshape(-1)
     assert Tokenizer(tmp_path / "out/tokenizer").decode(tokens).count(" ".join(words[:100])) == 1
 
@@ -169,7 +162,7 @@ def test_contaminated_documents_are_dropped_and_counted(corpus, tokenize, tmp_pa
     write_jsonl(corpus / "leak.jsonl", ["Before. " + dev.lower() + " after", " ".join(dev.split()[:12])])
     (tmp_path / "dev.tsv").write_text(f"sentence\tlabel\n{dev}\t1\n")
     tokenize(f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.tsv")
-    assert drops(tmp_path / "out") == {"decontaminate": {"read": 902, "kept": 901, "dropped": 1}}
+    assert report_of(tmp_path / "out")["decontaminate"] == {"read": 902, "kept": 901, "dropped": 1}
 
 
 def test_a_data_set_of_the_hub_is_streamed(corpus, tokenize, tmp_path):
@@ -257,7 +250,7 @@ def test_a_text_file_is_one_document_and_a_job_that_held_nothing_out_says_so(tok
     told = "none of the 1 documents is held out, so launch/pretrain.py will refuse these shards: give more documents"
     printed = tokenize(tmp_path / "a.txt", tmp_path / "out", "--heldout-fraction", 0)
     assert told in printed and "one document, or one for each MB" in printed
-    report = json.loads((tmp_path / "out/report.json").read_text())
+    report = report_of(tmp_path / "out")
     assert report["documents_read"] == 1 and report["heldout_rows"] == 0
     write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     printed = tokenize(tmp_path / "a.jsonl", tmp_path / "of_json")
@@ -286,31 +279,29 @@ def test_dry_run_estimates_and_writes_nothing(packing, corpus, tokenize, tmp_pat
     options = ("--packing", packing, "--tasks", 4)
     printed = tokenize(f"{corpus}/*.gz", tmp_path / "out", *options, "--dry-run")
     assert not (tmp_path / "out").exists()
-    estimates = dict(line.replace(",", "").rsplit(maxsplit=1) for line in printed.strip().splitlines())
-    assert estimates["  estimated documents"] == "900"
+    estimates = estimates_in(printed)
+    assert estimates["estimated documents"] == "900"
     tokenize(f"{corpus}/*.gz", tmp_path / "out", *options)
-    report = json.loads((tmp_path / "out/report.json").read_text())
+    report = report_of(tmp_path / "out")
     rows = report["train_rows"] + report["heldout_rows"]
-    assert abs(int(estimates["  estimated rows"]) - rows) <= (8 if packing == "packed" else 0)
+    assert abs(int(estimates["estimated rows"]) - rows) <= (8 if packing == "packed" else 0)
     splits = Manifest.load(tmp_path / "out").splits
-    assert abs(int(estimates["  estimated shards"]) - len(splits.train) - len(splits.heldout)) <= 2
+    assert abs(int(estimates["estimated shards"]) - len(splits.train) - len(splits.heldout)) <= 2
 
 
 def test_dry_run_estimates_from_the_beginning_of_long_files(tokenize, tmp_path):
     draw = random.Random(0)
     write_jsonl(tmp_path / "long.jsonl.gz", [draw.randbytes(300).hex() for _ in range(4000)])
     printed = tokenize(tmp_path / "long.jsonl.gz", tmp_path / "out", "--dry-run")
-    estimates = dict(line.rsplit(maxsplit=1) for line in printed.replace(",", "").splitlines() if line)
-    assert int(estimates["  sampled documents"]) < 1000
-    assert abs(int(estimates["  estimated documents"]) - 4000) < 500
+    estimates = estimates_in(printed)
+    assert int(estimates["sampled documents"]) < 1000
+    assert abs(int(estimates["estimated documents"]) - 4000) < 500
 
 
 def test_real_c4_documents(tokenize, tmp_path):
-    sample = os.path.abspath(
-        os.path.join(os.path.dirname(__file__), "../../../shared/data/c4_sample/c4-en-sample-300.jsonl.gz")
-    )
-    if not os.path.exists(sample):
+    sample = REPOSITORY.parent / "shared/data/c4_sample/c4-en-sample-300.jsonl.gz"
+    if not sample.exists():
         pytest.skip(f"{sample} is not there")
     printed = tokenize(sample, tmp_path / "out", "--tasks", 2)
-    report = json.loads((tmp_path / "out/report.json").read_text())
+    report = report_of(tmp_path / "out")
     assert report["documents"] == 300 and report["bad_records"] == 0, printed

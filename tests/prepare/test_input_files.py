@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import tarfile
+from functools import partial
 
 import numpy as np
 import pyarrow
@@ -24,9 +25,17 @@ def lines(texts=TEXTS) -> bytes:
     return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
 
 
-def read(path, **options):
-    (file,) = find_inputs([str(path)])
-    return list(FileReader(file, **({"text_field": "text", "max_record_bytes": 1000} | options)))
+def reader(path, **options) -> FileReader:
+    file = InputFile(str(path), path.stat().st_size)
+    return FileReader(file, **({"text_field": "text", "max_record_bytes": 1000} | options))
+
+
+def read(path, **options) -> list[Record | BadRecord]:
+    return list(reader(path, **options))
+
+
+def texts_in(path, **options) -> list[str]:
+    return [record.text for record in reader(path, **options)]
 
 
 def two_frames(content: bytes) -> bytes:
@@ -70,16 +79,17 @@ def test_parquet(tmp_path):
 def test_the_bytes_read_of_parquet_grow_with_the_rows(tmp_path):
     """pyarrow reads the footer first and whole column chunks ahead."""
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"{n} {n**9}" for n in range(1000)]}), tmp_path / "a.parquet")
-    (file,) = find_inputs([f"{tmp_path}/a.parquet"])
-    reader = FileReader(file, text_field="text", max_record_bytes=1000)
-    assert [reader.bytes_read for _ in reader] == [file.num_bytes * row // 1000 for row in range(1, 1001)]
+    rows, num_bytes = reader(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size
+    assert [rows.bytes_read for _ in rows] == [num_bytes * row // 1000 for row in range(1, 1001)]
 
 
-def tar_file(path, members: dict[str, bytes]) -> None:
-    with path.open("wb") as file, webdataset.TarWriter(file) as writer:
-        for name, content in members.items():
-            key, _, ending = name.partition(".")
-            writer.write({"__key__": key, ending: content})
+def tar_file(path, members: dict[str, bytes] | list[tuple[str, bytes]]) -> None:
+    """As tarfile writes it; webdataset's writer allows no name twice."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members.items() if isinstance(members, dict) else members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
 
 
 MEMBERS = {
@@ -102,16 +112,15 @@ def test_tar_files_of_webdataset(pack, tmp_path):
     assert [record.text for record in records[:4]] == ["first «text»\nof two lines", "second", "third", "fourth"]
     assert [record.reason for record in records[4:]] == ["no text in field 'text'", "invalid UTF-8", "too long"]
     assert [record.line for record in records] == [1, 2, 3, 4, 5, 6, 7]
-    (file,) = find_inputs([str(path)])
-    parts = [FileReader(file, text_field="text", max_record_bytes=1000, part=p, num_parts=2) for p in range(2)]
-    assert sorted((record for part in parts for record in part), key=lambda record: record.line) == records
+    parts = [record for part in range(2) for record in read(path, part=part, num_parts=2)]
+    assert sorted(parts, key=lambda record: record.line) == records
 
 
-def test_the_text_of_a_sample_is_its_txt_and_a_json_beside_it_is_metadata(tmp_path):
+def test_the_text_of_a_sample_that_webdataset_wrote_is_its_txt_and_a_json_beside_it_is_metadata(tmp_path):
     with (tmp_path / "a.tar").open("wb") as file, webdataset.TarWriter(file) as writer:
         writer.write({"__key__": "a/0", "json": b'{"text": "title"}', "txt": b"the text", "cls": b"3"})
         writer.write({"__key__": "b/0", "json": b'{"text": "alone"}'})
-    assert [record.text for record in read(tmp_path / "a.tar")] == ["the text", "alone"]
+    assert texts_in(tmp_path / "a.tar") == ["the text", "alone"]
 
 
 @pytest.mark.parametrize(
@@ -127,15 +136,11 @@ def test_the_text_of_a_sample_is_its_txt_and_a_json_beside_it_is_metadata(tmp_pa
     ],
 )
 def test_no_document_of_a_tar_file_is_lost_and_metadata_is_none(members, texts, tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, text in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text.encode()))
-    assert " ".join(record.text for record in read(tmp_path / "a.tar")) == texts
+    tar_file(tmp_path / "a.tar", [(name, text.encode()) for name, text in members])
+    assert " ".join(texts_in(tmp_path / "a.tar")) == texts
 
 
-def test_every_tar_file_that_is_cut_short_is_found(tmp_path):
+def test_every_tar_file_that_is_cut_short_or_has_no_text_is_found(tmp_path):
     tar_file(tmp_path / "whole.tar", MEMBERS)
     whole = (tmp_path / "whole.tar").read_bytes()
     end = len(whole.rstrip(b"\0"))  # after it come zeros, which end the archive
@@ -143,27 +148,20 @@ def test_every_tar_file_that_is_cut_short_is_found(tmp_path):
         (tmp_path / "cut.tar").write_bytes(whole[:length])
         with pytest.raises(BadFileError, match="is broken after"):
             read(tmp_path / "cut.tar")
+    tar_file(tmp_path / "a.tar", {"0.jpg": b"picture"})
+    with pytest.raises(BadFileError, match=r"no member of it ends in \.txt, \.json, \.jsonl"):
+        read(tmp_path / "a.tar")
 
 
 def test_a_damaged_header_in_the_middle_is_found(tmp_path):
     """tarfile, and so webdataset, ends the file there without a word."""
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as plain:
-        for name, text in MEMBERS.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(text)
-            plain.addfile(member, io.BytesIO(text))
+    tar_file(tmp_path / "a.tar", MEMBERS)
     content = bytearray((tmp_path / "a.tar").read_bytes())
     content[content.index(b"002.jsonl") + 150] ^= 1
     (tmp_path / "a.tar").write_bytes(content)
     with tarfile.open(tmp_path / "a.tar") as plain:
         assert len(plain.getnames()) == 2
     with pytest.raises(BadFileError, match="is broken after"):
-        read(tmp_path / "a.tar")
-
-
-def test_a_tar_file_without_text_is_told(tmp_path):
-    tar_file(tmp_path / "a.tar", {"0.jpg": b"picture"})
-    with pytest.raises(BadFileError, match=r"no member of it ends in \.txt, \.json, \.jsonl"):
         read(tmp_path / "a.tar")
 
 
@@ -175,15 +173,18 @@ def test_a_range_in_braces_names_many_files(tmp_path):
         find_inputs([f"{tmp_path}/part-{{000..003}}.tar"])
 
 
-def test_text_files_keep_every_character_and_are_cut_at_line_ends(tmp_path):
-    text = "".join(f"line {number} é\r\n\r\n" for number in range(150_000))
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode(), 1))
-    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
-    for name in ("a.txt", "a.txt.gz"):
-        parts = [record.text for record in read(tmp_path / name)]
-        assert "".join(parts) == text and len(parts) == 3 and all(part.endswith("\n") for part in parts)
-    assert [record.reason for record in read(tmp_path / "bad.txt")] == ["invalid UTF-8"]
+@pytest.mark.parametrize("pack", [bytes, partial(gzip.compress, compresslevel=1)], ids=["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize(
+    ("text", "num_parts"),
+    [("".join(f"line {number} é\r\n\r\n" for number in range(150_000)), 3), ("a" + "é" * 700_000, 2)],
+    ids=["lines", "no line ends"],
+)
+def test_a_text_keeps_every_character_and_is_cut_at_line_ends_or_between_characters(text, num_parts, pack, tmp_path):
+    path = tmp_path / ("a.txt" if pack is bytes else "a.txt.gz")
+    path.write_bytes(pack(text.encode()))
+    parts = texts_in(path)
+    assert "".join(parts) == text and len(parts) == num_parts
+    assert "\n" not in text or all(part.endswith("\n") for part in parts)
 
 
 def test_a_byte_order_mark_costs_no_document_and_stays_in_no_text(tmp_path):
@@ -191,17 +192,9 @@ def test_a_byte_order_mark_costs_no_document_and_stays_in_no_text(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(codecs.BOM_UTF8 + b"the text"))
     members = {"0.txt": b"first", "1.json": b'{"text": "second"}', "2.jsonl": lines(["third", "fourth"])}
     tar_file(tmp_path / "a.tar", {name: codecs.BOM_UTF8 + content for name, content in members.items()})
-    assert [record.text for record in read(tmp_path / "a.jsonl")] == TEXTS
-    assert [record.text for record in read(tmp_path / "a.txt.gz")] == ["the text"]
-    assert [record.text for record in read(tmp_path / "a.tar")] == ["first", "second", "third", "fourth"]
-
-
-def test_a_text_without_line_ends_is_cut_between_characters(tmp_path):
-    text = "a" + "é" * 700_000
-    for name, content in (("a.txt", text.encode()), ("a.txt.gz", gzip.compress(text.encode(), 1))):
-        (tmp_path / name).write_bytes(content)
-        parts = [record.text for record in read(tmp_path / name)]
-        assert "".join(parts) == text and len(parts) == 2
+    assert texts_in(tmp_path / "a.jsonl") == TEXTS
+    assert texts_in(tmp_path / "a.txt.gz") == ["the text"]
+    assert texts_in(tmp_path / "a.tar") == ["first", "second", "third", "fourth"]
 
 
 BAD_LINES = {
@@ -223,19 +216,19 @@ def test_bad_lines_come_out_with_their_place_and_the_rest_is_read(tmp_path):
     assert [record.text for record in records if isinstance(record, Record)] == TEXTS
     bad = [(record.line, record.reason) for record in records if isinstance(record, BadRecord)]
     assert bad == [(2 * number, reason) for number, reason in enumerate(BAD_LINES.values(), start=1)]
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    assert [record.reason for record in read(tmp_path / "bad.txt")] == ["invalid UTF-8"]
 
 
 def stored(kind: str, texts: list[str]) -> bytes:
     """A file of this kind, whose checksums cover all its bytes."""
-    if kind == "parquet":
-        buffer = io.BytesIO()
-        pyarrow.parquet.write_table(
-            pyarrow.table({"text": texts}), buffer, row_group_size=100, write_page_checksum=True
-        )
-        return buffer.getvalue()
     if kind == "jsonl.gz":
         return gzip.compress(lines(texts))
-    return zstandard.ZstdCompressor(write_checksum=True).compress(lines(texts))
+    if kind == "jsonl.zst":
+        return zstandard.ZstdCompressor(write_checksum=True).compress(lines(texts))
+    buffer, table = io.BytesIO(), pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, buffer, row_group_size=100, write_page_checksum=True)
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
@@ -250,10 +243,8 @@ def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path, tri
         damaged.append(bytes(flipped))
     for content in damaged:
         path.write_bytes(content)
-        found = []
         try:
-            for record in FileReader(InputFile(str(path), len(content)), text_field="text", max_record_bytes=1000):
-                found.append(record)
+            found = read(path)
         except BadFileError as error:
             assert 0 <= error.bytes_read <= len(content)
             assert str(pickle.loads(pickle.dumps(error))) == str(error)  # it comes from a worker
@@ -265,13 +256,10 @@ def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path, tri
 
 def test_a_file_cut_short_gives_what_could_be_read(tmp_path):
     texts = [f"{number} {number**9}" for number in range(9000)]
-    whole, path, found = stored("jsonl.gz", texts), tmp_path / "a.jsonl.gz", []
+    whole, path, bad_files = stored("jsonl.gz", texts), tmp_path / "a.jsonl.gz", []
     half = len(whole) // 2
     path.write_bytes(whole[:half])
-    bad_files = []
-    (file,) = find_inputs([str(path)])
-    reader = FileReader(file, text_field="text", max_record_bytes=1000)
-    found = [record.text for record in records_before_fault(reader, bad_files, max_bad_files=1)]
+    found = [record.text for record in records_before_fault(reader(path), bad_files, max_bad_files=1)]
     assert 2000 < len(found) < 7000 and found == texts[: len(found)]
     (bad,) = bad_files
     assert (bad["file"], bad["bytes_read"], bad["bytes_lost"]) == (str(path), half, 0)
@@ -279,7 +267,7 @@ def test_a_file_cut_short_gives_what_could_be_read(tmp_path):
 
 def test_parts_share_a_file_without_loss_or_repetition(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines())
-    parts = [[record.text for record in read(tmp_path / "a.jsonl", part=part, num_parts=3)] for part in range(3)]
+    parts = [texts_in(tmp_path / "a.jsonl", part=part, num_parts=3) for part in range(3)]
     assert sorted(text for part in parts for text in part) == sorted(TEXTS)
     assert {len(part) for part in parts} == {16, 17}
 

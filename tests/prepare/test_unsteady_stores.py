@@ -28,14 +28,11 @@ def fail_once(monkeypatch):
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def test_a_job_begins(fail_once):
+def test_a_job_begins_and_a_file_is_opened(fail_once):
     fail_once("exists")
     job = JobFolder("memory://unsteady/out")
     with job.begun({"tasks": 1}):
         assert job.read("job.json") == {"tasks": 1}
-
-
-def test_a_file_is_opened(fail_once):
     write_file("memory://unsteady/a.txt", b"text")
     (file,) = find_inputs(["memory://unsteady/a.txt"])
     fail_once("open")
