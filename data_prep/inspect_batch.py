@@ -48,9 +48,9 @@ def print_batch(loader: Loader, tokenizer: Tokenizer, step: int, num_rows: int |
     for index in range(min(num_rows or len(positions), len(positions))):
         source = sources[index]
         shard = source.manifest.splits.train[addresses.shard[index]]
-        told = f"source {source.config.name}  " if loader.config.is_mixture else ""
+        source_name = f"source {source.config.name}  " if loader.config.is_mixture else ""
         print(
-            f"position {positions[index]}  {told}epoch {addresses.epoch[index]}  {shard.name} "
+            f"position {positions[index]}  {source_name}epoch {addresses.epoch[index]}  {shard.name} "
             f"row {addresses.row_index[index]}  global row {addresses.global_row_index[index]}"
         )
         token_ids = batches[index].token_ids_BN[0].tolist()

@@ -18,7 +18,7 @@ def as_jpeg(content: bytes) -> bytes:
     """A JPEG file as it is; an image of another format as a JPEG file.
 
     Transparent parts become white, and 16 bits of grey become 8. Raises BadImageError if the image cannot be decoded,
-    or if its pixels do not tell which number is white.
+    or if nothing in its pixels says which number is white.
     """
     try:
         with Image.open(io.BytesIO(content)) as image:

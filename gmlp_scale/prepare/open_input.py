@@ -128,7 +128,7 @@ def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
 class _Frames(io.RawIOBase):
     """Decompresses one frame or several in a row. BadFileError where one is damaged or the last one is cut short.
 
-    It reads `raw` in small chunks, so the position in `raw` tells how much of the file was used.
+    It reads `raw` in small chunks, so the position in `raw` says how much of the file was used.
     """
 
     def __init__(self, raw: BinaryIO, file: InputFile, start_frame: Callable):

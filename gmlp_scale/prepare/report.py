@@ -111,9 +111,8 @@ def _write_manifest(options: JobOptions, tokenizer: Tokenizer) -> None:
     """Write OUTPUT/manifest.json from the tasks' receipts."""
     receipts = options.job.read_all("receipts")
     assert len(receipts) == options.num_tasks
-    splits = Splits(
-        **{split: [shard for receipt in receipts for shard in receipt[split]] for split in ("train", "heldout")}
-    )
+    shards = {split: [shard for receipt in receipts for shard in receipt[split]] for split in ("train", "heldout")}
+    splits = Splits(**shards)
     if not splits.train:
         raise InputError("the input gave no training rows: it is empty, or every document was held out or refused")
     if is_local(options.output):  # only there do killed processes leave half-written files

@@ -83,9 +83,9 @@ PACKINGS = {"packed": PackedRows, "document": DocumentRows}
 
 
 class SplitOutput:
-    """The rows and shards that a task writes for one split."""
+    """The rows and shards that a task writes for one split. Adds to the task's `counts`."""
 
-    def __init__(self, options: JobOptions, split: str, rank: int):
+    def __init__(self, options: JobOptions, split: str, rank: int, counts: Counter):
         self.rows = PACKINGS[options.packing](options.sequence_length)
         self._writer = ShardWriter(
             options.output,
@@ -95,11 +95,11 @@ class SplitOutput:
             rows_per_shard=options.rows_per_shard,
         )
         self._split = split
-        self.counts = Counter()
+        self._counts = counts
 
     def write(self, rows: np.ndarray) -> None:
-        self.counts[f"{self._split} rows"] += len(rows)
-        self.counts["padding tokens"] += int((rows == PAD_ID).sum())
+        self._counts[f"{self._split} rows"] += len(rows)
+        self._counts["padding tokens"] += int((rows == PAD_ID).sum())
         self._writer.add(rows)
 
     def close(self) -> list[dict]:
@@ -119,9 +119,9 @@ class WriteShards(PipelineStep):
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         tokenizer = Tokenizer(self._options.tokenizer)
-        outputs = {split: SplitOutput(self._options, split, rank) for split in ("train", "heldout")}
         counts = Counter()
-        clock = _Clock()
+        outputs = {split: SplitOutput(self._options, split, rank, counts) for split in ("train", "heldout")}
+        clock = _Clock(counts)
         for texts in _batches(data):
             clock.lap("reading seconds")
             encoded = tokenizer.encode_batch(texts)
@@ -138,9 +138,7 @@ class WriteShards(PipelineStep):
             clock.lap("writing seconds")
         receipt = {split: output.close() for split, output in outputs.items()}
         clock.lap("writing seconds")
-        for output in outputs.values():
-            counts.update(output.counts)
-        self._options.job.write(f"counts/write-{rank:05d}.json", {**counts, **clock.seconds})
+        self._options.job.write(f"counts/write-{rank:05d}.json", counts)
         self._options.job.write(f"receipts/{rank:05d}.json", receipt)
 
 
@@ -167,13 +165,13 @@ def _token_counts(ids: np.ndarray) -> dict[str, int]:
 
 
 class _Clock:
-    """Seconds by stage."""
+    """Adds the seconds of each stage to `counts`."""
 
-    def __init__(self):
-        self.seconds = Counter()
+    def __init__(self, counts: Counter):
+        self._counts = counts
         self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:
         now = time.perf_counter()
-        self.seconds[stage] += now - self._last
+        self._counts[stage] += now - self._last
         self._last = now

@@ -97,7 +97,7 @@ def test_answers_that_never_come_are_asked_for_again(s3, server, shards_to_read,
     trials("S3: 10 % of answers 503, reset, cut or late", server.faults - before)
 
 
-def test_a_key_that_is_refused_is_told_at_once(s3, server, shards_to_read, tmp_path, trials):
+def test_a_key_that_is_refused_is_reported_at_once(s3, server, shards_to_read, tmp_path, trials):
     upload(s3, shards_to_read, "shards")
     shard = Manifest.load(shards_to_read).splits.train[0]
     files = ShardFiles("s3://bucket/shards", str(tmp_path / "cache"))
@@ -193,14 +193,14 @@ def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error, told, needed",
+    "error, raised, needed",
     [
         (NoCredentialsError(), PlaceError, "Unable to locate credentials; give the store's key in the environment"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), StoreError, "refused; check that this machine has a"),
         (socket.gaierror(socket.EAI_AGAIN, "no such name"), StoreError, "no such name; check that this machine has a"),
     ],
 )
-def test_what_no_waiting_mends_is_told_at_once(error, told, needed, monkeypatch):
+def test_what_no_waiting_mends_is_reported_at_once(error, raised, needed, monkeypatch):
     monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", ())
     monkeypatch.setattr("gmlp_scale.storage.files._store_has_answered", False)
 
@@ -210,7 +210,7 @@ def test_what_no_waiting_mends_is_told_at_once(error, told, needed, monkeypatch)
         except type(error) as cause:
             raise RuntimeError(str(cause)) from cause  # as botocore's stand before aiohttp's
 
-    with pytest.raises(told, match=f"reading s3://b/x: .*{needed}"):
+    with pytest.raises(raised, match=f"reading s3://b/x: .*{needed}"):
         with_retries(fail, "reading s3://b/x")
 
 

@@ -247,9 +247,9 @@ def test_document_packing_is_recorded(corpus, tokenize, tmp_path):
 
 def test_a_text_file_is_one_document_and_a_job_that_held_nothing_out_says_so(tokenize, tmp_path):
     (tmp_path / "a.txt").write_text("".join(make_texts(300)))
-    told = "none of the 1 documents is held out, so launch/pretrain.py will refuse these shards: give more documents"
+    message = "none of the 1 documents is held out, so launch/pretrain.py will refuse these shards: give more documents"
     printed = tokenize(tmp_path / "a.txt", tmp_path / "out", "--heldout-fraction", 0)
-    assert told in printed and "one document, or one for each MB" in printed
+    assert message in printed and "one document, or one for each MB" in printed
     report = report_of(tmp_path / "out")
     assert report["documents_read"] == 1 and report["heldout_rows"] == 0
     write_jsonl(tmp_path / "a.jsonl", make_texts(300))

@@ -31,7 +31,7 @@ def test_an_image_keeps_its_grey_and_what_is_transparent_becomes_white(image, ex
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_an_image_whose_white_cannot_be_told_is_a_bad_one(mode):
+def test_an_image_whose_white_is_unknown_is_a_bad_one(mode):
     file = io.BytesIO()
     Image.new(mode, (8, 8), 1).save(file, "TIFF")
     with pytest.raises(BadImageError, match=f"mode {mode}"):

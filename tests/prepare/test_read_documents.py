@@ -12,7 +12,7 @@ NUM_RECORDS = 30_000
 
 
 @pytest.mark.parametrize("kind", ["files", "hub"])
-def test_a_wrong_field_is_told_before_all_is_read(kind, tmp_path):
+def test_a_wrong_field_is_reported_before_all_is_read(kind, tmp_path):
     (tmp_path / "corpus").mkdir()
     lines = "".join(json.dumps({"url": "x", "text": f"text {number}"}) + "\n" for number in range(NUM_RECORDS))
     (tmp_path / "corpus/a.jsonl").write_text(lines)
