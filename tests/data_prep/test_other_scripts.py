@@ -26,7 +26,7 @@ def test_every_file_is_a_script_whose_help_explains_each_option_and_default(name
     usage, _, options = capsys.readouterr().out.partition("\noptions:\n")
     optional = set(re.findall(r"\[(--[a-z-]+) ", usage.replace("\n", " ")))  # those that take a value
     entries = [re.split(r"\s{2,}", entry, maxsplit=1) for entry in re.split(r"\n  (?=-)", "\n" + options)[1:]]
-    help_of = {words.split()[0]: " ".join(explained.split()) for words, explained in entries}  # fails for one without help
+    help_of = {words.split()[0]: " ".join(help.split()) for words, help in entries}  # fails for one without help
     assert optional <= help_of.keys() and f"python data_prep/{name}.py" in usage
     assert not [option for option in optional if "(default: " not in help_of[option]]
 
