@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import medians, say
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
-from gmlp_scale.checkpoint.format import newest_checkpoint
+from gmlp_scale.checkpoint.config import CheckpointConfig
+from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
 from gmlp_scale.recipe.config import RunConfig
@@ -29,7 +29,7 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
     rounds = []
     with tempfile.TemporaryDirectory(dir=run.run_dir.parent) as folder:  # on the disk that checkpoints go to
         checkpointer = Checkpointer(
-            Path(folder) / "checkpoints",
+            LocalCheckpoints(Path(folder) / "checkpoints"),
             CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed
             details={},
             world=world,
@@ -78,7 +78,7 @@ def measure_round(
             os.fsync(opened.fileno())
 
     def load() -> None:
-        newest_checkpoint(checkpointer.directory)[0].load_into(engine)
+        newest_checkpoint(checkpointer.checkpoints.directory)[0].load_into(engine)
 
     seconds = {"copy": seconds_of(copy, device)}
     seconds["stall"] = seconds_of(lambda: checkpointer.save(engine, step), device)
@@ -87,6 +87,6 @@ def measure_round(
     seconds["load"] = seconds_of(load, device)
     seconds["torch_load"] = seconds_of(lambda: torch.load(file), device)
     file.unlink()
-    for path in checkpointer.directory.iterdir():
+    for path in checkpointer.checkpoints.directory.iterdir():
         shutil.rmtree(path)
     return seconds

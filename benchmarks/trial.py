@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.loading import random_rows, write_shards
-from gmlp_scale.checkpoint.format import Checkpoint, newest_checkpoint
+from gmlp_scale.checkpoint.format import Checkpoint
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.distributed.logs import set_up_logging
 from gmlp_scale.distributed.world import World, start_world

@@ -21,8 +21,8 @@ from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenize
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import FileReader, Record, find_inputs, records_before_fault
+from gmlp_scale.storage.claim import repeating
 from gmlp_scale.storage.files import open_filesystem, redacted, with_retries, write_text
-from gmlp_scale.storage.repeating import repeating
 
 _READ_PER_SAMPLED_BYTE = 10
 _MAX_RECORD_BYTES = 4_000_000

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 import gmlp_scale
-from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of, saved_steps
+from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of, saved_steps
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.recipe.config import PretrainingRecipe
@@ -153,7 +153,7 @@ def is_finished(run: PretrainingRecipe) -> bool:
     if run.train.time_budget_seconds is None:
         return False
     with checkpoints_of(run.run_folder) as checkpoints:
-        newest, _ = checkpoints.newest()
+        newest, _ = newest_of(checkpoints)
     return newest is not None and newest.step == num_steps_of(newest.details, run.train.num_steps)
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from gmlp_scale.analysis.tensorboard import start_steps
 from gmlp_scale.checkpoint.format import CheckpointError, folder_name, read_done
-from gmlp_scale.checkpoint.remote_checkpoints import saved_steps
+from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.checkpoint.trained import PREFIX
 from gmlp_scale.errors import InputError
 from gmlp_scale.recipe.config import flatten

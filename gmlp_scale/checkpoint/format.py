@@ -12,25 +12,23 @@ background need no collective:
 
  1. `save` copies this rank's pieces to staging buffers on the calling thread; training goes on.
  2. Background threads of each rank hash, write and fsync its files in step_000012000.tmp-<token of the run>-<attempt>.
- 3. They then tell rank 0 through the launcher's key-value store which piece lies in which file, or what error stopped
+ 3. They then send rank 0 through the launcher's key-value store which piece lies in which file, or what error stopped
     them. That needs neither room on the disk nor a listing of the folder, which NFS may give 30 s late.
  4. Rank 0's thread waits for all of them, checks that the pieces cover each tensor once, writes and fsyncs DONE,
  5. renames the folder to step_000012000 and fsyncs the parent,
  6. deletes all but the newest `keep_last` checkpoints and those of `keep_every_steps`, renaming each to a temporary
     name first,
- 7. and tells the other ranks whether to begin again at 2, since the disk refused what one of them wrote.
+ 7. and sends the other ranks whether to begin again at 2, since the disk refused what one of them wrote.
 
 A kill before 5 or during 6 leaves a temporary folder, which the next run on this folder removes. The rename is the only
 commit, and POSIX makes it atomic: a folder with a checkpoint's name is always whole. That is why DONE comes before it.
-A run folder at a URL has no rename: gmlp_scale/checkpoint/remote_checkpoints.py says what takes the place of 4 to 6.
+A run folder at a URL has no rename: gmlp_scale/checkpoint/stores.py says what takes the place of 4 to 6.
 We do not trust the filesystem either: before a tensor is used, every file that DONE names must have its checksum.
 """
 
 import difflib
-import logging
 import os
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,14 +39,11 @@ from pydantic import BaseModel
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from gmlp_scale.checkpoint.checkpoint_files import FileRecord, file_problem
-from gmlp_scale.checkpoint.checkpoint_index import PIECE_FILE, TensorRecord
+from gmlp_scale.checkpoint.pieces import PIECE_FILE, FileRecord, TensorRecord, file_problem
 from gmlp_scale.engine import Engine
 from gmlp_scale.engine.masters import model_key
 from gmlp_scale.errors import UserError
 from gmlp_scale.storage.files import check_seal
-
-logger = logging.getLogger("gmlp_scale")
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
 FORMAT_VERSION = 3
@@ -148,38 +143,6 @@ class Checkpoint:
         if name not in self._files:
             self._files[name] = safe_open(self.path / name, "pt")  # a memory map without a descriptor: all stay open
         return self._files[name]
-
-
-def newest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose checksums all hold, or None, and the newer, damaged ones, which a warning names.
-
-    Changes nothing on disk. Raises CheckpointError if all are damaged, naming each, or if the newest usable one is of
-    another version.
-    """
-    names = [path.name for path in step_folders(directory)]
-    return newest_of(names, lambda name: Checkpoint.open(directory / name), directory)
-
-
-def newest_of(
-    names: list[str], open_checkpoint: Callable[[str], Checkpoint], place: str | Path
-) -> tuple[Checkpoint | None, list[str]]:
-    """As newest_checkpoint. `names`: the checkpoints' folders in `place`, from the oldest to the newest."""
-    problems: dict[str, str] = {}
-    for name in reversed(names):
-        try:
-            checkpoint = open_checkpoint(name)
-        except CheckpointVersionError:
-            raise
-        except CheckpointError as error:
-            problems[name] = str(error)
-            continue
-        if problems:
-            logger.warning("damaged checkpoint: %s. Taking %s instead", "; ".join(problems.values()), name)
-        return checkpoint, list(problems)
-    if problems:
-        found = "; ".join(problems.values())
-        raise CheckpointError(f"no checkpoint in {place} is whole: {found}. Move them away to start from step 0")
-    return None, []
 
 
 def read_done(path: Path) -> _Done:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, folder_name
-from gmlp_scale.checkpoint.local_checkpoints import LocalCheckpoints
-from gmlp_scale.checkpoint.remote_checkpoints import RemoteCheckpoints, checkpoints_of, saved_steps
+from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, folder_name, step_of
+from gmlp_scale.checkpoint.stores import Checkpoints, checkpoints_of, newest_of, saved_steps
 from gmlp_scale.checkpoint.trained import PREFIX, TrainedModel, TrainedModelError
 from gmlp_scale.models import with_kernels
 from gmlp_scale.recipe.config import RunConfig
@@ -64,14 +63,12 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
 def read_weights(run_folder: str | Path, step: int | None = None) -> tuple[Checkpoint, dict[str, Tensor]]:
     """A checkpoint as open_checkpoint finds it, and its weights by parameter name."""
     with checkpoints_of(run_folder) as checkpoints:
-        checkpoint = open_checkpoint(checkpoints, run_folder, step)
+        checkpoint = open_checkpoint(checkpoints, step)
         names = [name for name in checkpoint.keys if name.startswith(PREFIX)]
         return checkpoint, {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}
 
 
-def open_checkpoint(
-    checkpoints: LocalCheckpoints | RemoteCheckpoints, run_folder: str | Path, step: int | None = None
-) -> Checkpoint:
+def open_checkpoint(checkpoints: Checkpoints, step: int | None = None) -> Checkpoint:
     """The newest good checkpoint of a run of any task, or the one after `step`.
 
     Raises:
@@ -79,15 +76,15 @@ def open_checkpoint(
         CheckpointError: the checkpoint cannot be read.
     """
     if step is None:
-        checkpoint = checkpoints.newest()[0]
-    elif folder_name(step) in checkpoints.names():
-        checkpoint = checkpoints.open(folder_name(step))
-    else:
-        steps = ", ".join(map(str, saved_steps(run_folder))) or "no step"
-        raise TrainedModelError(f"{run_folder} has no checkpoint of step {step}; it has those of {steps}")
-    if checkpoint is None:
-        raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
-    return checkpoint
+        checkpoint, _ = newest_of(checkpoints)
+        if checkpoint is None:
+            raise _nothing_complete(checkpoints.place)
+        return checkpoint
+    names = checkpoints.names()
+    if folder_name(step) not in names:
+        steps = ", ".join(str(step_of(name)) for name in names) or "no step"
+        raise TrainedModelError(f"{checkpoints.place} has no checkpoint of step {step}; it has those of {steps}")
+    return checkpoints.open(folder_name(step))
 
 
 def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:
@@ -103,12 +100,15 @@ def read_all_steps(run_folder: str | Path) -> Iterator[TrainedModel]:
         try:
             trained = read_run(run_folder, step)
         except (CheckpointError, TrainedModelError, FileNotFoundError) as error:
-            is_damaged = isinstance(error, CheckpointError)
-            if not is_damaged and step in saved_steps(run_folder):
+            if not isinstance(error, CheckpointError) and step in saved_steps(run_folder):
                 raise
             log.warning("checkpoint passed over: %s", error)
             continue
         found = True
         yield trained
     if not found:
-        raise TrainedModelError(f"{run_folder} holds no complete checkpoint: train the run first")
+        raise _nothing_complete(run_folder)
+
+
+def _nothing_complete(place: str | Path) -> TrainedModelError:
+    return TrainedModelError(f"{place} holds no complete checkpoint: train the run first")

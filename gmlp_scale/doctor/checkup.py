@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of
+from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.doctor import machines, places, training
@@ -180,7 +180,7 @@ class Checkup:
             with claimed(folder):  # fails if a job is at work there
                 pass
         with checkpoints_of(folder) as checkpoints:
-            newest, damaged = checkpoints.newest()
+            newest, damaged = newest_of(checkpoints)
         alone = self.world.alone()
         run = with_decided_start(self.run, alone)
         start = starting_point(run, self._loader.fingerprint(), newest, meta_model(run), alone)

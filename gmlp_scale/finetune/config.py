@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
 
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
+from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.engine import EngineConfig, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.fields import FreeOnResume

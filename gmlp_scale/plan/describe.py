@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gmlp_scale.checkpoint.format import folder_name
-from gmlp_scale.checkpoint.remote_checkpoints import saved_steps
+from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.plan.activations import activation_bytes_per_token
 from gmlp_scale.plan.engine_bytes import state_bytes

@@ -13,7 +13,7 @@ from gmlp_scale.prepare.executors import LocalExecutor, RayExecutor, submit_to_s
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.read_documents import ReadDocuments, stored_bytes_of_task
 from gmlp_scale.prepare.write_shards import WriteShards
-from gmlp_scale.storage.repeating import repeating
+from gmlp_scale.storage.claim import repeating
 
 
 def run_passes(options: JobOptions) -> bool:

@@ -16,7 +16,7 @@ import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field
 
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
+from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.data_config import DataConfig, load_manifests

@@ -25,8 +25,8 @@ from gmlp_scale.recipe.config import ConfigError, RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields
 from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained, toeplitz_share
+from gmlp_scale.storage.claim import ClaimedError
 from gmlp_scale.storage.files import create_file, read_file, write_text
-from gmlp_scale.storage.run_folder import RunFolderError
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.resolve import with_decided_precision
@@ -189,7 +189,7 @@ def train_all(table: Table, world: World) -> None:
             if not progress.finished:
                 return
             content |= _measured(run, world)
-        except RunFolderError as error:
+        except ClaimedError as error:
             log.info("left to the process that trains it: %s", error)
             elsewhere.add(run.name)
             continue

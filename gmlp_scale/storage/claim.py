@@ -1,6 +1,6 @@
 """One job at a time works in an output folder, however the job before it ended.
 
-The file with the highest number in the folder of claims tells which job holds the folder. A job creates it, which fails
+The file with the highest number in the folder of claims says which job holds the folder. A job creates it, which fails
 if the number is taken, and rewrites it every few seconds. Another job may take the next number once the file says that
 its job ended, the job's process is gone, or the file no longer changes. Files are never removed, so each number is
 taken once.
@@ -10,15 +10,14 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 
 from gmlp_scale.errors import UserError
 from gmlp_scale.storage.files import create_file, open_filesystem, read_file, redacted, with_retries, write_file
-from gmlp_scale.storage.repeating import repeating
 
 log = logging.getLogger(__name__)
 
@@ -35,24 +34,49 @@ class ClaimedError(UserError):
 def hold_folder(output: str, claims: str) -> Iterator[Callable[[], bool]]:
     """Hold the folder `output`, whose claims are in the folder `claims`, while the body runs.
 
-    Yields a function that tells whether we still hold it: while this process stood still, another job may have taken
+    Yields a function that returns whether we still hold it: while this process stood still, another job may have taken
     the folder. Raises ClaimedError naming the other job that holds it.
     """
     mine = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex, "beats": 0, "ended": False}
     number = _take(claims, output, mine)
+
+    def rewrite(**changes) -> None:
+        mine.update(changes)
+        # Where the store cannot be reached, the job's own writes fail too; and the next job waits until a claim that
+        # did not end stands still.
+        with suppress(OSError):
+            write_file(_name(claims, number), _encoded(mine))
+
     try:
-        with repeating(partial(_beat, _name(claims, number), mine), _BEAT_SECONDS):
+        with repeating(lambda: rewrite(beats=mine["beats"] + 1), _BEAT_SECONDS):
             yield lambda: _newest(claims) == number
     finally:
-        with suppress(OSError):  # else the claim stands still, and the next job waits to see that
-            write_file(_name(claims, number), _encoded(mine | {"ended": True}))
+        rewrite(ended=True)
+
+
+@contextmanager
+def repeating(call: Callable[[], object], every_seconds: float) -> Iterator[None]:
+    """Repeats a call in a thread while the body runs."""
+    ended = threading.Event()
+
+    def repeat():
+        while not ended.wait(every_seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, name="repeating", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _take(url: str, output: str, mine: dict) -> int:
     """The number of the claim that is now ours."""
     number = _newest(url)
     if number:
-        _see_that_it_is_gone(_name(url, number), output)
+        _wait_until_gone(_name(url, number), output)
     try:
         create_file(_name(url, number + 1), _encoded(mine))
     except FileExistsError as error:
@@ -64,7 +88,7 @@ def _newest(url: str) -> int:
     return max((int(name.removesuffix(".json")) for name in json_names(url)), default=0)
 
 
-def _see_that_it_is_gone(name: str, output: str) -> None:
+def _wait_until_gone(name: str, output: str) -> None:
     """Return when the claim's job is gone. Raises ClaimedError as soon as the claim changes.
 
     Returns at once where the claim says that its job ended, or the job was a process of this machine that is no more.
@@ -102,12 +126,6 @@ def _refusal(holder: dict, output: str) -> ClaimedError:
     return ClaimedError(
         f"another job writes to {output}: process {holder['process']} on {holder['host']}. Wait for it or stop it"
     )
-
-
-def _beat(name: str, mine: dict) -> None:
-    mine["beats"] += 1
-    with suppress(OSError):  # where the store cannot be reached, the job's own writes fail too
-        write_file(name, _encoded(mine))
 
 
 def json_names(url: str) -> list[str]:

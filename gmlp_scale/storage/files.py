@@ -106,7 +106,7 @@ def with_retries(operation: Callable[[], T], what: str) -> T:
     """The operation's result; a failure is tried again with growing waits, since a store may fail for a moment.
 
     An error that waiting does not mend, such as a missing object or a refused key, is raised at once. So are PlaceError
-    for a missing key, and StoreError for a store that was never in reach. After the last try StoreError tells the
+    for a missing key, and StoreError for a store that was never in reach. After the last try StoreError has the
     failure. Each message begins with `what`.
     """
     global _store_has_answered

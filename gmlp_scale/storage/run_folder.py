@@ -1,34 +1,40 @@
-"""The run folder outputs/<name>: claimed by one job at a time.
+"""The run folder outputs/<name>: held by one job at a time, and copied where it is at a URL.
 
-The kernel drops the lock when its process ends, however it ends, so no stale lock is left. The text of the file LOCK
-only says whose it is. At a URL storage/claim.py has the claim, which a job rewrites to show that it is alive.
+A local folder is locked. The kernel drops the lock when its process ends, however it ends, so no stale lock is left.
+The text of the file LOCK only says whose it is. At a URL storage/claim.py has the claim, which a job rewrites to show
+that it is alive.
 """
 
-import contextlib
+import logging
 import os
+import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from gmlp_scale.errors import InputError, UserError
-from gmlp_scale.storage.claim import ClaimedError, hold_folder
-from gmlp_scale.storage.files import is_url
+from gmlp_scale.errors import InputError
+from gmlp_scale.storage.claim import ClaimedError, hold_folder, repeating
+from gmlp_scale.storage.files import download_file, is_url, list_files, upload_file
+
+log = logging.getLogger(__name__)
+
+PUSH_EVERY_SECONDS = 5.0
+_NOT_WHOLE = (".new", ".old")
+"""Ends of the names of folders that are about to be renamed or deleted."""
 
 
-class RunFolderError(UserError):
-    """Another job holds the run folder."""
-
-
-@contextlib.contextmanager
+@contextmanager
 def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     """Creates the run folder, a path or a URL, if needed and holds it for this process.
 
-    Yields a function that tells whether it still does. A local folder to which nothing was written is removed again.
+    Yields a function that returns whether it still does. A local folder to which nothing was written is removed again.
 
     Raises:
-        RunFolderError: another process holds it, whose host and process are named.
+        ClaimedError: another process holds it, whose host and process are named.
         InputError: it cannot be created or locked.
     """
     if is_url(run_folder):
@@ -36,7 +42,7 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
             with hold_folder(str(run_folder), f"{run_folder}/claims") as is_held:
                 yield is_held
         except ClaimedError as error:
-            raise RunFolderError(f"{error}, or give this run another name=...") from None
+            raise ClaimedError(f"{error}, or give this run another name=...") from None
         return
     lock = Path(run_folder) / "LOCK"
     try:
@@ -45,18 +51,123 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     except Timeout:
         holder = lock.read_text(encoding="utf-8").strip() or "another process"
         needed = "wait for it, stop it, or give this run another name=..."
-        raise RunFolderError(f"{run_folder} is in use by {holder}; {needed}") from None
+        raise ClaimedError(f"{run_folder} is in use by {holder}; {needed}") from None
     except OSError as error:
-        needed = (
-            "set output_dir to a folder that you may write to, on a filesystem with locks, which keep two jobs apart"
-        )
-        raise InputError(f"{lock} cannot be created or locked ({error.strerror}); {needed}") from None
+        needed = "a folder that you may write to, on a filesystem with locks, which keep two jobs apart"
+        raise InputError(f"{lock} cannot be created or locked ({error.strerror}); set output_dir to {needed}") from None
     with held:
         lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
         try:
             yield lambda: True
         finally:
-            with contextlib.suppress(OSError):  # the error of the run, if any, is what matters
+            with suppress(OSError):  # the error of the run, if any, is what matters
                 if list(lock.parent.iterdir()) == [lock]:
                     lock.unlink()
                     lock.parent.rmdir()
+
+
+class RemoteFolder:
+    """A run folder at a URL, such as s3://bucket/runs/gmlp_base, that a run works on in local folders.
+
+    Every host has a local folder. What rank 0's host has in it, metrics and TensorBoard's files above all, is copied to
+    the URL every few seconds. Checkpoints have their own way there: gmlp_scale/checkpoint/stores.py.
+
+    Args:
+        local: the run's while it holds the claim. What an earlier run left there is deleted.
+    """
+
+    def __init__(self, url: str, local: Path):
+        self.url, self.local = url, local
+        self._pushed: dict[str, tuple[int, int]] = {}
+        self._is_pushing, self._is_failing = threading.Lock(), False
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Holds the folder for this process. ClaimedError if another one holds it."""
+        with claimed(self.url) as self._is_held:
+            yield
+
+    @contextmanager
+    def local_folder(self) -> Iterator[None]:
+        """Makes `local` an empty folder, which only this user can read. It stays if the body fails."""
+        shutil.rmtree(self.local, ignore_errors=True)
+        self.local.mkdir(parents=True, mode=0o700)
+        yield
+        shutil.rmtree(self.local, ignore_errors=True)
+
+    @contextmanager
+    def mirrored(self) -> Iterator[None]:
+        """Copies the run folder's own files, not those of its subfolders, to `local`; then copies back what changes.
+
+        Raises OSError if the last files cannot be copied back, and leaves them in `local`. After a body that failed,
+        that is a warning.
+        """
+        for name in list_files(self.url):
+            if "/" not in name:
+                download_file(f"{self.url}/{name}", self.local / name)
+                self._pushed[name] = _state(self.local / name)
+        try:
+            with repeating(self._try_push, PUSH_EVERY_SECONDS):
+                yield
+        except BaseException:
+            self._try_push()
+            raise
+        try:
+            self._push()
+        except OSError as error:
+            raise OSError(f"{error}. The files are in {self.local}: copy them; the next start deletes them") from error
+
+    def before_publish(self) -> None:
+        """To call before a checkpoint is published: only the job that holds the folder may, after all metrics up to
+        its step."""
+        self._check_claim()
+        self._try_push()
+
+    def _push(self) -> None:
+        """Copies what changed to the URL in the order in which it was written: what comes last speaks of the rest."""
+        with self._is_pushing:
+            states = self._states()
+            changed = [name for name, state in states.items() if self._pushed.get(name) != state]
+            if changed:
+                self._check_claim()
+            for name in sorted(changed, key=states.get):
+                try:
+                    upload_file(self.local / name, f"{self.url}/{name}")
+                    self._pushed[name] = states[name]
+                except FileNotFoundError:
+                    if (self.local / name).exists():  # it was not renamed meanwhile: the bucket is gone
+                        raise
+
+    def _try_push(self) -> None:
+        """A store that fails delays the files and never ends the run: one warning, until it succeeds again."""
+        try:
+            self._push()
+            self._is_failing = False
+        except Exception as error:
+            if not self._is_failing:
+                log.warning(
+                    "the files in %s do not reach %s (%s). Training goes on, and they are copied once it takes them",
+                    self.local,
+                    self.url,
+                    error,
+                )
+            self._is_failing = True
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        """The `_state` of every file to copy, by its path in the folder."""
+        states = {}
+        for folder, subfolders, files in os.walk(self.local):
+            subfolders[:] = [name for name in subfolders if name != "checkpoints" and not name.endswith(_NOT_WHOLE)]
+            for path in (Path(folder, name) for name in files if not name.startswith(".")):
+                with suppress(FileNotFoundError):  # it is being renamed
+                    states[str(path.relative_to(self.local))] = _state(path)
+        return states
+
+    def _check_claim(self) -> None:
+        if not self._is_held():
+            raise ClaimedError(f"another job has taken {self.url} over, since this one stood still: end this one")
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Changes whenever the file does; ordered by the time of the last change."""
+    return path.stat().st_mtime_ns, path.stat().st_size

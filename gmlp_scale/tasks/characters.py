@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field
 
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
+from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.epoch_loader import EpochLoader
 from gmlp_scale.distributed.world import World

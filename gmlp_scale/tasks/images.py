@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
+from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_images_fit

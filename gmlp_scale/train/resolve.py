@@ -6,8 +6,8 @@ that was started before keeps what its first start decided, and a branch keeps w
 
 from typing import Any
 
-from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of
 from gmlp_scale.checkpoint.saved_run import open_checkpoint, read_recipe
+from gmlp_scale.checkpoint.stores import checkpoints_of
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import engines_that
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
@@ -93,4 +93,4 @@ def _with_newest_step(place: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         read_recipe(place)  # says so if there is no run either
     with checkpoints_of(place) as checkpoints:
-        return f"{place}@{open_checkpoint(checkpoints, place).step}"
+        return f"{place}@{open_checkpoint(checkpoints).step}"

@@ -7,20 +7,18 @@ import logging
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 import gmlp_scale
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
-from gmlp_scale.checkpoint.remote_checkpoints import RemoteCheckpoints
-from gmlp_scale.checkpoint.remote_folder import RemoteFolder
+from gmlp_scale.checkpoint.stores import Checkpoints, LocalCheckpoints, RemoteCheckpoints
 from gmlp_scale.distributed.logs import set_up_logging
 from gmlp_scale.distributed.world import StopSignalled, World, start_world
 from gmlp_scale.engine import Engine, TrainConfig, build_engine
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe
 from gmlp_scale.storage.files import is_url, write_text
-from gmlp_scale.storage.run_folder import claimed
+from gmlp_scale.storage.run_folder import RemoteFolder, claimed
 from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.banner import banner
 from gmlp_scale.train.loop import Progress, Run, train
@@ -134,7 +132,7 @@ def _finish(run: Run, progress: Progress) -> Progress:
     return progress
 
 
-def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> Path | RemoteCheckpoints:
+def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> Checkpoints:
     """Claims the run folder until `stack` ends, with local folders for one at a URL. Returns where checkpoints go."""
 
     def hold(*contexts: AbstractContextManager) -> None:
@@ -143,13 +141,14 @@ def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> Path | R
 
     if not is_url(config.run_folder):
         world.on_main(lambda: hold(claimed(config.run_folder)))
-        return config.run_dir / "checkpoints"
+        return LocalCheckpoints(config.run_dir / "checkpoints")
     remote = RemoteFolder(config.run_folder, config.run_dir)
     world.on_main(lambda: hold(remote.claimed()))
     if world.local_rank == 0:
         hold(remote.local_folder())
     world.on_main(lambda: hold(remote.mirrored()))
-    return remote.checkpoints
+    url, directory = f"{remote.url}/checkpoints", remote.local / "checkpoints"
+    return RemoteCheckpoints(url, directory, remote.before_publish)
 
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:

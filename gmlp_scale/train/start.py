@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from gmlp_scale.checkpoint.format import Checkpoint, newest_of
-from gmlp_scale.checkpoint.local_checkpoints import LocalCheckpoints
-from gmlp_scale.checkpoint.remote_checkpoints import checkpoints_of
+from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.checkpoint.saved_run import open_checkpoint
+from gmlp_scale.checkpoint.stores import LocalCheckpoints, checkpoints_of, newest_of
 from gmlp_scale.distributed.world import World, lone_world
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
@@ -56,7 +55,7 @@ def check_start(config: PretrainingRecipe) -> None:
     """
     world = lone_world()
     with checkpoints_of(config.run_folder) as checkpoints:
-        newest, _ = newest_of(checkpoints.names(), checkpoints.glance, str(checkpoints))
+        newest, _ = newest_of(checkpoints, verify_files=False)
         if newest is None and config.branch_from is None:
             return
         if config.train.micro_batch_size == "auto":
@@ -89,7 +88,7 @@ def starting_point(
         return None
     run_folder, step = split_step(config.branch_from)
     checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")
-    verified = world.on_main(lambda: open_checkpoint(checkpoints, run_folder, step).path.name)
+    verified = world.on_main(lambda: open_checkpoint(checkpoints, step).path.name)
     checkpoint = Checkpoint.open(checkpoints.directory / verified, verify_files=False)
     check_continues(config, fingerprint, checkpoint, model, is_branch=True)
     if config.train.num_steps <= checkpoint.step:

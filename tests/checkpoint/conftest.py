@@ -2,9 +2,9 @@
 
 import pytest
 
-from gmlp_scale.checkpoint import checkpoint_files
+from gmlp_scale.checkpoint import pieces
 
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 50)
+    monkeypatch.setattr(pieces, "FILE_BYTES", 50)

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
+from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import Checkpoint
+from gmlp_scale.checkpoint.stores import LocalCheckpoints
 from gmlp_scale.engine import Piece
 from gmlp_scale.storage.files import sealed
 
@@ -96,7 +97,8 @@ def checkpointer_on(
 ) -> Checkpointer:
     """One rank's, which saves after every step."""
     config = CheckpointConfig(save_every_steps=1, **config)
-    return Checkpointer(directory, config, details=details or {}, world=world, timeout_seconds=timeout_seconds)
+    checkpoints = LocalCheckpoints(directory) if isinstance(directory, Path) else directory
+    return Checkpointer(checkpoints, config, details=details or {}, world=world, timeout_seconds=timeout_seconds)
 
 
 def alone(directory: Path, keep_last: int = 9, **options) -> Checkpointer:

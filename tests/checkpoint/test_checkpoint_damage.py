@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gmlp_scale.checkpoint import checkpoint_files
-from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.checkpoint import pieces
+from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from tests.checkpoint.fake_engine import (
     FakeEngine,
     alone,
@@ -155,7 +156,7 @@ def test_a_pickle_is_never_run(tmp_path, trials):
     file.write_bytes(payload)
     with pytest.raises(CheckpointError, match=r"rank_00000_000\.safetensors has"):
         Checkpoint.open(folder)
-    record = {"bytes": len(payload), "xxh3_128": checkpoint_files.file_checksum(file)}
+    record = {"bytes": len(payload), "xxh3_128": pieces.file_checksum(file)}
     reseal(folder, lambda done: done["files"].update({file.name: record}))
     with pytest.raises(CheckpointError, match=r"rank_00000_000\.safetensors: Error while deserializing header"):
         Checkpoint.open(folder)

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gmlp_scale.checkpoint import checkpoint_files, local_checkpoints
 from gmlp_scale.checkpoint import checkpointer as checkpointer_module
-from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.checkpoint import pieces, stores
+from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from tests.checkpoint.fake_engine import (
     FakeEngine,
     FakeWorld,
@@ -29,13 +30,13 @@ from tests.checkpoint.fake_engine import (
 
 
 def test_a_slow_disk_does_not_hold_up_the_caller_and_one_save_is_in_flight(tmp_path, monkeypatch):
-    disk_is_back, real_fsync = threading.Event(), local_checkpoints.fsync
+    disk_is_back, real_fsync = threading.Event(), stores.fsync
 
     def stuck_fsync(path):
         assert disk_is_back.wait(timeout=60)
         real_fsync(path)
 
-    monkeypatch.setattr(local_checkpoints, "fsync", stuck_fsync)
+    monkeypatch.setattr(stores, "fsync", stuck_fsync)
     checkpointer, engine = alone(tmp_path), FakeEngine(seed=1)
     checkpointer.save(engine, 1)  # returns with the disk stuck
     for key, tensor in FakeEngine(seed=2).tensors.items():  # the next training step
@@ -55,7 +56,7 @@ def test_synchronous_save_is_complete_on_return(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path, asynchronous=False)
     assert checkpointer.save(FakeEngine(seed=1), 1) > 0
     assert_holds(newest_checkpoint(tmp_path)[0], seed=1)
-    monkeypatch.setattr(checkpoint_files, "write_safetensors", full_disk)
+    monkeypatch.setattr(pieces, "write_safetensors", full_disk)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.save(FakeEngine(seed=2), 2)
     assert newest_checkpoint(tmp_path)[0].step == 1
@@ -67,13 +68,13 @@ def full_disk(tensors, path):
 
 
 def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
-    write_safetensors = checkpoint_files.write_safetensors
+    write_safetensors = pieces.write_safetensors
 
     def write_but_for_one(tensors, path):
         is_full = path.parent.name.startswith("step_000000002") and path.name.startswith("rank_00001")
         return (full_disk if is_full else write_safetensors)(tensors, path)
 
-    monkeypatch.setattr(checkpoint_files, "write_safetensors", write_but_for_one)
+    monkeypatch.setattr(pieces, "write_safetensors", write_but_for_one)
 
     def run(world):
         checkpointer = checkpointer_on(tmp_path, world)
@@ -97,7 +98,7 @@ def test_one_ranks_full_disk_is_every_ranks_error_and_the_run_goes_on(tmp_path, 
 
 
 def test_a_save_that_waited_for_the_one_before_has_its_own_time(tmp_path, monkeypatch):
-    real_write = checkpoint_files.write_safetensors
+    real_write = pieces.write_safetensors
 
     def slow_write(tensors, path):
         time.sleep(2 if path.name.startswith("rank_00001") else 0)
@@ -109,7 +110,7 @@ def test_a_save_that_waited_for_the_one_before_has_its_own_time(tmp_path, monkey
             checkpointer.save(FakeEngine(world.rank, 2, seed=step), step)
         checkpointer.wait()
 
-    monkeypatch.setattr(checkpoint_files, "write_safetensors", slow_write)
+    monkeypatch.setattr(pieces, "write_safetensors", slow_write)
     on_ranks(2, run)
     assert names_in(tmp_path) == ["step_000000001", "step_000000002"]
 
@@ -128,7 +129,7 @@ def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
     checkpointer = alone(tmp_path)
     checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_files, "write_safetensors", full_disk)
+        patched.setattr(pieces, "write_safetensors", full_disk)
         checkpointer.save(FakeEngine(seed=1), 1)
         checkpointer._settle()
         assert "No space left" in checkpointer.last_error
@@ -155,13 +156,13 @@ def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch, ended_by):
 
 @pytest.mark.parametrize("on_full_disk, left", [("keep", [1, 2]), ("drop_oldest", [2, 3])])
 def test_the_oldest_goes_first_on_a_full_disk_if_it_may(tmp_path, monkeypatch, on_full_disk, left):
-    real_write = checkpoint_files.write_safetensors
+    real_write = pieces.write_safetensors
 
     def write_two_checkpoints_only(tensors, path):
         folders = [folder for folder in tmp_path.iterdir() if any(folder.iterdir())]
         return (full_disk if len(folders) >= 2 else real_write)(tensors, path)
 
-    monkeypatch.setattr(checkpoint_files, "write_safetensors", write_two_checkpoints_only)
+    monkeypatch.setattr(pieces, "write_safetensors", write_two_checkpoints_only)
     checkpointer = alone(tmp_path, on_full_disk=on_full_disk)
     for step in (1, 2, 3):
         checkpointer.save(FakeEngine(seed=step), step)
@@ -178,11 +179,14 @@ def test_those_of_every_so_many_steps_stay_for_good(tmp_path):
     assert_holds(Checkpoint.open(tmp_path / "step_000000003"), seed=3)
 
 
-def test_a_full_disk_takes_none_that_stays_for_good(tmp_path):
+def test_a_full_disk_takes_none_that_stays_for_good(tmp_path, monkeypatch):
     save_steps(tmp_path, [2, 3, 4], keep_every_steps=2)
-    checkpointer = alone(tmp_path, keep_every_steps=2)
-    dropped = [checkpointer.checkpoints.drop_oldest(checkpointer.config.stays) for _ in range(2)]
-    assert dropped == ["step_000000003", None]
+    monkeypatch.setattr(pieces, "write_safetensors", full_disk)
+    checkpointer = alone(tmp_path, keep_every_steps=2, on_full_disk="drop_oldest")
+    checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
+    checkpointer.save(FakeEngine(seed=5), 5)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.wait()
     assert names_in(tmp_path) == ["step_000000002", "step_000000004"]
 
 

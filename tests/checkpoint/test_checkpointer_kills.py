@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.checkpoint import checkpoint_files
 from gmlp_scale.checkpoint import checkpointer as checkpointer_module
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
-from gmlp_scale.checkpoint.checkpoint_files import FileRecord
+from gmlp_scale.checkpoint import pieces
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
-from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.checkpoint.config import CheckpointConfig
+from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
+from gmlp_scale.checkpoint.pieces import FileRecord
+from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.engine import Piece
 from tests.checkpoint.fake_engine import FakeWorld, Shared
 from tests.forked import fork
@@ -58,7 +59,8 @@ def start_ranks(directory: Path, world_size: int = WORLD_SIZE) -> list[Checkpoin
     """Ranks that are called one after the other, rank 0 first."""
     config, shared = CheckpointConfig(save_every_steps=1, keep_last=2), Shared(1)
     worlds = [InTurnWorld(rank, world_size, shared) for rank in range(world_size)]
-    return [Checkpointer(directory, config, world=world, details={}, timeout_seconds=20) for world in worlds]
+    place = LocalCheckpoints(directory)
+    return [Checkpointer(place, config, world=world, details={}, timeout_seconds=20) for world in worlds]
 
 
 def assert_whole(checkpoint: Checkpoint) -> None:
@@ -96,7 +98,7 @@ class Killer:
 
     def write_safetensors(self, tensors, path) -> FileRecord:
         self.event("start of file", path)
-        record = checkpoint_files.real_write_safetensors(tensors, path)
+        record = pieces.real_write_safetensors(tensors, path)
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         self.event("half of file", path)
@@ -108,13 +110,13 @@ def save_until_killed(directory: Path, log: Path, fatal_event: int) -> None:
     """Steps 1 and 2 undisturbed, then step 3, whose retention deletes step 1, with the kill."""
     torch.set_num_threads(1)
     checkpointer_module.POLL_SECONDS = 0.001
-    checkpoint_files.FILE_BYTES = 1000
+    pieces.FILE_BYTES = 1000
     checkpointers = start_ranks(directory)
     save_step(checkpointers, 1)
     save_step(checkpointers, 2)
     killer = Killer(log, fatal_event)
-    checkpoint_files.real_write_safetensors = checkpoint_files.write_safetensors
-    checkpoint_files.write_safetensors = killer.write_safetensors
+    pieces.real_write_safetensors = pieces.write_safetensors
+    pieces.write_safetensors = killer.write_safetensors
     for name in ["mkdir", "rename", "replace", "unlink", "rmdir", "fsync"]:
         killer.watch(name)
     save_step(checkpointers, 3, on_piece=lambda: killer.event("stage"))

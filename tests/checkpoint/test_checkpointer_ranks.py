@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.checkpoint import checkpointer
-from gmlp_scale.checkpoint.checkpoint_config import CheckpointConfig
+from gmlp_scale.checkpoint import checkpointer, stores
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
+from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import Piece
@@ -35,7 +35,9 @@ class StepEngine:
 
 def start_checkpointer(directory: Path, world: World, **config) -> Checkpointer:
     config = CheckpointConfig(save_every_steps=1, **config)
-    return Checkpointer(directory, config, details={}, world=world, timeout_seconds=TIMEOUT_SECONDS)
+    return Checkpointer(
+        stores.LocalCheckpoints(directory), config, details={}, world=world, timeout_seconds=TIMEOUT_SECONDS
+    )
 
 
 def set_file_limit(num_bytes: int) -> None:
@@ -101,7 +103,7 @@ def _lose_rank_1_in_a_save(directory: Path) -> float | None:
     world = start_world(TIMEOUT_SECONDS, "cpu")
     saver = start_checkpointer(directory, world, asynchronous=world.rank == 1)
     if world.rank == 1:
-        checkpointer.write_pieces = lambda folder, rank, pieces: threading.Event().wait()
+        stores.write_pieces = lambda folder, rank, pieces: threading.Event().wait()
         saver.save(StepEngine(1, 1), 1)
         return None  # and the process ends
     checkpointer.CLOSE_GRACE_SECONDS = 0.2

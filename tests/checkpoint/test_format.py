@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gmlp_scale.checkpoint.checkpoint_index import TensorRecord, layout_of, merged
-from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, newest_checkpoint
+from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
+from gmlp_scale.checkpoint.pieces import TensorRecord, layout_of, merged
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from tests.checkpoint.fake_engine import (
     FakeEngine,
     Piece,

@@ -12,7 +12,7 @@ import pytest
 
 from gmlp_scale.checkpoint import checkpointer as checkpointer_module
 from gmlp_scale.checkpoint.format import CheckpointError
-from gmlp_scale.checkpoint.remote_checkpoints import RemoteCheckpoints
+from gmlp_scale.checkpoint.stores import RemoteCheckpoints, newest_of
 from gmlp_scale.storage import files
 from gmlp_scale.storage.files import list_files, read_file, write_file
 from tests.checkpoint.fake_engine import FakeEngine, FakeWorld, alone, assert_holds, checkpointer_on, names_in, on_ranks
@@ -74,7 +74,7 @@ def save_step_3(url: str, folder: Path) -> None:
 
 def test_a_glance_copies_done_alone(memory, tmp_path):
     save_step_3(memory, tmp_path / "saving")
-    glanced = copies(tmp_path / "copies", memory).glance("step_000000003")
+    glanced = copies(tmp_path / "copies", memory).open("step_000000003", verify_files=False)
     assert glanced.step == 3 and [path.name for path in glanced.path.iterdir()] == ["DONE"]
 
 
@@ -100,7 +100,7 @@ def test_killed_before_every_request_of_a_save(s3, server, tmp_path, trials):
         exit_code, server.before_change = process.exitcode, lambda: True
 
         remote = copies(place / "after", url)
-        checkpoint, damaged = remote.newest()
+        checkpoint, damaged = newest_of(remote)
         assert damaged == [] and checkpoint.step == (3 if f"step_{3:09d}/DONE" in list_files(url) else 2)
         assert_holds(checkpoint, seed=checkpoint.step)
         newest_steps.append(checkpoint.step)
@@ -128,7 +128,7 @@ def test_a_save_that_the_store_refuses_is_tried_again(memory, tmp_path, monkeypa
     monkeypatch.setattr(type(store), "put_file", put_late)
     save_on_hosts(memory, tmp_path / "hosts", [1], 1, num_hosts=1)
     assert "could not be saved: rank 0" in caplog.text and f"see that {memory} can be written to" in caplog.text
-    assert_holds(copies(tmp_path / "copies", memory).newest()[0], seed=1)
+    assert_holds(newest_of(copies(tmp_path / "copies", memory))[0], seed=1)
 
 
 def test_a_store_keeps_those_of_every_so_many_steps(memory, tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from gmlp_scale.checkpoint.staging import StagingBuffers
+from gmlp_scale.checkpoint.pieces import StagingBuffers
 from tests.checkpoint.fake_engine import SHAPES, FakeEngine
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gmlp_scale.checkpoint.format import newest_checkpoint
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from tests.checkpoint.test_checkpointer_kills import KEYS, LENGTH, save_step, start_ranks
 from tests.faults.table import OURS
 

@@ -9,7 +9,7 @@ import tarfile
 import pytest
 import zstandard
 
-from gmlp_scale.checkpoint.format import newest_checkpoint
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.shards import Manifest

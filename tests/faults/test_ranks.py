@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from gmlp_scale import engine as engines
-from gmlp_scale.checkpoint.format import Checkpoint, newest_checkpoint
+from gmlp_scale.checkpoint.format import Checkpoint
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.distributed import logs
 from gmlp_scale.engine import engine_overrides
 from tests.faults.disturbed import disturb

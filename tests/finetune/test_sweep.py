@@ -7,7 +7,7 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from gmlp_scale.checkpoint.remote_checkpoints import saved_steps
+from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.finetune import sweep as sweep_module
 from gmlp_scale.finetune.inputs import read_inputs

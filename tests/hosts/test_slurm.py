@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gmlp_scale.checkpoint.format import newest_checkpoint
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from tests.hosts.launchers import Slurm
 from tests.hosts.test_lost import FAULT_STEP, wait_for_step
 from tests.hosts.test_stopped import NEVER, assert_saved, training, training_of

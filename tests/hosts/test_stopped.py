@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gmlp_scale.checkpoint.format import newest_checkpoint
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from tests.hosts.hosts import Job, wait_until
 from tests.hosts.launchers import NUM_STEPS, Ssh, torchrun
 from tests.hosts.test_lost import FAULT_STEP, printed, wait_for_step

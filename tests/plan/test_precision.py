@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from gmlp_scale.checkpoint.format import newest_checkpoint
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.errors import OtherRankError
 from gmlp_scale.models import build_model
 from gmlp_scale.plan import precision

@@ -8,14 +8,15 @@ import os
 import pytest
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.storage.run_folder import RunFolderError, claimed
+from gmlp_scale.storage.claim import ClaimedError
+from gmlp_scale.storage.run_folder import claimed
 
 
 def _claim(run_dir, messages) -> None:
     try:
         with claimed(run_dir):
             messages.put("claimed")
-    except RunFolderError as error:
+    except ClaimedError as error:
         messages.put(str(error))
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gmlp_scale.checkpoint import format as checkpoint_module
-from gmlp_scale.checkpoint.format import CheckpointError, newest_checkpoint
-from gmlp_scale.checkpoint.local_checkpoints import LocalCheckpoints
+from gmlp_scale.checkpoint.format import CheckpointError
 from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer

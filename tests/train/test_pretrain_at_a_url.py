@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gmlp_scale.checkpoint.remote_checkpoints import RemoteCheckpoints
+from gmlp_scale.checkpoint.stores import RemoteCheckpoints
 from gmlp_scale.storage.files import list_files
 from gmlp_scale.storage.run_folder import claimed
 from tests.forked import Script
@@ -45,15 +45,16 @@ def prepare(temporary: Path, dies: bool) -> None:
     """What TMPDIR would do, and a kill as step 6 is uploaded."""
     torch.set_num_threads(1)
     tempfile.tempdir = str(temporary)
-    upload = RemoteCheckpoints.upload
+    write = RemoteCheckpoints.write
 
-    def upload_and_die(self, folder, files, name):
-        upload(self, folder, files, name)
+    def write_and_die(self, name, *arguments):
+        receipt = write(self, name, *arguments)
         if name == "step_000000006":
             os.kill(os.getpid(), signal.SIGKILL)
+        return receipt
 
     if dies:
-        RemoteCheckpoints.upload = upload_and_die
+        RemoteCheckpoints.write = write_and_die
 
 
 def test_a_run_of_two_hosts_killed_in_an_upload_resumes_elsewhere(s3, server, forty_rows, tmp_path):

@@ -6,11 +6,10 @@ import threading
 import fsspec
 import pytest
 
-from gmlp_scale.checkpoint import remote_folder
-from gmlp_scale.checkpoint.remote_folder import RemoteFolder
-from gmlp_scale.storage import files
+from gmlp_scale.storage import files, run_folder
+from gmlp_scale.storage.claim import ClaimedError
 from gmlp_scale.storage.files import list_files, read_file, write_file
-from gmlp_scale.storage.run_folder import RunFolderError
+from gmlp_scale.storage.run_folder import RemoteFolder
 
 URL = "memory://runs/smoke"
 
@@ -35,19 +34,19 @@ def contents() -> dict[str, bytes]:
 def test_a_second_job_is_refused_and_one_that_lost_its_claim_writes_nothing(folder, tmp_path):
     other = RemoteFolder(URL, tmp_path / "other")
     refused = f"another job writes to {URL}: process {os.getpid()} on .* or give this run another name"
-    with pytest.raises(RunFolderError, match=refused):
+    with pytest.raises(ClaimedError, match=refused):
         other.claimed().__enter__()
     lost = f"another job has taken {URL} over"
-    with pytest.raises(RunFolderError, match=lost), folder.local_folder(), folder.mirrored():
+    with pytest.raises(ClaimedError, match=lost), folder.local_folder(), folder.mirrored():
         write_file(f"{URL}/claims/000002.json", b"{}")  # as while this process stood still
         (folder.local / "metrics.jsonl").write_text("late")
-        with pytest.raises(RunFolderError, match=lost):
-            folder.checkpoints.before_publish()
+        with pytest.raises(ClaimedError, match=lost):
+            folder.before_publish()
     assert contents() == {}
 
 
 def test_what_changes_goes_up_while_the_run_goes_on(folder, monkeypatch):
-    monkeypatch.setattr(remote_folder, "PUSH_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(run_folder, "PUSH_EVERY_SECONDS", 0.01)
     write_file(f"{URL}/metrics.jsonl", b"1\n")
     write_file(f"{URL}/best/config.json", b"{}")
     with folder.local_folder(), folder.mirrored():

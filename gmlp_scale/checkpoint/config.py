@@ -1,11 +1,9 @@
-"""CheckpointConfig: the recipe's `checkpoint` section, and which checkpoints it lets go."""
+"""CheckpointConfig: the recipe's `checkpoint` section."""
 
 from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import BaseModel, PositiveInt
-
-from gmlp_scale.checkpoint.format import step_of
 
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
@@ -27,11 +25,3 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
                 f"checkpoint.keep_every_steps: found {self.keep_every_steps}; must be a multiple of "
                 f"checkpoint.save_every_steps = {self.save_every_steps}"
             )
-
-    def stays(self, name: str) -> bool:
-        """Whether the checkpoint with this folder stays for good."""
-        return self.keep_every_steps is not None and step_of(name) % self.keep_every_steps == 0
-
-    def outdated(self, names: list[str]) -> list[str]:
-        """Which of all checkpoints to delete; `names` are their folders in the order of steps."""
-        return [name for name in names[: -self.keep_last] if not self.stays(name)]
