@@ -39,21 +39,12 @@ def write_sentiment(path: Path, num_rows: int, first: int = 0) -> Path:
 def tiny_run(tmp_path: Path, export: Path, *overrides: str, task: str = "sst2") -> FinetuneConfig:
     """A recipe of configs/finetune made small: rows of 16 tokens, 12 steps of 8 rows in float32."""
     defaults = [
-        f"output_dir={tmp_path / 'outputs'}",
-        f"model={export}",
-        "data.sequence_length=16",
-        "train.num_epochs=null",
-        "train.num_steps=12",
-        "train.global_batch_size=8",
-        "train.micro_batch_size=4",
-        "train.precision=float32",
-        "train.log_every_steps=1",
-        "train.evaluate_every_steps=5",
-        "optimizer.peak_learning_rate=1e-3",
-        "checkpoint.save_every_steps=4",
-        "grid.global_batch_size=[8, 16]",
-        "grid.peak_learning_rate=[1e-3]",
-    ]
+        f"output_dir={tmp_path / 'outputs'}", f"model={export}", "data.sequence_length=16",
+        "train.num_epochs=null", "train.num_steps=12", "train.global_batch_size=8", "train.micro_batch_size=4",
+        "train.precision=float32", "train.log_every_steps=1", "train.evaluate_every_steps=5",
+        "optimizer.peak_learning_rate=1e-3", "checkpoint.save_every_steps=4",
+        "grid.global_batch_size=[8, 16]", "grid.peak_learning_rate=[1e-3]",
+    ]  # fmt: skip
     return load_config(FinetuneConfig, RECIPES / f"{task}.yaml", [*defaults, *overrides])
 
 

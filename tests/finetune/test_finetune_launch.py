@@ -57,12 +57,13 @@ def test_the_recipe_s_device_is_asked_for(launch, monkeypatch):
 
 
 def test_mistakes_leave_with_2_before_anything_is_started(launch, tmp_path):
-    code, _, error = launch("train.micro_batch_size=3", "seed=-1")
-    assert code == 2 and "seed" in error
-    code, _, error = launch("train.micro_batch_size=3")
-    assert code == 2 and "must divide" in error
-    code, _, error = launch("--dry-run", "data.dev=nowhere.tsv")
-    assert code == 2 and "data.dev: nowhere.tsv does not exist" in error
+    for arguments, found in {
+        ("train.micro_batch_size=3", "seed=-1"): "seed",
+        ("train.micro_batch_size=3",): "must divide",
+        ("--dry-run", "data.dev=nowhere.tsv"): "data.dev: nowhere.tsv does not exist",
+    }.items():
+        code, _, error = launch(*arguments)
+        assert code == 2 and found in error
     with pytest.raises(SystemExit, match="2"):
         launch("--seeds", "0")
 
@@ -82,13 +83,15 @@ def test_mistakes_that_a_start_finds_leave_with_2_and_nothing_behind(launch, tmp
     assert code == 2 and "wrong.tsv: 1 mistake\n  line 2: label is '7'; sst2 has 0, 1" in error
     code, _, error = launch("model=nowhere")
     assert code == 2 and "no export at nowhere" in error
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("")
-    code, _, error = launch(f"model={tmp_path / 'run'}")
-    assert code == 2 and f"it is a run, so export it first: launch/export.py --run {tmp_path / 'run'} " in error
-    (tmp_path / "run" / "scores.json").write_text("")
-    code, _, error = launch(f"model={tmp_path / 'run'}")
-    assert code == 2 and f"it is a finetuning run, so give its export {tmp_path / 'run'}/last" in error
+    run = tmp_path / "run"
+    run.mkdir()
+    for file, found in (
+        ("config.yaml", f"it is a run, so export it first: launch/export.py --run {run} "),
+        ("scores.json", f"it is a finetuning run, so give its export {run}/last"),
+    ):
+        (run / file).write_text("")
+        code, _, error = launch(f"model={run}")
+        assert code == 2 and found in error
     (tmp_path / "file").write_text("")
     code, _, error = launch(f"output_dir={tmp_path / 'file'}")
     assert code == 2 and "(Not a directory); set output_dir to a folder that you may write to" in error

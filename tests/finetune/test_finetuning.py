@@ -25,16 +25,20 @@ def go(run, world):
     return finetune(run, read_inputs(run), world)
 
 
+def with_test(tmp_path, *lines: str) -> str:
+    """Writes a test file; the override that gives it to a run."""
+    (tmp_path / "test.tsv").write_text("\n".join(lines) + "\n")
+    return f"data.test={tmp_path / 'test.tsv'}"
+
+
 def logged(run, tag: str) -> dict[int, float]:
     return {row["step"]: row[tag] for row in read_metrics(run.run_dir / "metrics.jsonl") if tag in row}
 
 
 def test_a_run_learns_and_leaves_scores_weights_and_predictions(tmp_path, export, world):
-    run = sentiment_run(
-        tmp_path, export, "train.num_steps=40", "optimizer.peak_learning_rate=2e-2", "dropout=0.0",
-        "train.evaluate_every_steps=10", f"data.test={tmp_path / 'test.tsv'}",
-    )  # fmt: skip
-    (tmp_path / "test.tsv").write_text("index\tsentence\n4\tthe great film\n9\tthe awful film\n")
+    test = with_test(tmp_path, "index\tsentence", "4\tthe great film", "9\tthe awful film")
+    fast = ("train.num_steps=40", "optimizer.peak_learning_rate=2e-2", "dropout=0.0", "train.evaluate_every_steps=10")
+    run = sentiment_run(tmp_path, export, *fast, test)
     scores = go(run, world)
     assert scores == json.loads((run.run_dir / "scores.json").read_text())
     assert scores["scores"]["dev"]["accuracy"] > 0.9 and "test" not in scores["scores"]
@@ -61,8 +65,8 @@ def test_a_run_learns_and_leaves_scores_weights_and_predictions(tmp_path, export
 def test_resumed_run_is_the_run_that_was_never_stopped(tmp_path, export, world):
     whole = sentiment_run(tmp_path, export, "name=whole")
     go(whole, world)
-    for stop in ("train.stop_after_step=3", "train.stop_after_step=8"):
-        assert go(sentiment_run(tmp_path, export, "name=parts", stop), world) is None
+    for stop in (3, 8):
+        assert go(sentiment_run(tmp_path, export, "name=parts", f"train.stop_after_step={stop}"), world) is None
     parts = sentiment_run(tmp_path, export, "name=parts")
     scores = go(parts, world)
     for tag in ("train/loss", "train/grad_norm", "eval/loss"):
@@ -76,11 +80,8 @@ def test_resumed_run_is_the_run_that_was_never_stopped(tmp_path, export, world):
 def test_a_stop_signal_cuts_scoring_off_which_begins_again_on_resume(
     tmp_path, export, world, monkeypatch, num_batches, stopped_at
 ):
-    (tmp_path / "test.tsv").write_text("sentence\nthe good film\n")
-    whole, parts = (
-        sentiment_run(tmp_path, export, f"name={name}", f"data.test={tmp_path / 'test.tsv'}")
-        for name in ("whole", "parts")
-    )
+    test = with_test(tmp_path, "sentence", "the good film")
+    whole, parts = (sentiment_run(tmp_path, export, f"name={name}", test) for name in ("whole", "parts"))
     expected = go(whole, world)
     predict, num_predicted = SingleEngine.predict, 0
 
@@ -105,16 +106,14 @@ def test_a_finished_run_writes_its_results_again_and_trains_no_more(tmp_path, ex
     first = go(run, world)
     before = logged(run, "train/loss")
     (run.run_dir / "scores.json").unlink()
-    (tmp_path / "test.tsv").write_text("sentence\nthe good film\n")
-    again = go(sentiment_run(tmp_path, export, f"data.test={tmp_path / 'test.tsv'}"), world)
+    again = go(sentiment_run(tmp_path, export, with_test(tmp_path, "sentence", "the good film")), world)
     assert again["scores"] == first["scores"] and logged(run, "train/loss") == before
     assert (run.run_dir / "predictions" / "test" / "SST-2.tsv").exists()
 
 
 def test_a_labelled_test_file_is_scored_once_at_the_end(tmp_path, export, world, caplog):
-    test = tmp_path / "test.tsv"
-    test.write_text("index\tsentence\tlabel\n4\tthe great film\t1\n9\tthe awful film\t1\n12\tgood\t1\n")
-    run = sentiment_run(tmp_path, export, "train.num_steps=4", f"data.test={test}")
+    lines = ["index\tsentence\tlabel", "4\tthe great film\t1", "9\tthe awful film\t1", "12\tgood\t1"]
+    run = sentiment_run(tmp_path, export, "train.num_steps=4", with_test(tmp_path, *lines))
     with caplog.at_level(logging.INFO, logger="gmlp_scale"):
         scores = go(run, world)["scores"]
     assert set(scores) == {"dev", "test"} and set(scores["test"]) == {"accuracy", "loss"}
@@ -138,23 +137,15 @@ def test_best_weights_of_a_step_that_was_lost_do_not_hide_the_ones_that_count(tm
     assert scores["best"]["score"] == max(after.values())
 
 
-@pytest.mark.parametrize(
-    "override, told",
-    [
-        ("seed=5", "seed: the checkpoint was trained with 0; the run says 5"),
-        ("dropout=0.2", "dropout: the checkpoint was trained with 0.1; the run says 0.2"),
-        ("data.sequence_length=12", "data train_sha256"),
-    ],
-)
-def test_another_run_is_refused(tmp_path, export, world, override, told):
+def test_another_run_and_other_texts_are_refused_but_a_moved_file_is_not(tmp_path, export, world):
     go(sentiment_run(tmp_path, export, "train.stop_after_step=1"), world)
-    with pytest.raises(ConfigError, match=told):
-        go(sentiment_run(tmp_path, export, override), world)
-
-
-def test_other_texts_are_refused_and_a_moved_file_is_not(tmp_path, export, world):
-    run = sentiment_run(tmp_path, export, "train.stop_after_step=1")
-    go(run, world)
+    for override, found in {
+        "seed=5": "seed: the checkpoint was trained with 0; the run says 5",
+        "dropout=0.2": "dropout: the checkpoint was trained with 0.1; the run says 0.2",
+        "data.sequence_length=12": "data train_sha256",
+    }.items():
+        with pytest.raises(ConfigError, match=found):
+            go(sentiment_run(tmp_path, export, override), world)
     (tmp_path / "train.tsv").rename(tmp_path / "moved.tsv")
     moved = sentiment_run(tmp_path, export, "train.stop_after_step=2", f"data.train={tmp_path / 'moved.tsv'}")
     go(moved, world)
@@ -181,25 +172,24 @@ def test_dev_data_that_are_the_training_data_are_warned_of(tmp_path, export, cap
 
 
 def test_pretrained_weights_are_taken_for_the_trunk_alone(tmp_path, export):
-    run, read = sentiment_run(tmp_path, export), read_export(export)
-    models = {}
+    weights, models = read_export(export).weights, {}
     for pretrained in (True, False):
-        task = Finetuning(run.model_copy(update={"pretrained": pretrained}), read_inputs(run))
+        run = sentiment_run(tmp_path, export, f"pretrained={str(pretrained).lower()}")
+        task = Finetuning(run, read_inputs(run))
         models[pretrained] = task.build_model()
         task.initialise(models[pretrained])
     for name, parameter in models[True].named_parameters():
-        scratch = models[False].get_parameter(name)
-        expected = scratch if name.startswith("classifier.") else read.weights[name]
+        expected = models[False].get_parameter(name) if name.startswith("classifier.") else weights[name]
         assert torch.equal(parameter, expected)
-    assert not torch.equal(models[False].embedding.weight, read.weights["embedding.weight"])
+    assert not torch.equal(models[False].embedding.weight, weights["embedding.weight"])
 
 
 def test_sts_b_learns_its_numbers(tmp_path, export, world):
     """One word decides the score."""
     words = {"awful": 0.0, "boring": 1.5, "good": 3.5, "great": 5.0}
-    for part, first, num_rows in (("train", 0, 60), ("dev", 60, 20)):
+    for part, numbers in (("train", range(60)), ("dev", range(60, 80))):
         lines = ["sentence1\tsentence2\tscore"]
-        for number in range(first, first + num_rows):
+        for number in numbers:
             word, place = [*words][number % 4], ("film", "story", "music")[number % 3]
             lines.append(f"the {place} {number}\ta {word} {place}\t{words[word]}")
         (tmp_path / f"{part}.tsv").write_text("\n".join(lines) + "\n")

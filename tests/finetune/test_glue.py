@@ -85,13 +85,9 @@ def test_the_usual_table():
         "mnli": {"accuracy": 0.846, "accuracy_mismatched": 0.834}, "qnli": {"accuracy": 0.905},
         "rte": {"accuracy": 0.664, "accuracy_test": 0.5},
     }  # fmt: skip
+    facts = {"model": "m", "pretrained": True, "seeds": [0, 1, 2]}
     tables = {
-        task: {
-            "model": "m",
-            "pretrained": True,
-            "seeds": [0, 1, 2],
-            "scores": {name: {"median": value} for name, value in {**scores, "loss": 9.0}.items()},
-        }
+        task: {**facts, "scores": {name: {"median": value} for name, value in {**scores, "loss": 9.0}.items()}}
         for task, scores in medians.items()
     }
     content = build_glue_table(tables, from_mnli=False)

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -16,9 +17,9 @@ from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.storage.files import read_file, upload_file
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.step_guard import NotFiniteError
 from tests.finetune.small_recipes import sentiment_run, write_sentiment
+from tests.whole_runs import losses
 
 
 def small(tmp_path, export, *overrides):
@@ -48,10 +49,8 @@ def test_grid_then_seeds_and_nothing_twice(tmp_path, export, world, monkeypatch)
     picked = (8, 16)[accuracies.index(max(accuracies))]
     assert table["global_batch_size"] == picked
     assert trained == [*points, f"batch_{picked}_rate_0.001_seed_1", f"batch_{picked}_rate_0.001_seed_2"]
-    scores = [
-        json.loads((run.run_dir / f"batch_{picked}_rate_0.001_seed_{seed}" / "scores.json").read_text())
-        for seed in range(3)
-    ]
+    folders = [run.run_dir / f"batch_{picked}_rate_0.001_seed_{seed}" for seed in range(3)]
+    scores = [json.loads((folder / "scores.json").read_text()) for folder in folders]
     by_seed = [content["scores"]["dev"]["accuracy"] for content in scores]
     found = table["scores"]["accuracy"]
     assert found["by_seed"] == by_seed and [content["seed"] for content in scores] == [0, 1, 2]
@@ -100,8 +99,7 @@ def test_a_point_that_diverges_counts_as_the_worst(tmp_path, export, world, monk
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, export, world, monkeypatch):
-    trained = count_runs(monkeypatch)
-    stopped = small(tmp_path, export, "train.stop_after_step=1")
+    trained, stopped = count_runs(monkeypatch), small(tmp_path, export, "train.stop_after_step=1")
     assert sweep(stopped, read_inputs(stopped), world, num_seeds=2, grid=False) is None
     assert trained == ["batch_8_rate_0.001_seed_0"] and not (stopped.run_dir / "table.json").exists()
     run = small(tmp_path, export)
@@ -161,30 +159,23 @@ def test_papers_numbers_need_the_papers_model_and_data(tmp_path, export):
     inputs = read_inputs(run)
     base = GmlpConfig(num_blocks=48, d_model=512, d_ffn=3072, sequence_length=512, vocab_size=32_000)
 
-    class Numbered:
-        def __init__(self, number):
-            self.num_examples = number
+    def found(model, train=67_349) -> tuple[str, dict] | None:
+        rows = {"train": SimpleNamespace(num_examples=train), "dev": SimpleNamespace(num_examples=872)}
+        return published(run, replace(inputs, pretrained=replace(inputs.pretrained, config=model), rows=rows))
 
-    def with_(model, train, dev):
-        official = type(inputs)(
-            pretrained=replace(inputs.pretrained, config=model),
-            rows={"train": Numbered(train), "dev": Numbered(dev)},
-        )
-        return published(run, official)
-
-    assert with_(base, 67_349, 872) == ("gMLP base", {"accuracy": 94.2})
-    assert with_(base, 67_348, 872) is None
-    assert with_(base.model_copy(update={"gating": "linear"}), 67_349, 872) is None
-    assert with_(base.model_copy(update={"num_blocks": 47}), 67_349, 872) is None
-    assert with_(base.model_copy(update={"vocab_size": 500, "kernels": "torch"}), 67_349, 872)[0] == "gMLP base"
+    assert found(base) == ("gMLP base", {"accuracy": 94.2})
+    assert found(base, train=67_348) is None
+    assert found(base.model_copy(update={"gating": "linear"})) is None
+    assert found(base.model_copy(update={"num_blocks": 47})) is None
+    assert found(base.model_copy(update={"vocab_size": 500, "kernels": "torch"}))[0] == "gMLP base"
     sizes = {"d_ffn": 3072, "sequence_length": 512, "vocab_size": 32_000}
     for d_attn, name in ((64, "aMLP base"), (512, None)):
-        found = with_(AmlpConfig(num_blocks=36, d_model=512, d_attn=d_attn, **sizes), 67_349, 872)
-        assert (found and found[0]) == name
+        of_model = found(AmlpConfig(num_blocks=36, d_model=512, d_attn=d_attn, **sizes))
+        assert (of_model and of_model[0]) == name
     for positions, name in (("absolute", "BERT base"), ("relative_only", None)):
-        bert = TransformerConfig(num_blocks=12, d_model=768, num_heads=12, positions=positions, **sizes)
-        found = with_(bert, 67_349, 872)
-        assert (found and found[0]) == name
+        bert = {"num_blocks": 12, "d_model": 768, "num_heads": 12, "positions": positions}
+        of_model = found(TransformerConfig(**bert, **sizes))
+        assert (of_model and of_model[0]) == name
 
 
 def test_a_sweep_at_a_url_from_an_export_at_a_url(tmp_path, export, world, monkeypatch):
@@ -197,7 +188,7 @@ def test_a_sweep_at_a_url_from_an_export_at_a_url(tmp_path, export, world, monke
     table = sweep(run, read_inputs(run), world, num_seeds=1, grid=False)
     assert json.loads(read_file("memory://runs/sst2/table.json")) == table and table["model"] == "memory://exports/tiny"
     member = f"memory://runs/sst2/{members(run, grid=False)[0].name}"
-    assert [row["step"] for row in read_metrics(f"{member}/metrics.jsonl") if "train/loss" in row] == [1, 2]
+    assert [*losses(member)] == [1, 2]
     assert read_export(f"{member}/last").tokenizer().vocab_size == 400
     assert json.loads(read_file(f"{member}/scores.json"))["step"] == saved_steps(member)[-1] == 2
     trained = count_runs(monkeypatch)
