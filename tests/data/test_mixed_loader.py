@@ -112,7 +112,7 @@ def test_a_fingerprint_names_every_source(folders, make_loader):
 
 
 def test_folders_of_the_same_name_are_told_apart_by_their_paths(folders, make_loader, tmp_path):
-    """data/own/shards beside data/compare/shards, as in the README, was refused."""
+    """data/own/shards beside data/compare/shards, as in the docs, was refused."""
     folder, _ = folders
     for name in "ab":
         (folder / name).rename(folder / "shards")

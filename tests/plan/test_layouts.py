@@ -31,7 +31,7 @@ def test_layouts_that_fit_come_first_and_the_fastest_of_them():
 def test_times_follow_from_what_is_assumed():
     one = Assumptions(GPUS["h100"], num_gpus=1, num_nodes=1, fraction_of_peak=0.5)
     alone = {layout.name: layout for layout in layouts(XLARGE, one)}
-    flops = 6.371e9 * 256 * 512  # README's training FLOPs per token
+    flops = 6.371e9 * 256 * 512  # docs/recipes.md's training FLOPs per token
     assert alone["single"].step_seconds == pytest.approx(flops / (0.5 * 989e12), rel=1e-3)
     assert not any(layout.communication_seconds for layout in alone.values())
 
