@@ -1,7 +1,7 @@
 """Writes a run's metrics to metrics.jsonl, TensorBoard, a tracker and the console, all from one dictionary per step.
 
-Users rely on the tags (docs/training.md, "What a run leaves behind"). A resumed run cuts both files after the checkpoint's step,
-so that neither shows a step twice.
+Users rely on the tags (docs/training.md, "What a run leaves behind"). A resumed run cuts both files after the
+checkpoint's step, so that neither shows a step twice.
 """
 
 import contextlib
