@@ -124,8 +124,9 @@ class ShardList(BaseModel, frozen=True, extra="forbid"):
             for name, following in itertools.pairwise(names):
                 if name >= following:
                     raise ValueError(f"splits.{split} lists {following} twice or out of the names' order")
-        checksums = {shard.sha256: shard.name for shard in (*self.splits.train, *self.splits.heldout)}
-        for shard in (*self.splits.train, *self.splits.heldout):
+        listed = (*self.splits.train, *self.splits.heldout)
+        checksums = {shard.sha256: shard.name for shard in listed}
+        for shard in listed:
             if checksums[shard.sha256] != shard.name:
                 raise ValueError(f"{shard.name} and {checksums[shard.sha256]} have the same checksum")
         return self

@@ -70,34 +70,32 @@ class ShardWriter:
     """Writes rows as shards `<split>/<stem>-000000.tar`, `-000001` and so on, of `rows_per_shard` rows each."""
 
     def __init__(self, folder: str | Path, split: str, stem: str, *, sequence_length: int, rows_per_shard: int):
-        self._folder = folder
-        self._prefix = f"{split}/{stem}"
-        self._rows_RN = np.empty((rows_per_shard, sequence_length), ROW_DTYPE)
-        self._num_waiting = 0
+        self._folder, self._prefix, self._rows_per_shard = folder, f"{split}/{stem}", rows_per_shard
+        self._waiting = [np.empty((0, sequence_length), ROW_DTYPE)]
         self._shards: list[Shard] = []
 
     def add(self, rows_RN: np.ndarray) -> None:
-        while len(rows_RN):
-            taken = rows_RN[: len(self._rows_RN) - self._num_waiting]
-            self._rows_RN[self._num_waiting : self._num_waiting + len(taken)] = taken
-            self._num_waiting += len(taken)
-            rows_RN = rows_RN[len(taken) :]
-            if self._num_waiting == len(self._rows_RN):
-                self._write()
+        self._waiting.append(rows_RN)
+        while self._num_waiting >= self._rows_per_shard:
+            self._write()
 
     def close(self) -> list[Shard]:
-        """Write the remaining rows and return all shards that were written, in order."""
+        """Writes the remaining rows and returns all shards that were written, in order."""
         if self._num_waiting:
             self._write()
         return self._shards
 
+    @property
+    def _num_waiting(self) -> int:
+        return sum(map(len, self._waiting))
+
     def _write(self) -> None:
+        rows_RN, *self._waiting = np.split(np.concatenate(self._waiting), [self._rows_per_shard])
         name = f"{self._prefix}-{len(self._shards):06d}.tar"
-        content = pack_shard(self._rows_RN[: self._num_waiting], name)
+        content = pack_shard(rows_RN, name)
         write_file(f"{self._folder}/{name}", content)
         sha256 = hashlib.sha256(content).hexdigest()
-        self._shards.append(Shard(name=name, rows=self._num_waiting, bytes=len(content), sha256=sha256))
-        self._num_waiting = 0
+        self._shards.append(Shard(name=name, rows=len(rows_RN), bytes=len(content), sha256=sha256))
 
 
 class ShardRows:

@@ -37,43 +37,39 @@ def unmasked(batch: MaskedBatch) -> np.ndarray:
     return batch.token_ids_BN.scatter(1, batch.masked_positions_BM, labels_BM).numpy()
 
 
+@st.composite
+def plans(draw):
+    """(rows of each shard, number of ranks, micro-batches of a step from each change on, their size)."""
+    num_micro_batches = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=5))
+    return (
+        sizes,
+        draw(st.integers(1, 16)),
+        list(zip((0, 5, 17), num_micro_batches, strict=False)),
+        draw(st.integers(1, 3)),
+    )
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    world_size=st.integers(1, 16),
-    num_micro_batches=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    micro_batch_size=st.integers(1, 3),
-    step=st.integers(0, 40),
-    group_bytes=st.sampled_from([1, 5_000, 10**9]),
-)
+@given(plans(), st.integers(0, 40), st.sampled_from([1, 5_000, 10**9]))
 def test_the_global_batch_is_the_same_on_any_world_size(
-    sizes,
-    world_size,
-    num_micro_batches,
-    micro_batch_size,
-    step,
-    group_bytes,
-    write_shards,
-    make_loader,
-    tmp_path_factory,
+    write_shards, make_loader, tmp_path_factory, plan, step, group_bytes
 ):
+    sizes, world_size, changes, micro_batch_size = plan
     folder, _ = write_shards(sizes, folder=tmp_path_factory.mktemp("shards"))
-    changes = list(zip((0, 5, 17), num_micro_batches, strict=False))
     batch_sizes = [(start, world_size * num * micro_batch_size) for start, num in changes]
     data = {"shuffle_group_bytes": group_bytes, "masked_fraction": [(0, 0.3), (17, 0.15)]}
     fields = {"global_batch_size": batch_sizes if len(changes) > 1 else batch_sizes[0][1], "data": data}
     loader = make_loader(folder, micro_batch_size=1, **fields)
-    assert [p for earlier in range(step) for p in loader.plan.positions(earlier)] == list(
-        range(loader.plan.positions(step)[0])
-    )
+    positions = loader.plan.positions
+    assert [p for earlier in range(step) for p in positions(earlier)] == list(range(positions(step)[0]))
     whole = join(loader.micro_batches(step))
     assert whole.labels_BM.shape[1] == (5 if step < 17 else 2)
     num_now = [num for start, num in changes if start <= step][-1]
     parts = []
     for rank in range(world_size):
-        micro_batches = make_loader(
-            folder, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, **fields
-        ).micro_batches(step)
+        sizes = {"micro_batch_size": micro_batch_size, "rank": rank, "world_size": world_size}
+        micro_batches = make_loader(folder, **sizes, **fields).micro_batches(step)
         assert [len(batch.token_ids_BN) for batch in micro_batches] == [micro_batch_size] * num_now
         parts += micro_batches
     assert same(whole, join(parts))

@@ -10,7 +10,7 @@ from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.recipe.reader import load_run_config
-from tests.data.test_loader import SKIP, corrupt, join, same, unmasked
+from tests.data.test_loader import SKIP, corrupt, join, same, tensors, unmasked
 from tests.written_shards import change_manifest, write_tiny_shards
 
 
@@ -57,11 +57,7 @@ def test_a_mixture_is_the_same_on_any_world_size(world_size, folders, make_loade
         assert same(join(whole.micro_batches(step)), join(parts))
     heldout = zip(*(loader.heldout_batches(6) for loader in ranks), strict=True)
     in_order = join([batch for together in heldout for batch in together])
-    assert same(join(list(whole.heldout_batches(6))), type(in_order)(*(t[:6] for t in tensors_of(in_order))))
-
-
-def tensors_of(batch):
-    return batch.token_ids_BN, batch.masked_positions_BM, batch.labels_BM
+    assert same(join(list(whole.heldout_batches(6))), type(in_order)(*(t[:6] for t in tensors(in_order))))
 
 
 def test_a_source_that_joins_later_changes_nothing_before(folders, make_loader):
