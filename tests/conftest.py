@@ -123,6 +123,31 @@ def launched(monkeypatch, capsys):
 
 
 @pytest.fixture
+def succeeds(launched):
+    """succeeds(main, options...) -> what it printed."""
+
+    def run(main, *options) -> str:
+        code, printed, error = launched(main, *options)
+        assert code == 0, error
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def refuses(launched):
+    """refuses(message, main, options...) -> the error, which is all that the launcher prints; it leaves with 2."""
+
+    def run(message: str, main, *options) -> str:
+        code, printed, error = launched(main, *options)
+        assert (code, printed) == (2, ""), options
+        assert message in error and "Traceback" not in error, error
+        return error
+
+    return run
+
+
+@pytest.fixture
 def update_golden(request) -> bool:
     return request.config.getoption("--update-golden")
 

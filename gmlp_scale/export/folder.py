@@ -45,13 +45,18 @@ from gmlp_scale.storage.files import is_url, read_file
 from gmlp_scale.train.log_files import read_metrics
 
 _LOCAL = Publication()
+_CLASS_OF_IMAGES = "GmlpScaleForImageClassification"
 _AUTO_CLASSES = {
-    "AutoModel": "GmlpScaleModel",
-    "AutoModelForMaskedLM": "GmlpScaleForMaskedLM",
-    "AutoModelForSequenceClassification": "GmlpScaleForSequenceClassification",
-    "AutoModelForTokenClassification": "GmlpScaleForTokenClassification",
-    "AutoModelForQuestionAnswering": "GmlpScaleForQuestionAnswering",
+    "modeling_gmlp": {
+        "AutoModel": "GmlpScaleModel",
+        "AutoModelForMaskedLM": "GmlpScaleForMaskedLM",
+        "AutoModelForSequenceClassification": "GmlpScaleForSequenceClassification",
+        "AutoModelForTokenClassification": "GmlpScaleForTokenClassification",
+        "AutoModelForQuestionAnswering": "GmlpScaleForQuestionAnswering",
+    },
+    "modeling_gmlp_images": {"AutoModelForImageClassification": _CLASS_OF_IMAGES},
 }
+_SPECIAL = {"pad_token_id": PAD_ID, "cls_token_id": CLS_ID, "sep_token_id": SEP_ID, "mask_token_id": MASK_ID}
 _OF_ONE_MACHINE = ("output_dir", "cache_dir", "cache_max_bytes", "deepspeed_config")
 """Fields of a recipe that only the machine of the training can use. All have defaults."""
 
@@ -108,7 +113,7 @@ def write_export(
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert found == expected, f"not the weights of this model and head: {difference(found, expected)}"
     details = without_local_places(details)
-    config = _transformers_config(model, head, labels) | {"row_length": row_length, "details": details}
+    config = transformers_config(model, head, labels, **_SPECIAL) | {"row_length": row_length, "details": details}
     if document_stride:
         config["document_stride"] = document_stride
     num_parameters = sum(tensor.numel() for tensor in weights.values())
@@ -118,14 +123,19 @@ def write_export(
         (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
 
 
-def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) -> dict[str, Any]:
-    """What config.json says of the model and its head."""
+def transformers_config(model: ModelConfig, head: Head, labels: Sequence[str], **fields: Any) -> dict[str, Any]:
+    """What config.json says of the model and its head, with `fields` beside the model's own."""
+    module = "modeling_gmlp_images" if head == "image_classification" else "modeling_gmlp"
     config = {
-        **classes_and_model(model, CLASS_OF_HEAD[head], "modeling_gmlp", _AUTO_CLASSES),
-        "pad_token_id": PAD_ID,
-        "cls_token_id": CLS_ID,
-        "sep_token_id": SEP_ID,
-        "mask_token_id": MASK_ID,
+        "model_type": MODEL_TYPE,
+        "architectures": [CLASS_OF_HEAD.get(head, _CLASS_OF_IMAGES)],
+        "auto_map": {
+            "AutoConfig": "configuration_gmlp.GmlpScaleConfig",
+            **{auto: f"{module}.{name}" for auto, name in _AUTO_CLASSES[module].items()},
+        },
+        "dtype": "float32",
+        **model.model_dump(mode="json", exclude={"kernels"}),
+        **fields,
     }
     if head == "question_answering":
         config["custom_pipelines"] = {
@@ -135,28 +145,11 @@ def _transformers_config(model: ModelConfig, head: Head, labels: Sequence[str]) 
             }
         }
     if labels:
-        config |= names_of_classes(labels)
-    if len(labels) == 1:
+        config["id2label"] = dict(enumerate(labels))
+        config["label2id"] = {label: number for number, label in enumerate(labels)}
+    if len(labels) == 1 and head == "sequence_classification":
         config["problem_type"] = "regression"  # else transformers' pipeline applies a sigmoid
     return config
-
-
-def classes_and_model(
-    model: ModelConfig, class_name: str, module: str, class_of_auto: Mapping[str, str]
-) -> dict[str, Any]:
-    """The part of config.json that says which classes of the export's code load it, and the model's own fields."""
-    auto_map = {auto: f"{module}.{name}" for auto, name in class_of_auto.items()}
-    return {
-        "model_type": MODEL_TYPE,
-        "architectures": [class_name],
-        "auto_map": {"AutoConfig": "configuration_gmlp.GmlpScaleConfig", **auto_map},
-        "dtype": "float32",
-        **model.model_dump(mode="json", exclude={"kernels"}),
-    }
-
-
-def names_of_classes(labels: Sequence[str]) -> dict[str, Any]:
-    return {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
 
 
 def without_local_places(details: Any) -> Any:

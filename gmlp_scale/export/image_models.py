@@ -18,13 +18,12 @@ from gmlp_scale.checkpoint.trained import ExportError, TrainedModel, TrainedMode
 from gmlp_scale.data.augmentation import CENTRE_CROP
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
-from gmlp_scale.export.folder import classes_and_model, names_of_classes, new_export, without_local_places
+from gmlp_scale.export.folder import new_export, transformers_config, without_local_places
 from gmlp_scale.export.timm_weights import from_timm, to_timm
 from gmlp_scale.models import with_kernels
 from gmlp_scale.storage.files import create_file, local_path
 from gmlp_scale.tasks.images import ImagesConfig
 
-_CLASS = "GmlpScaleForImageClassification"
 _BICUBIC = 3  # Pillow's number
 
 
@@ -97,13 +96,9 @@ def write_timm(trained: TrainedModel, path: Path) -> None:
 def write_image_export(trained: TrainedModel, folder: Path) -> None:
     """Writes the folder whole or not at all. ExportError if it is not empty."""
     model, image_size = trained.config, isqrt(trained.config.sequence_length) * trained.patch_size
-    config = {
-        **classes_and_model(model, _CLASS, "modeling_gmlp_images", {"AutoModelForImageClassification": _CLASS}),
-        "patch_size": trained.patch_size,
-        "image_size": image_size,
-        **names_of_classes(trained.labels),
-        "details": without_local_places(trained.details),
-    }
+    sizes = {"patch_size": trained.patch_size, "image_size": image_size}
+    config = transformers_config(model, trained.head, trained.labels, **sizes)
+    config["details"] = without_local_places(trained.details)
     card = render(
         "image_card.md",
         name=trained.place,

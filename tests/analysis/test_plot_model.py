@@ -40,22 +40,20 @@ def test_a_run_s_picture(runs, launched, tmp_path, kind, words):
     assert images(run_dir / "tensorboard" / "pictures") == {words[0]: [2]}
 
 
-def test_an_export_s_picture_is_its_run_s(runs, launched, tmp_path):
+def test_an_export_s_picture_is_its_run_s(runs, tmp_path, succeeds):
     run_dir = Path(shutil.copytree(runs / "gmlp", tmp_path / "gmlp"))
     export_checkpoint(read_run(run_dir, 4), run_dir, tmp_path / "hf")
     for place, name in ((["--run", run_dir], "run.png"), (["--export", tmp_path / "hf"], "export.png")):
         options = ["filters", *place, "--output", tmp_path / name, "--tensorboard", tmp_path / "board"]
-        code, _, error = launched(main, *options)
-        assert code == 0, error
+        succeeds(main, *options)
     of_run, of_export = (matplotlib.image.imread(tmp_path / name) for name in ("run.png", "export.png"))
     assert (of_run == of_export).all()
     assert images(tmp_path / "board") == {"filters": [4, 4]}
 
 
-def test_scaling(runs, launched, tmp_path):
+def test_scaling(runs, tmp_path, succeeds):
     options = ["scaling", "--runs", runs / "gmlp", runs / "amlp", runs / "transformer", "--output", tmp_path / "a.png"]
-    code, printed, error = launched(main, *options, "--tensorboard", tmp_path / "board")
-    assert code == 0, error
+    printed = succeeds(main, *options, "--tensorboard", tmp_path / "board")
     assert_is_a_picture(tmp_path / "a.png")
     assert images(tmp_path / "board") == {"scaling": [0]}
     lines = printed.splitlines()
@@ -63,7 +61,7 @@ def test_scaling(runs, launched, tmp_path):
     assert lines[3].startswith("perplexity = ") and "x parameters ^ " in lines[3]
 
 
-def test_mistakes_are_one_message_and_leave_with_2(runs, launched, tmp_path):
+def test_mistakes_are_one_message_and_leave_with_2(runs, tmp_path, refuses):
     output = ["--output", tmp_path / "a.png"]
     for options, message in (
         (["filters", "--run", runs / "transformer"], "has no spatial projections"),
@@ -76,7 +74,5 @@ def test_mistakes_are_one_message_and_leave_with_2(runs, launched, tmp_path):
         (["filters", "--export", tmp_path], "no export at"),
         (["filters", "--export", tmp_path, "--step", 2], "--step needs --run"),
     ):
-        code, printed, error = launched(main, *options, *output)
-        assert (code, printed) == (2, ""), options
-        assert message in error and "Traceback" not in error
+        refuses(message, main, *options, *output)
     assert not (tmp_path / "a.png").exists()

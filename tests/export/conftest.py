@@ -94,3 +94,9 @@ def run_dir(tmp_path_factory) -> Path:
 def launched_export(launched):
     """launched_export(options...) -> (exit code, what it printed, its error)."""
     return partial(launched, main)
+
+
+@pytest.fixture
+def exported(succeeds):
+    """exported(options...) -> what launch/export.py printed."""
+    return partial(succeeds, main)

@@ -57,7 +57,7 @@ def test_the_file_holds_the_tied_matrix_once(export):
     assert not any("head" in name for name in names)
 
 
-def test_the_card_tells_the_recipe_the_steps_and_the_perplexity(export, tiny_export, tmp_path):
+def test_the_card_shows_the_recipe_the_steps_and_the_perplexity(export, tiny_export, tmp_path):
     card = (export / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\nlicense: unknown\npipeline_tag: fill-mask\n")
     for text in (
@@ -75,7 +75,7 @@ def test_the_card_tells_the_recipe_the_steps_and_the_perplexity(export, tiny_exp
     assert "No position attends to padding" in (tmp_path / "bert" / "README.md").read_text()
 
 
-def test_the_card_of_finetuned_weights_tells_their_scores(tiny_export, tmp_path):
+def test_the_card_of_finetuned_weights_shows_their_scores(tiny_export, tmp_path):
     scores = {"dev": {"accuracy": 0.75, "loss": 0.5}, "dev_mismatched": {"accuracy": 0.5, "loss": 0.25}}
     details = {"finetuned": {"task": "mnli", "step": 12, "scores": scores, "config": {}}, "pretrained": None}
     folder = tmp_path / "classifier"

@@ -38,10 +38,9 @@ def usage_block(card: str) -> str:
     return re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
 
 
-def test_every_checkpoint_is_a_revision_and_main_is_the_newest(hub, run_dir, tmp_path, launched_export):
+def test_every_checkpoint_is_a_revision_and_main_is_the_newest(hub, run_dir, tmp_path, launched_export, exported):
     pushing = ["--run", run_dir, "--push-to-hub", NAME]
-    code, printed, error = launched_export(*pushing, "--every-step")
-    assert code == 0, error
+    printed = exported(*pushing, "--every-step")
     places = [f"{run_dir}/checkpoints/step_00000000{step}" for step in (3, 4)]
     revisions = [f"step_00000000{step}" for step in (3, 4)]
     assert printed.splitlines() == [f"{NAME} at {r} holds {p}" for r, p in zip(revisions, places, strict=True)]
@@ -62,16 +61,14 @@ def test_every_checkpoint_is_a_revision_and_main_is_the_newest(hub, run_dir, tmp
     assert hub.messages == pushes
     assert launched_export(*pushing, "--every-step")[0] == 0
     assert hub.messages == pushes  # the same again commits nothing
-    code, _, error = launched_export(*pushing, "--step", 3, "--license", "mit")
-    assert code == 0, error
+    exported(*pushing, "--step", 3, "--license", "mit")
     assert b"license: mit" in branches[revisions[0]]["README.md"]
     assert branches["main"] == branches[revisions[1]]
 
 
-def test_the_card_s_metadata(run_dir, tmp_path, launched_export):
+def test_the_card_s_metadata(run_dir, tmp_path, exported):
     facts = ["--license", "apache-2.0", "--language", "en", "de", "--dataset", "allenai/c4"]
-    code, _, error = launched_export("--run", run_dir, "--output", tmp_path / "hf", *facts)
-    assert code == 0, error
+    exported("--run", run_dir, "--output", tmp_path / "hf", *facts)
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en", "de"], ["allenai/c4"])
     evaluated = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line][-1]
@@ -109,9 +106,8 @@ def test_the_usage_blocks_run_as_they_stand(hub, run_dir, tiny_export, tmp_path,
     assert "'answer': " in of_spans
 
 
-def test_no_exported_file_names_a_local_place(run_dir, tmp_path, launched_export):
-    code, _, error = launched_export("--run", run_dir, "--output", tmp_path / "hf")
-    assert code == 0, error
+def test_no_exported_file_names_a_local_place(run_dir, tmp_path, exported):
+    exported("--run", run_dir, "--output", tmp_path / "hf")
     files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     for place in (str(run_dir.parent), str(tmp_path)):
         assert [name for name, content in files.items() if place.encode() in content] == []
@@ -119,7 +115,7 @@ def test_no_exported_file_names_a_local_place(run_dir, tmp_path, launched_export
     assert read_export(tmp_path / "hf").recipe.data.masked_fraction == 0.15
 
 
-def test_what_nobody_said_is_told_as_unknown(run_dir, tmp_path, launched_export):
+def test_what_nobody_said_is_shown_as_unknown(run_dir, tmp_path, launched_export):
     assert launched_export("--run", run_dir, "--output", tmp_path / "hf")[0] == 0
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.license, card.data.get("language"), card.data.get("datasets")) == ("unknown", None, None)

@@ -23,8 +23,8 @@ def test_a_run_s_checkpoint_is_exported(run_dir, tmp_path, launched_export, step
     assert written.details["data"] == trained.details["data"]
     assert written.details["config"]["train"]["num_steps"] == 4
     perplexity = f"{written.details['heldout']['perplexity']:.3f}"
-    told = f"perplexity {perplexity} (" if step is None else f"not measured at this step; {perplexity} at step 2 ("
-    assert told in (tmp_path / "hf" / "README.md").read_text()
+    shown = f"perplexity {perplexity} (" if step is None else f"not measured at this step; {perplexity} at step 2 ("
+    assert shown in (tmp_path / "hf" / "README.md").read_text()
 
 
 def test_user_errors_are_one_message(run_dir, tmp_path, launched_export):

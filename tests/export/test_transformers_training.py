@@ -31,7 +31,7 @@ CLASSES = torch.tensor([2, 0, 1])
         ),
     ],
 )
-def test_the_labels_tell_the_problem_type_and_its_loss(num_labels, labels, problem_type, loss):
+def test_the_labels_decide_the_problem_type_and_its_loss(num_labels, labels, problem_type, loss):
     model = tiny_head(GmlpScaleForSequenceClassification, num_labels=num_labels)
     output = model(IDS, labels=labels)
     assert output.logits.shape == (3, num_labels)

@@ -117,7 +117,7 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
         pad_id = self.config.pad_token_id
-        if inputs_embeds is not None:  # then the ids tell padding from tokens and nothing more
+        if inputs_embeds is not None:  # then the ids only divide padding from tokens
             input_ids = torch.full(inputs_embeds.shape[:2], self.config.cls_token_id, device=inputs_embeds.device)
         if attention_mask is not None:
             input_ids = input_ids.masked_fill(attention_mask == 0, pad_id)
@@ -198,7 +198,7 @@ class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
     def forward(
         self, input_ids=None, attention_mask=None, token_type_ids=None, inputs_embeds=None, labels=None, **wanted
     ):
-        """config.problem_type says what the labels are and which loss is their mean. If it is None, they tell it.
+        """config.problem_type says what the labels are, and which loss is their mean. If None, it follows from them.
 
         | regression                  | float [B] or [B, C], squared error; without a problem_type if num_labels is 1
         | single_label_classification | int64 [B], cross-entropy
