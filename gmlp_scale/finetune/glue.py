@@ -17,10 +17,9 @@ from gmlp_scale.finetune.sweep import member, sweep, write_table
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import read_file, write_text
-from gmlp_scale.tasks.classification import ClassificationTask
 from gmlp_scale.tasks.table import TASKS
 
-FOLDERS = {name: task.glue_folder for name, task in TASKS.items() if isinstance(task, ClassificationTask)}
+FOLDERS = {name: folder for name, task in TASKS.items() if (folder := task.data_set.glue_folder)}
 """The tasks in the order of the benchmark's table, and their folders."""
 FROM_MNLI = ("mrpc", "stsb", "rte")
 """They have few examples, so RoBERTa (Liu et al. 2019) starts them from the model finetuned on MNLI."""
@@ -128,13 +127,13 @@ def _medians(task: str, kind: str, table: dict) -> dict[str, float]:
 def to_markdown(content: dict) -> str:
     """The usual table, in percent: the scores of a task in one cell, MNLI's as matched/mismatched."""
     start = "pretrained" if content["pretrained"] else "not pretrained"
-    told = f"Medians of {content['num_seeds']} seeds, in percent. WNLI is left out, also of the average."
+    notes = f"Medians of {content['num_seeds']} seeds, in percent. WNLI is left out, also of the average."
     if content["from_mnli"]:
-        told += f" {', '.join(FOLDERS[task] for task in FROM_MNLI)} start from the model finetuned on MNLI."
+        notes += f" {', '.join(FOLDERS[task] for task in FROM_MNLI)} start from the model finetuned on MNLI."
     names = {task: "/".join(score.__name__ for score in TASKS[task].scores) for task in FOLDERS}
     names["mnli"] += ", m/mm"
     header = " | ".join(f"{folder} ({names[task]})" for task, folder in FOLDERS.items())
-    lines = [f"# GLUE: {content['model']} ({start})", "", told, "", f"| | {header} | average |"]
+    lines = [f"# GLUE: {content['model']} ({start})", "", notes, "", f"| | {header} | average |"]
     lines.append("| --- " * (len(FOLDERS) + 2) + "|")
     for kind in ("dev", "test"):
         if kind in content:

@@ -61,7 +61,7 @@ def read_inputs(run: FinetuneConfig) -> Inputs:
     for part in run.parts:
         same_file = run.data.source(part) == run.data.train and Path(run.data.train).is_file()
         if same_file or rows[part].fingerprint == rows["train"].fingerprint:
-            log.warning("data.%s holds the training data (%s): its score tells nothing", part, run.data.source(part))
+            log.warning("data.%s holds the training data (%s): its score says nothing", part, run.data.source(part))
         if not rows[part].has_labels:
             log.info("data.%s has no labels: its predictions are written, but not scored", part)
     return Inputs(pretrained, rows)

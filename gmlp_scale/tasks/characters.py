@@ -41,7 +41,7 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     purpose: ClassVar[str] = "pretraining on characters"
 
     task: Literal["characters"]
-    """What tells these recipes from those of masked language modelling."""
+    """Recipes of masked language modelling have no `task`."""
     model: ModelConfig
     """A model of a family whose blocks can be causal. Its vocabulary is the text's alphabet."""
     dropout: float = Field(0.0, ge=0, lt=1)

@@ -42,8 +42,6 @@ class Example:
 class ClassificationTask:
     name: str
     data_set: DataSet
-    glue_folder: str
-    """The task's folder in GLUE's download, from which the predictions files have their names."""
     text_columns: tuple[tuple[str, ...], ...]
     """The columns of the texts in GLUE's TSV, and in what `datasets` gives."""
     class_names: tuple[str, ...]
@@ -90,7 +88,7 @@ class ClassificationTask:
     def submission(self, part: str) -> str:
         """The name of the part's predictions file, as GLUE's server takes it."""
         matched = ("-mm" if part.endswith("_mismatched") else "-m") if "dev_mismatched" in self.data_set.parts else ""
-        return f"{self.glue_folder}{matched}.tsv"
+        return f"{self.data_set.glue_folder or self.name}{matched}.tsv"
 
     def written(self, prediction: int) -> str:
         """A prediction as GLUE's server takes it."""

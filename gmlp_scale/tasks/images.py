@@ -34,7 +34,7 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     purpose: ClassVar[str] = "pretraining on images"
 
     task: Literal["images"]
-    """What tells these recipes from those of masked language modelling."""
+    """Recipes of masked language modelling have no `task`."""
     model: ModelConfig
     """The model. Its positions are the patches, and vocab_size is the number of classes."""
     patch_size: PositiveInt

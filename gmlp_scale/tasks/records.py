@@ -38,6 +38,8 @@ class DataSet:
     configuration: str
     splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "dev": "validation", "test": "test"})
     """The name of its split for each of our parts."""
+    glue_folder: str = ""
+    """Its folder in GLUE's download, which names the predictions files too. Empty for a set that is not GLUE's."""
     tsv_columns: tuple[str, ...] = ()
     """The columns of TSV files without a header. A file of these sets has one if its first line names any of them."""
     train_has_broken_lines: bool = False

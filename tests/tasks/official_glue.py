@@ -70,7 +70,7 @@ def write_glue(folder: Path, num_rows: int = 12) -> Path:
 
 
 def _lines(form: str, first: int, num_rows: int) -> list[str]:
-    """The label tells whether both words are the same; the score how near they are."""
+    """The label says whether both words are the same; the score how near they are."""
     lines = []
     for n in range(first, first + num_rows):
         a, b = n % 8, (n + n // 2 % 3) % 8

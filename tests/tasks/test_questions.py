@@ -1,4 +1,4 @@
-"""Reading SQuAD: its faults are counted, and mistakes told with their place."""
+"""Reading SQuAD: its faults are counted, and mistakes named with their place."""
 
 import logging
 
