@@ -3,9 +3,7 @@
 All of it is computed. Nothing was measured on a GPU; the times rest on `Assumptions`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from math import gcd, inf
 
 from torch import nn
@@ -58,8 +56,6 @@ class Layout:
     """Rows. 0 if not even one fits; the other fields are then for one row."""
     memory: dict[str, float]
     """Bytes per rank by part at a step's peak, activations in plain PyTorch."""
-    carried_bytes: dict[str, float]
-    """Bytes of whole tensors per step, on average over the run, by kind of collective."""
     compute_seconds: float
     """Per step, on average over the run; communication_seconds too."""
     communication_seconds: float
@@ -82,20 +78,17 @@ def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
         found = f"found {run.train.batch_sizes.shown(str)}; must be a multiple of the number of GPUs, {num_gpus}"
         raise ConfigError(run.name, [f"train.global_batch_size: {found}"])
     engines = {name: engine for name, engine in ENGINES.items() if num_gpus == 1 or engine.needs_process_group}
-    model, row_bytes = meta_model(run), _row_bytes(run)
-    found = [_layout(run, assumed, model, row_bytes, name, engine) for name, engine in engines.items()]
+    memory = _RankMemory.of(run, num_gpus)
+    found = [_layout(name, replace(memory, engine=engine), assumed) for name, engine in engines.items()]
     return sorted(found, key=lambda one: (not one.micro_batch_size, one.step_seconds, one.communication_seconds))
 
 
-def _layout(
-    run: RunConfig, assumed: Assumptions, model: nn.Module, row_bytes: dict[str, float], name: str, engine: EngineConfig
-) -> Layout:
-    train, num_gpus = run.train, assumed.num_gpus
-    memory = partial(_memory, run, engine, model, row_bytes, num_gpus)
-    fitting = _most_rows(run, memory, num_gpus, assumed.gpu.memory_gb)
+def _layout(name: str, memory: "_RankMemory", assumed: Assumptions) -> Layout:
+    run, engine, num_gpus = memory.run, memory.engine, assumed.num_gpus
+    train, fitting = run.train, memory.most_rows(assumed.gpu.memory_gb)
     mean_rows = train.batch_sizes.before(train.num_steps) / train.num_steps
     num_micro_batches = mean_rows / num_gpus / max(1, fitting)
-    carried = carried_bytes(engine, model, run.optimizer, train.precision, num_micro_batches, num_gpus)
+    carried = carried_bytes(engine, memory.model, run.optimizer, train.precision, num_micro_batches, num_gpus)
     wire = wire_bytes(carried) * (num_gpus - 1) / num_gpus
     # Recomputing a block is one more forward pass: 4 instead of 3. `selective` computes no matrix product again.
     work = run.flops_per_step().before(train.num_steps) / train.num_steps
@@ -103,29 +96,50 @@ def _layout(
     return Layout(
         name,
         engine,
-        fitting,
-        memory(max(1, fitting)),
-        carried,
-        work / assumed.flops_per_second(train.precision),
-        wire / assumed.ring_bytes_per_second,
+        micro_batch_size=fitting,
+        memory=memory.by_part(max(1, fitting)),
+        compute_seconds=work / assumed.flops_per_second(train.precision),
+        communication_seconds=wire / assumed.ring_bytes_per_second,
     )
 
 
-def _memory(
-    run: RunConfig, engine: EngineConfig, model: nn.Module, row_bytes: dict[str, float], num_gpus: int, num_rows: int
-) -> dict[str, float]:
-    """Bytes by part on a rank with micro-batches of `num_rows`."""
-    accumulates = num_rows < max(run.train.batch_sizes.values) // num_gpus
-    states = state_bytes(engine, model, run.optimizer, run.train.precision, num_gpus, accumulates=accumulates)
-    return states | {part: num_rows * size for part, size in row_bytes.items()}
+@dataclass(frozen=True)
+class _RankMemory:
+    """What one of `num_ranks` holds at a step's peak, by the rows of a micro-batch."""
 
+    run: RunConfig
+    engine: EngineConfig
+    num_ranks: int
+    model: nn.Module
+    row_bytes: dict[str, float]
+    """Bytes of a row by part."""
 
-def _most_rows(run: RunConfig, memory: Callable[[int], dict[str, float]], num_gpus: int, memory_gb: float) -> int:
-    """The largest number of rows that divides a rank's rows of every step and fits; 0 if not even one row does."""
-    rows = gcd(*run.train.batch_sizes.values) // num_gpus
-    room = (1 - MEMORY_MARGIN) * memory_gb * 1e9
-    divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
-    return next((number for number in divisors if sum(memory(number).values()) <= room), 0)
+    @classmethod
+    def of(cls, run: RunConfig, num_ranks: int) -> "_RankMemory":
+        """Under the recipe's own engine."""
+        per_token = activation_bytes_per_token(run.model, run.train.precision, run.train.recompute)
+        num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
+        row_bytes = {
+            "activations": per_token * run.model.sequence_length,
+            "head": HEAD_BYTES_PER_LOGIT * num_masked * run.model.vocab_size,
+        }
+        return cls(run, run.engine, num_ranks, meta_model(run), row_bytes)
+
+    def by_part(self, num_rows: int) -> dict[str, float]:
+        """Bytes with micro-batches of `num_rows`."""
+        run = self.run
+        accumulates = num_rows < max(run.train.batch_sizes.values) // self.num_ranks
+        states = state_bytes(
+            self.engine, self.model, run.optimizer, run.train.precision, self.num_ranks, accumulates=accumulates
+        )
+        return states | {part: num_rows * size for part, size in self.row_bytes.items()}
+
+    def most_rows(self, memory_gb: float) -> int:
+        """The most rows that divide a rank's rows of every step and fit; 0 if not even one row does."""
+        rows = gcd(*self.run.train.batch_sizes.values) // self.num_ranks
+        room = (1 - MEMORY_MARGIN) * memory_gb * 1e9
+        divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
+        return next((number for number in divisors if sum(self.by_part(number).values()) <= room), 0)
 
 
 def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> str:
@@ -137,36 +151,34 @@ def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> st
     if not isinstance(run, RunConfig):
         raise ConfigError(run.name, [f"task: found {run.task}; --gpu-memory is for recipes of text"])
     run = run.with_train(precision="bf16") if run.train.precision == "auto" else run
-    memory = partial(_memory, run, run.engine, meta_model(run), _row_bytes(run), num_ranks)
     run.rows_per_rank(num_ranks)
-    most = _most_rows(run, memory, num_ranks, memory_gb)
+    memory = _RankMemory.of(run, num_ranks)
+    most = memory.most_rows(memory_gb)
     found = f"at most {most} rows fit in a micro-batch" if most else "not even a micro-batch of one row fits"
     if (rows := run.train.micro_batch_size) != "auto":
-        takes = sum(memory(rows).values()) / 1e9
+        takes = sum(memory.by_part(rows).values()) / 1e9
         verdict = "fits" if rows <= most else "does not fit"
         found = f"the recipe's {rows} rows take {takes:.1f} GB, which {verdict}; {found}"
     used = f"{1 - MEMORY_MARGIN:.2f} of it is used; activations in plain PyTorch"
     return f"{f'GPUs of {memory_gb:g} GB':<23} {found} ({used})"
 
 
-def _row_bytes(run: RunConfig) -> dict[str, float]:
-    per_token = activation_bytes_per_token(run.model, run.train.precision, run.train.recompute)
-    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
-    return {
-        "activations": per_token * run.model.sequence_length,
-        "head": HEAD_BYTES_PER_LOGIT * num_masked * run.model.vocab_size,
-    }
-
-
 def table(run: RunConfig, assumed: Assumptions) -> str:
     """The figures of `layouts` as a Markdown table, below the assumptions that they rest on."""
     gpu, train, found = assumed.gpu, run.train, layouts(run, assumed)
-    parts = list(found[0].memory)
+    parts, num_steps, kept = list(found[0].memory), f"{train.num_steps:,} steps", f"{run.checkpoint.keep_last}"
+    if train.time_budget_seconds is not None:
+        num_steps += f", or the {steps_within_budget(run, assumed):,} that fit into {train.time_budget_seconds:,.0f} s"
+        num_steps += ", communication not counted"
+    if run.checkpoint.keep_every_steps is not None:
+        kept += f" and at the end {train.num_steps // run.checkpoint.keep_every_steps} more"
+    # of all steps, also of those that a time budget leaves out
+    data_bytes = run.tokens_per_step.before(train.num_steps) * ROW_BYTES_PER_TOKEN
     lines = [
         f"{run.name}: {count_parameters(run):,} parameters, {run.flops_per_step().shown(short)} FLOPs per step of "
-        f"{run.tokens_per_step.shown()} tokens, {train.num_steps:,} steps{_fewer_steps(run, assumed)}",
-        f"disk: data {short(_data_bytes(run))}B if no row is read twice; checkpoints "
-        f"{short(checkpoint_bytes(run))}B each, {_kept(run)} kept and one being written",
+        f"{run.tokens_per_step.shown()} tokens, {num_steps}",
+        f"disk: data {short(data_bytes)}B if no row is read twice; checkpoints "
+        f"{short(checkpoint_bytes(run))}B each, {kept} kept and one being written",
         f"assumed: {assumed.num_gpus} GPUs on {assumed.num_nodes} nodes, each {assumed.fraction_of_peak:.2f} of "
         f"{gpu.float32_tflops if train.precision == 'float32' else gpu.bf16_tflops:g} TFLOP/s ({train.precision}) and "
         f"{1 - MEMORY_MARGIN:.2f} of {gpu.memory_gb:g} GB; a ring of {assumed.ring_bytes_per_second / 1e9:.3g} GB/s "
@@ -195,15 +207,6 @@ def checkpoint_bytes(run: PretrainingRecipe) -> int:
     return 12 * count_parameters(run) - 4 * count_in_matrices(meta_model(run), run.optimizer)
 
 
-def _fewer_steps(run: RunConfig, assumed: Assumptions) -> str:
-    if run.train.time_budget_seconds is None:
-        return ""
-    return (
-        f", or the {steps_within_budget(run, assumed):,} that fit into {run.train.time_budget_seconds:,.0f} s, "
-        "communication not counted"
-    )
-
-
 def steps_within_budget(run: RunConfig, assumed: Assumptions) -> int:
     """How many steps a run with a time budget computes in that time."""
     num_flops = run.train.time_budget_seconds * assumed.flops_per_second(run.train.precision)
@@ -213,13 +216,3 @@ def steps_within_budget(run: RunConfig, assumed: Assumptions) -> int:
 def run_seconds(run: RunConfig, layout: Layout) -> float:
     """The time of all steps, or the time budget if they would take longer."""
     return min(layout.step_seconds * run.train.num_steps, run.train.time_budget_seconds or inf)
-
-
-def _kept(run: RunConfig) -> str:
-    newest, every = run.checkpoint.keep_last, run.checkpoint.keep_every_steps
-    return f"{newest}" if every is None else f"{newest} and at the end {run.train.num_steps // every} more"
-
-
-def _data_bytes(run: RunConfig) -> int:
-    """The tokens of all steps, also of steps that a time budget may leave out."""
-    return run.tokens_per_step.before(run.train.num_steps) * ROW_BYTES_PER_TOKEN
