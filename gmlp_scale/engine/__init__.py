@@ -9,25 +9,20 @@ Beside its fields, an engine's config has
     mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Protocol, assert_never
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.computing import compute_repeatably, set_up_blocks
 from gmlp_scale.engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from gmlp_scale.engine.masters import Piece, ReadSlice
 from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.engine.single import SingleConfig, SingleEngine
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero import ZeroConfig, ZeroEngine
-from gmlp_scale.errors import InputError
-
-COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
-"""Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
-it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""
 
 EngineConfig = Annotated[SingleConfig | ZeroConfig | Fsdp2Config, Field(discriminator="kind")]
 
@@ -114,24 +109,10 @@ def build_engine(
         InputError: a DeepSpeed file contradicts the recipe, or `train.compile` is reduce-overhead on a CPU.
     """
     assert train.precision != "auto"
-    compile = train.compile
-    if compile == "reduce-overhead" and world.device.type == "cpu":
-        raise InputError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
     if train.recheck_every_steps and world.device.type == "cuda":
         compute_repeatably()
-    # 1. Recompute, inside the blocks, so that the compiler sees what to keep.
-    model.set_recompute(train.recompute)
-    # 2. Compile each block in place; a whole model takes twice as long to compile and gains nothing more.
-    if compile:
-        for block in model.blocks:
-            block.compile(
-                mode="reduce-overhead" if compile == "reduce-overhead" else None,
-                options=COMPILE_OPTIONS_ON_CPU if world.device.type == "cpu" else None,
-            )
-    if compile == "reduce-overhead":
-        # Each block is a graph of its own; their results live on until the next pass through the model begins.
-        model.encode = _marking_step_begin(model.encode)
-    # 3. Shard, which replaces the parameters; 4. build the optimizer over the parameters that each rank updates.
+    set_up_blocks(model, train, world.device)
+    # An engine shards, which replaces the parameters, and then builds its optimizer over those that each rank updates.
     match engine:
         case SingleConfig():
             return SingleEngine(model, world, train=train, optimizer=optimizer)
@@ -140,23 +121,3 @@ def build_engine(
         case Fsdp2Config():
             return Fsdp2Engine(model, engine, world, train=train, optimizer=optimizer)
     assert_never(engine)
-
-
-def compute_repeatably() -> None:
-    """From now on this process computes the same bits from the same inputs, where torch has an algorithm for that.
-
-    Attention is then plain matrix products: with warn_only, torch's fused backward passes still add in any order.
-    """
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def _marking_step_begin(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def marking_encode(token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        return encode(token_ids_BN, padded=padded)
-
-    return marking_encode

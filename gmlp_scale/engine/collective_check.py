@@ -27,11 +27,10 @@ class Tried(NamedTuple):
 
 def try_collective(kind: str, num_bytes: int, world: World) -> Tried:
     """`kind`, one of WIRE_SHARES, with float32 tensors of `num_bytes` as a whole. All ranks call it together."""
-    size, rank = world.size, world.rank
+    size, rank, device = world.size, world.rank, world.device
     num_own = max(1, num_bytes // 4 // size)
     # Small whole numbers, so that their sums are exact in float32.
-    numbers = (torch.arange(num_own * size, device=world.device) % 251).float()
-    parts = numbers.view(size, num_own)
+    numbers = (torch.arange(num_own * size, device=device) % 251).float()
     sums = numbers * size + size * (size - 1) // 2
     match kind:
         case "all-reduce":
@@ -39,8 +38,8 @@ def try_collective(kind: str, num_bytes: int, world: World) -> Tried:
         case "reduce-scatter":
             given, expected = numbers + rank, sums.view(size, num_own)[rank]
         case "all-gather":
-            given = parts[rank] + rank
-            expected = (parts + torch.arange(size, device=world.device)[:, None]).flatten()
+            parts = numbers.view(size, num_own)
+            given, expected = parts[rank] + rank, (parts + torch.arange(size, device=device)[:, None]).flatten()
     times = []
     for _ in range(NUM_TIMES):
         result = given.clone() if kind == "all-reduce" else torch.full_like(expected, torch.nan)

@@ -37,13 +37,11 @@ class Vectors:
     """Float32 vectors that every rank holds whole and updates alike, beside what an engine shards.
 
     Their gradients add up in one flat tensor. So one collective is enough, and no gradient is left in the memory of a
-    CUDA graph, which the next micro-batch overwrites.
+    CUDA graph, which the next micro-batch overwrites. The ranks take turns in giving a vector to a checkpoint.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], world: World):
-        self.parameters = parameters
-        self.world = world
-        # The ranks take turns in giving one to a checkpoint.
+        self.parameters, self.world = parameters, world
         self.given_by_others = {name for index, name in enumerate(parameters) if index % world.size != world.rank}
         sizes = [parameter.numel() for parameter in parameters.values()]
         self.flat = torch.zeros(sum(sizes) + 1, device=world.device)  # the gradients, and a place for a squared norm

@@ -1,7 +1,6 @@
 """Float32 master weights with the optimizers' states, and the pieces of them that make up a checkpoint.
 
-`single` and `fsdp2` keep their masters in these classes. `zero` keeps its own inside DeepSpeed, and uses only the keys
-and Piece.
+`single` and `fsdp2` keep all masters in Masters; `zero` only those of the vectors, the others are DeepSpeed's.
 """
 
 import math
@@ -14,10 +13,8 @@ from torch import Tensor
 from gmlp_scale.engine.muon import Muon
 from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, update
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's states of a parameter."""
-MOMENTUM = "momentum"
-"""Muon's only state of a matrix."""
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's states of a parameter
+MOMENTUM = "momentum"  # Muon's only state of a matrix
 
 ReadSlice = Callable[[str, int, int], Tensor]
 """(key, first, stop) -> the float32 CPU tensor of the indices [first, stop) along dimension 0."""

@@ -90,8 +90,8 @@ class ZeroEngine:
             train=train,
             optimizer=optimizer,
         )
-        others = [(name, parameter) for name, parameter in parameters.items() if name not in matrices]
-        adamw = build_adamw(others, optimizer, decayed_names(model))
+        in_adamw = [(name, parameter) for name, parameter in parameters.items() if name not in matrices]
+        adamw = build_adamw(in_adamw, optimizer, decayed_names(model))
         if matrices:
             adamw.add_param_group({"params": [parameters[name] for name in matrices]})
         initial = {name: parameter.data for name, parameter in parameters.items()}

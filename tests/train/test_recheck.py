@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.engine import compute_repeatably
+from gmlp_scale.engine.computing import compute_repeatably
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train import loop
 from gmlp_scale.train.log_files import read_metrics
