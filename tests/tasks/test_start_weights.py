@@ -49,8 +49,8 @@ def trained_model(kind: str, shards) -> TrainedModel:
     perturb(model)
     tokenizer = Tokenizer(shards / "tokenizer")
     return TrainedModel(
-        "here", config, "masked_language_model", (), dict(model.named_parameters()), str(shards / "tokenizer"),
-        tokenizer.sha256, None, {}, None,
+        "here", config, "masked_language_model", (), dict(model.named_parameters()), {}, str(shards / "tokenizer"),
+        tokenizer.sha256,
     )  # fmt: skip
 
 
