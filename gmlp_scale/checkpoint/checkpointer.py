@@ -96,40 +96,24 @@ class Checkpointer:
         """Collective: rank 0 finds the newest checkpoint and verifies it, and all ranks open it.
 
         Deletes what killed saves left. Renames damaged checkpoints, since the run will save those steps again when it
-        reaches them.
+        reaches them. Raises CheckpointError where all are damaged, and OtherRankError on the other ranks.
         """
-        name, error = None, None
-        if self.world.rank == 0:
-            try:
-                self.checkpoints.delete_unfinished()
-                checkpoint, damaged = newest_of(self.checkpoints)
-                for damaged_name in damaged:
-                    self.checkpoints.set_aside(damaged_name, f"damaged-{self._token}")
-                name = checkpoint.path.name if checkpoint else None
-            except (CheckpointError, OSError) as problem:
-                error = str(problem)
-        name, error = self.world.broadcast([name, error])
-        if error:
-            raise CheckpointError(error)
+        name = self.world.on_main(self._find_newest)
         if name is None:
             return None
         if not self.checkpoints.is_shared:
-            self._copy_to_other_hosts(name)
+            needs_copy = self.world.local_rank == 0 and self.world.rank != 0  # rank 0 has copied it to its own host
+            self.world.on_all(lambda: self.checkpoints.open(name).step if needs_copy else None)
         checkpoint = Checkpoint.open(self.checkpoints.directory / name, verify_files=False)
         self._newest_step = checkpoint.step
         return checkpoint
 
-    def _copy_to_other_hosts(self, name: str) -> None:
-        """Collective: every host gets the copy that rank 0's host has."""
-        error = None
-        if self.world.local_rank == 0 and self.world.rank != 0:
-            try:
-                self.checkpoints.open(name)
-            except (CheckpointError, OSError) as problem:
-                error = problem
-        failed = [rank for rank, has_failed in enumerate(self.world.gather(int(error is not None))) if has_failed]
-        if failed:
-            raise CheckpointError(f"{name} could not be copied to the hosts of ranks {failed}: {error or 'see there'}")
+    def _find_newest(self) -> str | None:
+        self.checkpoints.delete_unfinished()
+        checkpoint, damaged = newest_of(self.checkpoints)
+        for name in damaged:
+            self.checkpoints.set_aside(name, f"damaged-{self._token}")
+        return checkpoint.path.name if checkpoint else None
 
     def save(self, engine: Engine, step: int, states: Mapping[str, Any] = MappingProxyType({})) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
@@ -180,8 +164,8 @@ class Checkpointer:
     def _settle(self) -> None:
         """Collective: returns once no rank is saving any more. All ranks meet again and again meanwhile: a rank that
         died is noticed at once, and one that stands still after the process group's timeout."""
-        while any(self.world.gather(int(self._is_saving(HEARTBEAT_SECONDS)))):
-            if any(self.world.gather(int(self.world.is_stop_signalled))):
+        while any(self.world.gather(self._is_saving(HEARTBEAT_SECONDS))):
+            if any(self.world.gather(self.world.is_stop_signalled)):
                 self._no_more_attempts.set()
         self._thread = None
 

@@ -29,6 +29,7 @@ We do not trust the filesystem either: before a tensor is used, every file that 
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,16 +126,11 @@ class Checkpoint:
         return tensor
 
     def misfit(self, model: nn.Module) -> str:
-        """A line that says which of the model's parameters have other names or shapes here; empty if all fit."""
+        """Which of the model's parameters have other names or shapes here; empty if all fit."""
         prefix = model_key("")
         saved = {key.removeprefix(prefix): of.shape for key, of in self.tensors.items() if key.startswith(prefix)}
         own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        others = [name for name in own | saved if own.get(name) != saved.get(name)]
-        if not others:
-            return ""
-        first = others[0]
-        shapes = f"{saved.get(first, 'absent')} in the checkpoint, {own.get(first, 'absent')} in the model"
-        return f"parameters: {len(others)} with another name or shape, such as {first}: {shapes}"
+        return f"parameters: {difference(own, saved)}" if saved != own else ""
 
     def load_into(self, engine: Engine) -> None:
         engine.load_state(self.read, self.step)
@@ -198,3 +194,13 @@ def step_of(name: str) -> int:
 
 def step_folders(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("step_*") if STEP_FOLDER.fullmatch(path.name))
+
+
+def difference(found: Mapping[str, tuple], expected: Mapping[str, tuple]) -> str:
+    """Names the first three parameters that are missing, unknown or of another shape."""
+    lines = [
+        f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gmlp_scale.checkpoint.format import difference
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import FAMILIES, ModelConfig, build_model
@@ -198,16 +199,6 @@ def expected_shapes(model: ModelConfig, head: Head, num_classes: int) -> dict[st
     with torch.device("meta"):
         parameters = build_model(model, head=head_class(head, num_classes)).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
-
-
-def difference(found: dict[str, tuple], expected: dict[str, tuple]) -> str:
-    """Names the first three parameters that are missing, unknown or of another shape."""
-    lines = [
-        f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
-        for name in sorted(found.keys() | expected.keys())
-        if found.get(name) != expected.get(name)
-    ]
-    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
 def sha256_of(path: Path) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gmlp_scale.checkpoint.format import difference
 from gmlp_scale.checkpoint.trained import (
     CHECKSUMS_NAME,
     CLASS_OF_HEAD,
@@ -31,7 +32,6 @@ from gmlp_scale.checkpoint.trained import (
     ExportError,
     Head,
     TrainedModel,
-    difference,
     expected_shapes,
     sha256_of,
 )

@@ -8,7 +8,8 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from gmlp_scale.checkpoint.trained import TrainedModelError, difference
+from gmlp_scale.checkpoint.format import difference
+from gmlp_scale.checkpoint.trained import TrainedModelError
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpConfig
 from gmlp_scale.models.image_classifier import NUM_COLOURS, ImageClassifier

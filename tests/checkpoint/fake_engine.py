@@ -12,6 +12,7 @@ from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.checkpoint.stores import LocalCheckpoints
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Piece
 from gmlp_scale.storage.files import sealed
 
@@ -22,6 +23,9 @@ SHAPES = {
     "model.temperature": (),
     "optimizer.embedding.weight.exp_avg": (7, 3),
 }
+
+KEYS, LENGTH = ["model.a", "model.b", "model.c"], 64
+"""Of a StepEngine's tensors, which are (LENGTH, 8)."""
 
 
 class FakeEngine:
@@ -58,6 +62,19 @@ class FakeEngine:
                 self.tensors[key] = read(key, 0, None)
 
 
+class StepEngine:
+    """Owns an equal share of tensors whose values are all the step, so that a mixed checkpoint would show."""
+
+    def __init__(self, rank: int, world_size: int, step: int, on_piece=lambda: None):
+        self.rank, self.world_size, self.step, self.on_piece = rank, world_size, step, on_piece
+
+    def state(self):
+        share = LENGTH // self.world_size
+        for key in KEYS:
+            self.on_piece()
+            yield key, Piece(torch.full((share, 8), float(self.step)), (LENGTH, 8), self.rank * share)
+
+
 class FakeWorld:
     """A rank on a thread: what a Checkpointer uses of a World."""
 
@@ -65,15 +82,21 @@ class FakeWorld:
         self.rank, self.local_rank, self.size, self.shared = rank, rank, size, shared or Shared(1)
         self.store, self.is_stop_signalled, self.has_lost_ranks = self.shared.store, False, False
 
-    def gather(self, value: int) -> list[int]:
+    on_all, on_main, broadcast = World.on_all, World.on_main, World.broadcast
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def name_of(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def gather(self, value):
         self.shared.values[self.rank] = json.dumps(value)
         self.shared.barrier.wait()
         values = [json.loads(text) for text in self.shared.values]
         self.shared.barrier.wait()
         return values
-
-    def broadcast(self, value):
-        return self.gather(value)[0]
 
 
 class Shared:
@@ -125,6 +148,13 @@ def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
     assert set(checkpoint.keys) == set(expected)
     for key, tensor in expected.items():
         assert torch.equal(checkpoint.read(key), tensor), key
+
+
+def assert_holds_its_step(checkpoint: Checkpoint) -> None:
+    """Whether a StepEngine's checkpoint is of one step throughout."""
+    assert checkpoint.keys == KEYS
+    for key in KEYS:
+        assert torch.equal(checkpoint.read(key), torch.full((LENGTH, 8), float(checkpoint.step)))
 
 
 def reseal(folder: Path, change) -> None:

@@ -17,6 +17,7 @@ from gmlp_scale.checkpoint import pieces, stores
 from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
 from gmlp_scale.checkpoint.stores import newest_checkpoint
 from tests.checkpoint.fake_engine import (
+    SHAPES,
     FakeEngine,
     FakeWorld,
     Shared,
@@ -209,6 +210,19 @@ def test_close_does_not_wait_for_a_store_that_stands_still(tmp_path, monkeypatch
     checkpointer.save(FakeEngine(1, 2), 1)
     assert asks.wait(timeout=60)
     checkpointer.close()
+
+
+def test_staging_buffers_hold_a_copy_and_are_used_again():
+    staging, addresses = pieces.StagingBuffers(), []
+    for step in (1, 2):
+        engine = FakeEngine(seed=step)
+        copied = staging.copy(engine)
+        assert copied.keys() == SHAPES.keys()
+        for key, piece in copied.items():
+            assert torch.equal(piece.tensor, engine.tensors[key]) and piece.shape == SHAPES[key]
+            assert piece.tensor.data_ptr() != engine.tensors[key].data_ptr()
+        addresses.append({key: piece.tensor.data_ptr() for key, piece in copied.items()})
+    assert addresses[0] == addresses[1]
 
 
 def test_details_that_are_not_json_fail_at_once(tmp_path):

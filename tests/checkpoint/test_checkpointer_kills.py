@@ -16,43 +16,30 @@ from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
 from gmlp_scale.checkpoint.pieces import FileRecord
 from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
-from gmlp_scale.engine import Piece
-from tests.checkpoint.fake_engine import FakeWorld, Shared
+from tests.checkpoint.fake_engine import FakeWorld, Shared, StepEngine, assert_holds_its_step, names_in
 from tests.forked import fork
 
 WORLD_SIZE = 2  # two ranks, on threads of one process: a kill takes the whole node
-KEYS = ["model.a", "model.b", "model.c"]
-LENGTH = 64
-
-
-class CountingEngine:
-    """All values are the step, so that a mixed checkpoint would show."""
-
-    def __init__(self, rank: int, step: int, world_size: int = WORLD_SIZE, on_piece=lambda: None):
-        self.rank, self.step, self.world_size, self.on_piece = rank, step, world_size, on_piece
-
-    def state(self):
-        share = LENGTH // self.world_size
-        for key in KEYS:
-            self.on_piece()
-            yield key, Piece(torch.full((share, 8), float(self.step)), (LENGTH, 8), self.rank * share)
 
 
 def save_step(checkpointers: list[Checkpointer], step: int, on_piece=lambda: None) -> None:
     for rank, checkpointer in enumerate(checkpointers):
-        checkpointer.save(CountingEngine(rank, step, len(checkpointers), on_piece), step)
+        checkpointer.save(StepEngine(rank, len(checkpointers), step, on_piece), step)
     for checkpointer in checkpointers:
         checkpointer.wait()
 
 
 class InTurnWorld(FakeWorld):
-    def gather(self, value: int) -> list[int]:
+    def gather(self, value):
         return [value]
 
-    def broadcast(self, value):
+    def on_main(self, action):
         if self.rank == 0:
-            self.shared.values = [value]
+            self.shared.values = [action()]
         return self.shared.values[0]
+
+    def broadcast(self, value):
+        return self.on_main(lambda: value)
 
 
 def start_ranks(directory: Path, world_size: int = WORLD_SIZE) -> list[Checkpointer]:
@@ -63,22 +50,12 @@ def start_ranks(directory: Path, world_size: int = WORLD_SIZE) -> list[Checkpoin
     return [Checkpointer(place, config, world=world, details={}, timeout_seconds=20) for world in worlds]
 
 
-def assert_whole(checkpoint: Checkpoint) -> None:
-    assert checkpoint.keys == KEYS
-    for key in KEYS:
-        assert torch.equal(checkpoint.read(key), torch.full((LENGTH, 8), float(checkpoint.step)))
-
-
 class Killer:
     """Counts what a save does to the disk and kills this process just before event number `fatal_event`."""
 
     def __init__(self, log: Path, fatal_event: int):
-        self.log, self.fatal_event, self.num_events, self.lock = (
-            log.open("a", buffering=1),
-            fatal_event,
-            0,
-            threading.Lock(),
-        )
+        self.log, self.lock = log.open("a", buffering=1), threading.Lock()
+        self.fatal_event, self.num_events = fatal_event, 0
 
     def event(self, *what) -> None:
         with self.lock:
@@ -134,14 +111,8 @@ def test_killed_at_every_event_of_a_save(tmp_path, monkeypatch, trials):
     monkeypatch.setattr(checkpointer_module, "POLL_SECONDS", 0.001)
     assert run_in_child(save_until_killed, tmp_path / "whole", tmp_path / "whole.log", -1) == 0
     events = (tmp_path / "whole.log").read_text().splitlines()
-    phases = ["stage", "mkdir step_", "half of file rank_00001"]
-    phases += [
-        "replace .DONE.",
-        "rename step_000000003.tmp",
-        "rename step_000000001 ",
-        "rmdir step_000000001",
-    ]
-    for phase in phases:
+    phases = ["stage", "mkdir step_", "half of file rank_00001", "replace .DONE.", "rename step_000000003.tmp"]
+    for phase in [*phases, "rename step_000000001 ", "rmdir step_000000001"]:
         assert any(event.startswith(phase) for event in events), phase
 
     newest_steps = []
@@ -153,15 +124,15 @@ def test_killed_at_every_event_of_a_save(tmp_path, monkeypatch, trials):
         checkpoint, damaged = newest_checkpoint(directory)
         assert damaged == [], seen[-1]
         assert checkpoint.step == (3 if published else 2), seen[-1]
-        assert_whole(checkpoint)
+        assert_holds_its_step(checkpoint)
         newest_steps.append(checkpoint.step)
 
         checkpointers = start_ranks(directory)
         assert [checkpointer.newest().step for checkpointer in checkpointers] == [checkpoint.step] * WORLD_SIZE
         save_step(checkpointers, 4)
-        left = sorted(path.name for path in directory.iterdir())
+        left = names_in(directory)
         assert left == [f"step_00000000{checkpoint.step}", "step_000000004"], seen[-1]
-        assert_whole(newest_checkpoint(directory)[0])
+        assert_holds_its_step(newest_checkpoint(directory)[0])
     assert {2, 3} == set(newest_steps)
     trials("killed within a save", len(events))
 
@@ -171,22 +142,22 @@ def save_on_a_full_disk(directory: Path) -> None:
     save_step([checkpointer], 1)
     checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
-    checkpointer.save(CountingEngine(0, 2, world_size=1), 2)
+    checkpointer.save(StepEngine(0, 1, step=2), 2)
     with pytest.raises(CheckpointError, match=r"step_000000002 could not be saved: rank 0: .*File too large"):
         checkpointer.wait()
-    assert [path.name for path in directory.iterdir()] == ["step_000000001"]
+    assert names_in(directory) == ["step_000000001"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
-    checkpointer.save(CountingEngine(0, 3, world_size=1), 3)
+    checkpointer.save(StepEngine(0, 1, step=3), 3)
     with pytest.raises(CheckpointError, match=r"step_000000003 could not be saved: .*File too large"):
         checkpointer.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert_whole(newest_checkpoint(directory)[0])
+    assert_holds_its_step(newest_checkpoint(directory)[0])
     save_step([checkpointer], 4)
-    assert [path.name for path in sorted(directory.iterdir())] == ["step_000000001", "step_000000004"]
+    assert names_in(directory) == ["step_000000001", "step_000000004"]
 
 
 def test_full_disk_leaves_earlier_checkpoints_and_the_run_goes_on(tmp_path, trials):
     assert run_in_child(save_on_a_full_disk, tmp_path) == 0
     for step in (1, 4):
-        assert_whole(Checkpoint.open(tmp_path / f"step_00000000{step}"))
+        assert_holds_its_step(Checkpoint.open(tmp_path / f"step_00000000{step}"))
     trials("full disk during a save", 2)

@@ -8,71 +8,49 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from gmlp_scale.checkpoint import checkpointer, stores
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
-from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.engine import Piece
-from tests.checkpoint.fake_engine import names_in
+from tests.checkpoint.fake_engine import StepEngine, assert_holds_its_step, checkpointer_on, names_in
 from tests.gloo_ranks import run_ranks
 
 TIMEOUT_SECONDS = 300.0  # nothing here may come near it
-LENGTH = 4000
-
-
-class StepEngine:
-    """All values are the step."""
-
-    def __init__(self, rank: int, step: int):
-        self.piece = Piece(torch.full((LENGTH // 2,), float(step)), (LENGTH,), rank * LENGTH // 2)
-
-    def state(self):
-        yield "model.a", self.piece
 
 
 def start_checkpointer(directory: Path, world: World, **config) -> Checkpointer:
-    config = CheckpointConfig(save_every_steps=1, **config)
-    return Checkpointer(
-        stores.LocalCheckpoints(directory), config, details={}, world=world, timeout_seconds=TIMEOUT_SECONDS
-    )
+    return checkpointer_on(directory, world, timeout_seconds=TIMEOUT_SECONDS, **config)
 
 
 def set_file_limit(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def assert_holds_step(directory: Path, step: int) -> None:
-    checkpoint = Checkpoint.open(directory / f"step_{step:09d}")
-    assert torch.equal(checkpoint.read("model.a"), torch.full((LENGTH,), float(step)))
-
-
 def _save_with_one_full_disk(directory: Path) -> None:
     with start_world(TIMEOUT_SECONDS, "cpu") as world:
         saver = start_checkpointer(directory, world)
-        saver.save(StepEngine(world.rank, 1), 1)
+        saver.save(StepEngine(world.rank, 2, 1), 1)
         saver.wait()
 
         # 1. No room on rank 1: training goes on, and the same step is saved once there is room.
         checkpointer.RETRY_SECONDS = 0.2
         if world.rank == 1:
             set_file_limit(1000)
-        saver.save(StepEngine(world.rank, 2), 2)
+        saver.save(StepEngine(world.rank, 2, 2), 2)
         while not any(world.gather(int(saver.last_error is not None))):
             assert world.sum([1.0]) == [2.0]  # a training step
         assert names_in(directory)[0] == "step_000000001"
         set_file_limit(resource.RLIM_INFINITY)
         saver.wait()
         assert saver.last_error is None
-        assert_holds_step(directory, 2)
+        assert_holds_its_step(Checkpoint.open(directory / "step_000000002"))
 
         # 2. No room at the end: the run waits for it, and a stop signal to either rank ends the wait on both.
         checkpointer.RETRY_SECONDS = TIMEOUT_SECONDS
         if world.rank == 1:
             set_file_limit(1000)
-        saver.save(StepEngine(world.rank, 3), 3)
+        saver.save(StepEngine(world.rank, 2, 3), 3)
 
         def signal_after_failure():
             while saver.last_error is None:
@@ -88,9 +66,9 @@ def _save_with_one_full_disk(directory: Path) -> None:
 
         # 3. The same step may be saved later all the same, though the store remembers the attempts before.
         set_file_limit(resource.RLIM_INFINITY)
-        saver.save(StepEngine(world.rank, 3), 3)
+        saver.save(StepEngine(world.rank, 2, 3), 3)
         saver.wait()
-        assert_holds_step(directory, 3)
+        assert_holds_its_step(Checkpoint.open(directory / "step_000000003"))
         saver.close()
 
 
@@ -104,12 +82,12 @@ def _lose_rank_1_in_a_save(directory: Path) -> float | None:
     saver = start_checkpointer(directory, world, asynchronous=world.rank == 1)
     if world.rank == 1:
         stores.write_pieces = lambda folder, rank, pieces: threading.Event().wait()
-        saver.save(StepEngine(1, 1), 1)
+        saver.save(StepEngine(1, 2, 1), 1)
         return None  # and the process ends
     checkpointer.CLOSE_GRACE_SECONDS = 0.2
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?i)connection"):
-        saver.save(StepEngine(0, 1), 1)
+        saver.save(StepEngine(0, 2, 1), 1)
     saver.close()
     return time.monotonic() - started
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gmlp_scale.checkpoint.stores import newest_checkpoint
-from tests.checkpoint.test_checkpointer_kills import KEYS, LENGTH, save_step, start_ranks
+from tests.checkpoint.fake_engine import KEYS, LENGTH
+from tests.checkpoint.test_checkpointer_kills import save_step, start_ranks
 from tests.faults.table import OURS
 
 State = dict[str, Tensor]
