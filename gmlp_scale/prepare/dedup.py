@@ -61,16 +61,13 @@ def minhash_passes(options: JobOptions) -> tuple[list[Pass], PipelineStep]:
     """The passes that find near duplicates by MinHash (14 buckets of 8 hashes of 5-grams of words), and the filter."""
     folder = f"{options.job.url}/dedup/minhash"
     config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))  # datatrove 0.10's xxhash fails with xxhash 4
-    signature = MinhashDedupSignature(f"{folder}/signatures", config, language=BlankWordTokenizer())
+    signatures = MinhashDedupSignature(f"{folder}/signatures", config, language=BlankWordTokenizer())
+    buckets = MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)
+    clusters = MinhashDedupCluster(f"{folder}/buckets", f"{folder}/remove", config)
     passes = [
-        Pass("minhash-signatures", [signature], options.num_tasks, True),
-        Pass(
-            "minhash-buckets",
-            [MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)],
-            config.num_buckets,
-            False,
-        ),
-        Pass("minhash-clusters", [MinhashDedupCluster(f"{folder}/buckets", f"{folder}/remove", config)], 1, False),
+        Pass("minhash-signatures", [signatures], options.num_tasks, True),
+        Pass("minhash-buckets", [buckets], config.num_buckets, False),
+        Pass("minhash-clusters", [clusters], 1, False),
     ]
     return passes, MinhashDedupFilter(f"{folder}/remove")
 
@@ -114,14 +111,14 @@ class DropContaminated(PipelineStep):
                 if not isinstance(record, Record):
                     raise InputError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
                 lines = record.text.splitlines() if file.kind in ("text", "table") else [record.text]
-                hashes += [ngram_hashes(line) for line in lines]
+                hashes += [_ngram_hashes(line) for line in lines]
         banned = np.unique(np.concatenate(hashes))
         for document in data:
-            if not np.isin(ngram_hashes(document.text), banned).any():
+            if not np.isin(_ngram_hashes(document.text), banned).any():
                 yield document
 
 
-def ngram_hashes(text: str) -> np.ndarray:
+def _ngram_hashes(text: str) -> np.ndarray:
     """Hashes of every 13 words in a row, case and punctuation aside; uint64."""
     words = np.array([_word_hash(word) for word in re.findall(r"\w+", text.lower())], np.uint64)
     if len(words) < _NGRAM_WORDS:

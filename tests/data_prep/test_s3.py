@@ -63,12 +63,16 @@ def test_bucket_to_bucket_gives_the_same_bytes_with_and_without_faults(
     trials("S3: 10 % of answers 503, reset, cut or late", server.faults - before)
 
 
-def test_training_from_a_bucket_through_the_cache(s3, server, shards_to_read, tmp_path):
+def test_training_from_a_bucket_through_the_cache_where_a_bad_copy_is_fetched_again(
+    s3, server, shards_to_read, tmp_path
+):
     upload(s3, shards_to_read, "shards")
     server.fault_fraction = 0.1
     with pytest.raises(ShardError, match=r"set data\.cache_dir"):
         make_loader("s3://bucket/shards", None, tmp_path)
     local = make_loader(shards_to_read, None, tmp_path)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / f"cache/{local.sources[0].manifest.splits.train[0].sha256}.tar").write_bytes(b"half")
     remote = make_loader("s3://bucket/shards", tmp_path / "cache", tmp_path)
     assert remote.fingerprint() == local.fingerprint()
     num_steps = local.num_rows // 8
@@ -109,19 +113,6 @@ def test_a_key_that_is_refused_is_reported_at_once(s3, server, shards_to_read, t
         assert server.refusals == before + 1
     assert not list((tmp_path / "cache").glob("*.tar"))
     trials("S3: 403 and 404", 2)
-
-
-def test_a_cached_copy_that_went_bad_is_fetched_again(s3, shards_to_read, tmp_path):
-    upload(s3, shards_to_read, "shards")
-    shard = Manifest.load(shards_to_read).splits.train[0]
-    (tmp_path / "cache").mkdir()
-    (tmp_path / f"cache/{shard.sha256}.tar").write_bytes(b"half")
-    local, remote = (
-        make_loader(folder, cache, tmp_path)
-        for folder, cache in ((shards_to_read, None), ("s3://bucket/shards", tmp_path / "cache"))
-    )
-    assert same_batches(local, remote, local.num_rows // 8)
-    local.close(), remote.close()
 
 
 def test_permanent_errors_name_the_object_at_once(s3, server, shards_to_read, tmp_path, trials):
@@ -179,52 +170,50 @@ def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_re
     trials("SIGKILL of a random rank at a random step", 1)
 
 
-def test_retries_end_in_one_error_that_names_the_object(monkeypatch):
-    monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0, 0.0))
-    calls = []
+@pytest.fixture
+def ask(monkeypatch):
+    """ask(answers, num_waits): what with_retries makes of an operation with these answers; some may be errors."""
+    monkeypatch.setattr("gmlp_scale.storage.files._store_has_answered", False)
 
-    def fail():
-        calls.append(1)
-        raise ConnectionResetError("reset")
+    def ask(answers: list, num_waits: int):
+        monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0,) * num_waits)
 
-    with pytest.raises(OSError, match="reading s3://b/x failed 3 times, at last with ConnectionResetError"):
-        with_retries(fail, "reading s3://b/x")
-    assert len(calls) == 3
+        def operation():
+            if isinstance(answer := answers.pop(0), Exception):
+                raise RuntimeError(str(answer)) from answer  # as botocore's stand before aiohttp's
+            return answer
+
+        return with_retries(operation, "reading s3://b/x")
+
+    return ask
+
+
+def test_retries_end_in_one_error_that_names_the_object(ask):
+    answers = [ConnectionResetError("reset") for _ in range(4)]
+    with pytest.raises(OSError, match="reading s3://b/x failed 3 times, at last with RuntimeError"):
+        ask(answers, num_waits=2)
+    assert len(answers) == 1
+
+
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
 
 @pytest.mark.parametrize(
     "error, raised, needed",
     [
         (NoCredentialsError(), PlaceError, "Unable to locate credentials; give the store's key in the environment"),
-        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), StoreError, "refused; check that this machine has a"),
+        (REFUSED, StoreError, "refused; check that this machine has a"),
         (socket.gaierror(socket.EAI_AGAIN, "no such name"), StoreError, "no such name; check that this machine has a"),
     ],
 )
-def test_what_no_waiting_mends_is_reported_at_once(error, raised, needed, monkeypatch):
-    monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", ())
-    monkeypatch.setattr("gmlp_scale.storage.files._store_has_answered", False)
-
-    def fail():
-        try:
-            raise error
-        except type(error) as cause:
-            raise RuntimeError(str(cause)) from cause  # as botocore's stand before aiohttp's
-
+def test_what_no_waiting_mends_is_reported_at_once(error, raised, needed, ask):
     with pytest.raises(raised, match=f"reading s3://b/x: .*{needed}"):
-        with_retries(fail, "reading s3://b/x")
+        ask([error], num_waits=0)
 
 
-def test_a_store_that_answered_may_be_out_of_reach_for_a_moment(monkeypatch):
-    monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0,))
-    assert with_retries(lambda: 1, "reading s3://b/x") == 1
-    answers = iter([ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 2])
-
-    def read():
-        if isinstance(answer := next(answers), Exception):
-            raise answer
-        return answer
-
-    assert with_retries(read, "reading s3://b/x") == 2
+def test_a_store_that_answered_may_be_out_of_reach_for_a_moment(ask):
+    assert ask([1], num_waits=1) == 1
+    assert ask([REFUSED, 2], num_waits=1) == 2
 
 
 def test_of_jobs_that_start_together_one_holds_a_bucket(s3, server, quick):
