@@ -20,10 +20,10 @@ from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.loop import Progress
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.run import run_task
+from gmlp_scale.train.sinks import read_metrics
 
 NUM_STEPS, STOP_STEP = 6, 3
 NUM_TRAINING_ROWS, NUM_HELDOUT_ROWS = 2048, 8

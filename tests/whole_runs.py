@@ -10,8 +10,8 @@ import torch
 from gmlp_scale.distributed import logs
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.sinks import read_metrics
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables, run_ranks
 from tests.written_shards import VOCAB_SIZE

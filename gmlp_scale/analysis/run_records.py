@@ -21,7 +21,7 @@ from gmlp_scale.checkpoint.trained import PREFIX
 from gmlp_scale.errors import InputError
 from gmlp_scale.recipe.config import flatten
 from gmlp_scale.storage.files import read_file, redacted
-from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.sinks import read_metrics
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ def open_writer(folder: str, *, replacing: bool = False) -> Iterator["SummaryWri
 def start_steps(folder: str) -> list[int]:
     """How many steps were finished at each start of the run whose events lie in `folder`, in the order of the starts.
 
-    train/log_files.py begins a new file of events, and says so in it, whenever a run starts or is resumed.
+    train/sinks.py begins a new file of events, and says so in it, whenever a run starts or is resumed.
     """
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.compat.proto.event_pb2 import SessionLog

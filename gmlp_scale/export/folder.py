@@ -42,7 +42,7 @@ from gmlp_scale.export.carried_code import copy_sources
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.storage.files import is_url, read_file
-from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.sinks import read_metrics
 
 _LOCAL = Publication()
 _CLASS_OF_IMAGES = "GmlpScaleForImageClassification"

@@ -17,11 +17,9 @@ from gmlp_scale.distributed.world import StopSignalled, World
 from gmlp_scale.plan.devices import GPUS
 from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.tasks.task import BatchLoader, Task
-from gmlp_scale.train.events import picture_summary, recipe_summaries
-from gmlp_scale.train.log_files import EventsFile, MetricsFile
 from gmlp_scale.train.schedule import Schedule
+from gmlp_scale.train.sinks import EventsFile, MetricsFile, WandbRun, picture_summary, recipe_summaries
 from gmlp_scale.train.step_reports import StepReport
-from gmlp_scale.train.tracker import WandbRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.errors import UserError
 from gmlp_scale.recipe.config import Recipe
-from gmlp_scale.train.log_files import MetricsFile, read_metrics
+from gmlp_scale.train.sinks import MetricsFile, read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReport
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import export_checkpoint
-from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.sinks import read_metrics
 from launch.evaluate import main
 from tests.analysis.pretrained_runs import write_shards
 from tests.finetune.small_recipes import write_sentiment

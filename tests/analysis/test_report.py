@@ -18,7 +18,7 @@ from gmlp_scale.analysis import run_report
 from gmlp_scale.analysis.curves import MOST_POINTS
 from gmlp_scale.checkpoint.saved_run import read_recipe
 from gmlp_scale.plan.describe import count_parameters
-from gmlp_scale.train.log_files import EventsFile, read_metrics
+from gmlp_scale.train.sinks import EventsFile, read_metrics
 from launch.report import main
 from tests.analysis.browser import chromium
 

@@ -10,8 +10,8 @@ import torch
 from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.recipe.reader import load_run_config
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.sinks import read_metrics
 from tests.gloo_ranks import run_ranks
 
 # What the code that wrote the checkpoint of step 4 logged when it went on from there. Other CPUs may round otherwise.

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, constants
 
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.checkpoint.trained import read_export
-from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.sinks import read_metrics
 from tests.export.hub_stand_in import TOKEN, HubStandIn
 
 NAME = "me/tiny"

@@ -14,8 +14,8 @@ from gmlp_scale.checkpoint.saved_run import read_weights
 from gmlp_scale.data.augmentation import centre_crop
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.export.image_models import read_image_run
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.start import load_recipe
 from launch import evaluate_images, export_images, plot_model
 from tests.export.test_timm_weights import SIZES, TimmGmlp

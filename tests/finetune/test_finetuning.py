@@ -17,7 +17,7 @@ from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.table import summarize_all
-from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.sinks import read_metrics
 from tests.finetune.small_recipes import sentiment_run, tiny_run
 
 

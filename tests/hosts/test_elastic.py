@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gmlp_scale.checkpoint.stores import newest_checkpoint
-from gmlp_scale.train.log_files import read_metrics
+from gmlp_scale.train.sinks import read_metrics
 from tests.forked import Script
 from tests.hosts.hosts import ROOT, Host, Job, wait_until
 from tests.hosts.launchers import ENGINES, ENVIRONMENT, RECIPE

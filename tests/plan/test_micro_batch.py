@@ -16,8 +16,8 @@ from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train import resolve
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.sinks import read_metrics
 from tests.gloo_ranks import run_ranks
 from tests.whole_runs import RECIPE, SMOKE
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards

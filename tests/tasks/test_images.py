@@ -12,8 +12,8 @@ from gmlp_scale.data.image_loader import ImageLoader
 from gmlp_scale.distributed.world import lone_world
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.images import Images, ImagesConfig
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.start import load_recipe
 from tests.forked import Script
 from tests.gloo_ranks import run_ranks

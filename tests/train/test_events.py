@@ -5,9 +5,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
-from gmlp_scale.train.events import picture_summary, recipe_summaries
 from gmlp_scale.train.filters import draw_filters
-from gmlp_scale.train.log_files import EventsFile
+from gmlp_scale.train.sinks import EventsFile, picture_summary, recipe_summaries
 
 FIELDS = {
     "name": "smoke",

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.train.log_files import EventsFile, MetricsFile, read_metrics
+from gmlp_scale.train.sinks import EventsFile, MetricsFile, read_metrics
 from tests.gloo_ranks import run_ranks
 
 STEPS = range(1, 8)

@@ -15,9 +15,9 @@ from gmlp_scale.engine.single import SingleEngine
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train import run as run_module
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.run import run_task
+from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReports
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import FAMILIES, KINDS

@@ -12,9 +12,9 @@ from gmlp_scale.engine import TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.tasks.evaluate import perplexity
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
 from gmlp_scale.train.schedule import Schedule
+from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.step_reports import StepReport
 
 

@@ -11,9 +11,9 @@ from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine.computing import compute_repeatably
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train import loop
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.recheck import RecheckError, checksum, recheck
 from gmlp_scale.train.run import pretrain
+from gmlp_scale.train.sinks import read_metrics
 from tests.engine.trained_engines import (
     AMLP,
     BERT,

@@ -15,9 +15,9 @@ from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.train.log_files import read_metrics
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.run import run_task
+from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.step_guard import FEWEST_RECENT, MOST_IN_A_ROW, NotFiniteError, SpikeError, StepGuard
 from gmlp_scale.train.step_reports import StepReport
 from tests.gloo_ranks import run_ranks

@@ -9,7 +9,7 @@ from gmlp_scale.engine import TrainConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.train import run
-from gmlp_scale.train.tracker import WandbRun
+from gmlp_scale.train.sinks import WandbRun
 
 FIELDS = {"name": "smoke", "train.num_steps": 9, "data.cache_dir": None}
 PASSWORD = "a-secret-password"

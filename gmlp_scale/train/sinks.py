@@ -1,0 +1,216 @@
+"""Where a run's values go: metrics.jsonl, TensorBoard's events and Weights & Biases.
+
+A full disk delays the files and never ends the run. TensorBoard also shows the recipe as text and as hparams, a layout
+of its scalars, and pictures.
+"""
+
+import io
+import json
+import logging
+import math
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gmlp_scale.errors import InputError
+from gmlp_scale.storage.files import read_file, redacted, write_text
+from gmlp_scale.storage.growing_file import GrowingFile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+log = logging.getLogger(__name__)
+
+LAYOUT = {
+    "Training": {
+        "loss": ["train/loss", "eval/loss"],
+        "perplexity": ["train/perplexity", "eval/perplexity"],
+        "gradient norm": ["train/grad_norm"],
+        "learning rate": ["train/learning_rate"],
+    },
+    "Speed": {
+        "tokens per second": ["perf/tokens_per_second"],
+        "share of the peak": ["perf/mfu"],
+        "seconds per step": ["perf/step_seconds"],
+        "waiting for data and checkpoints": ["perf/data_wait_fraction", "perf/checkpoint_stall_seconds"],
+        "memory": ["memory/peak_gib"],
+    },
+}
+"""Charts of the tab Custom Scalars: their tags, by category and title."""
+
+PICTURE_DPI = 100
+
+PROJECT = "gmlp_scale"
+"""Where WANDB_PROJECT is not set."""
+
+
+class MetricsFile(GrowingFile):
+    """metrics.jsonl, or another file with a JSON line for each step of some kind.
+
+    The lines of steps after `start_step`, and a last line that a kill cut short, are taken out first.
+    """
+
+    def __init__(self, path: Path, start_step: float = math.inf):
+        self.of_start_step: list[dict[str, Any]] = []
+        """The lines of `start_step` that the file has already."""
+        if path.exists():
+            kept = [values for values in read_metrics(path) if values["step"] <= start_step]
+            write_text(path, "".join(json.dumps(values) + "\n" for values in kept))
+            self.of_start_step = [values for values in kept if values["step"] == start_step]
+        super().__init__(path)
+
+    def add(self, step: int, values: dict[str, Any]) -> None:
+        self.write(json.dumps({"step": step, **values}).encode() + b"\n")
+
+
+class EventsFile(GrowingFile):
+    """TensorBoard's events. TensorBoard drops events of earlier files that are of steps after `start_step`.
+
+    torch's SummaryWriter would not do: its thread ends at the first failure and leaves half an event, and TensorBoard
+    reads nothing after that.
+    """
+
+    def __init__(self, directory: Path, start_step: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(exist_ok=True)
+        super().__init__(directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}")
+        self._records = RecordWriter(self)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.add_summary(step, Summary(value=scalars))
+
+    def add_summary(self, step: int, summary: "Summary") -> None:
+        """Adds what is not a scalar: of `recipe_summaries` or `picture_summary`."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._add(Event(step=step, summary=summary))
+
+    def _add(self, event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl at a path or URL; a last line cut short by a kill is left out.
+
+    InputError if a line is damaged or has no step.
+    """
+    try:
+        lines = read_file(path).decode().splitlines(keepends=True)
+        metrics = [json.loads(line) for line in lines if line.endswith("\n")]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
+    for number, line in enumerate(metrics, start=1):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise InputError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
+    return metrics
+
+
+class WandbRun:
+    """One for the whole run: a resumed run goes on with the one whose id is in its folder.
+
+    W&B's own variables say where the values go: WANDB_MODE=offline for a node without a network, WANDB_PROJECT,
+    WANDB_API_KEY. W&B keeps the first values of a step. So what a resumed run adds again of steps after its checkpoint
+    is left out. What W&B refuses later is logged once; training goes on without it.
+    """
+
+    def __init__(self, run_dir: Path, fields: dict[str, Any]):
+        import wandb
+
+        settings = wandb.setup().settings
+        try:
+            self._run = wandb.init(
+                dir=run_dir,
+                project=settings.project or PROJECT,
+                name=fields["name"],
+                id=_own_id(run_dir / "wandb_id"),
+                resume="allow" if settings.mode == "online" else None,
+                config=fields,
+                # The command line, which W&B would store, may hold a password of a URL.
+                settings=wandb.Settings(
+                    console="off", silent=True, disable_code=True, disable_git=True, x_disable_meta=True
+                ),
+            )
+        except wandb.Error as error:
+            needed = "run `wandb login`, set WANDB_MODE=offline and sync later, or set train.tracker to null"
+            raise InputError(f"train.tracker: found wandb, which refuses the run ({error}); {needed}") from error
+        log.info("W&B: %s", self._run.dir if self._run.offline else self._run.url)
+        self._is_failing = False
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        try:
+            self._run.log(values, step=step)
+        except Exception as error:  # its own process may be gone, in more than one way
+            if not self._is_failing:
+                log.warning("W&B refuses the values of step %d (%r). Training goes on without it", step, error)
+            self._is_failing = True
+
+    def close(self) -> None:
+        try:
+            self._run.finish()
+        except Exception as error:
+            log.warning("W&B did not take the last values (%r); they are in metrics.jsonl", error)
+
+
+def _own_id(path: Path) -> str:
+    if not path.exists():
+        write_text(path, uuid.uuid4().hex[:12])
+    return path.read_text(encoding="utf-8")
+
+
+def recipe_summaries(fields: dict[str, Any]) -> "list[Summary]":
+    """The recipe's fields, by their names with dots, as text and as hparams; and the layout."""
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+    rows = "\n".join(f"| {name} | `{text}` |" for name, text in texts.items())
+    table = f"| field | value |\n| --- | --- |\n{rows}"
+    # TensorBoard takes numbers, booleans and texts.
+    hparams = {name: value if isinstance(value, bool | int | float) else texts[name] for name, value in fields.items()}
+    return [
+        _text_summary("config/text_summary", "text", table.encode()),
+        hparams_pb(hparams, trial_id=fields["name"]),
+        _text_summary("custom_scalars__config__", "custom_scalars", _layout()),
+    ]
+
+
+def picture_summary(tag: str, figure: "Figure") -> "Summary":
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=PICTURE_DPI)
+    width, height = (int(inches * PICTURE_DPI) for inches in figure.get_size_inches())
+    image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=file.getvalue())
+    return Summary(value=[Summary.Value(tag=tag, image=image)])
+
+
+def _text_summary(tag: str, plugin: str, content: bytes) -> "Summary":
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin))
+    tensor = TensorProto(dtype="DT_STRING", string_val=[content], tensor_shape=TensorShapeProto())
+    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+
+def _layout() -> bytes:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    layout = layout_pb2.Layout()
+    for category, charts in LAYOUT.items():
+        of_category = layout.category.add(title=category)
+        for title, tags in charts.items():
+            of_category.chart.add(title=title, multiline={"tag": [f"^{tag}$" for tag in tags]})
+    return layout.SerializeToString()
