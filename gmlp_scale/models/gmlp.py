@@ -11,6 +11,7 @@ Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F
 
 import math
 import operator
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -35,7 +36,7 @@ def _gate_alone(u_BNG: Tensor, gate_BNG: Tensor) -> Tensor:
     return gate_BNG
 
 
-_VARIANTS = {
+_VARIANTS: dict[Gating, tuple[Callable[[Tensor, Tensor], Tensor], float, float]] = {
     "linear": (_gate_alone, 1.0, 0.0),
     "additive": (operator.add, 0.0, 0.0),
     "multiplicative": (operator.mul, 0.0, 1.0),
@@ -145,13 +146,12 @@ class SpatialGatingUnit(nn.Module):
     """s(Z) of equations 2 to 4 and Table 3, f(Z) = W LayerNorm(Z) + b: one W for all channels, one b per position.
 
     `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b. Both are initialised.
-    If causal, W's part above the diagonal is never read.
+    If causal, no position sees a later one: W's part above the diagonal is never read.
 
     Args:
         d_ffn: the width of z. The output has half of it with the split gating, else all of it.
         sequence_length: the most positions n that z may have.
         spatial, gating: as in GmlpConfig.
-        causal: no position sees a later one.
     """
 
     def __init__(
@@ -216,7 +216,6 @@ class SpatialGatingUnit(nn.Module):
 
     @torch.no_grad()
     def _set_diagonal_and_bias(self) -> None:
-        """Adds to W's diagonal, and fills b."""
         diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
         diagonal.add_(self.initial_diagonal)
         self.bias.fill_(self.initial_bias)

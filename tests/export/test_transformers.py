@@ -62,6 +62,16 @@ def loaded(models, tmp_path_factory):
     return json.loads(process.stdout.splitlines()[-1]), load_file(folder / "tensors.safetensors")
 
 
+@pytest.fixture(scope="module")
+def facts(loaded) -> dict:
+    return loaded[0]
+
+
+@pytest.fixture(scope="module")
+def tensors(loaded) -> dict[str, torch.Tensor]:
+    return loaded[1]
+
+
 def assert_close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -72,18 +82,16 @@ def every_logit(model, ids):
     return model.predict(MaskedBatch(ids, positions, ids))
 
 
-def test_transformers_do_not_see_padding(models, loaded):
-    assert_close(loaded[1]["padded"], every_logit(models[1]["bert-relative"], IDS[:, :7]))
+def test_transformers_do_not_see_padding(models, tensors):
+    assert_close(tensors["padded"], every_logit(models[1]["bert-relative"], IDS[:, :7]))
 
 
-def test_the_package_is_not_needed(loaded):
-    facts, _ = loaded
+def test_the_package_is_not_needed(facts):
     assert facts["imported"] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_ours(models, loaded, kind):
-    _, tensors = loaded
+def test_logits_are_ours(models, tensors, kind):
     model = models[1][kind]
     assert_close(tensors[f"{kind} whole"], every_logit(model, IDS))
     short = IDS[:, :7] if model.masks_padding else torch.nn.functional.pad(IDS[:, :7], (0, LENGTH - 7))
@@ -92,14 +100,12 @@ def test_logits_are_ours(models, loaded, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_does_not_change_its_rows(loaded, kind):
-    _, tensors = loaded
+def test_a_batch_does_not_change_its_rows(tensors, kind):
     for outcome in ("batch", "mask"):
         assert_close(tensors[f"{kind} {outcome}"], tensors[f"{kind} alone"])
 
 
-def test_collators_pad_and_mask(loaded, tokenizer_folder):
-    facts, _ = loaded
+def test_collators_pad_and_mask(facts, tokenizer_folder):
     texts = [[2, *Tokenizer(tokenizer_folder).encode(text), 3] for text in ("the cat", "a dog went over")]
     length = max(map(len, texts))
     ids = [text + [0] * (length - len(text)) for text in texts]
@@ -116,13 +122,12 @@ def test_collators_pad_and_mask(loaded, tokenizer_folder):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="Trainer needs accelerate")
-def test_trainer_trains_in_batches(loaded):
-    before, after = loaded[0]["losses of Trainer"]
+def test_trainer_trains_in_batches(facts):
+    before, after = facts["losses of Trainer"]
     assert after < before / 2
 
 
-def test_pipelines_give_the_same_in_batches(loaded):
-    facts, _ = loaded
+def test_pipelines_give_the_same_in_batches(facts):
     filled, alone = facts["filled in a batch"]
     for candidates, others in zip(filled, alone, strict=True):
         assert [c["token"] for c in candidates] == [c["token"] for c in others]
@@ -135,8 +140,7 @@ def test_pipelines_give_the_same_in_batches(loaded):
 
 
 @torch.no_grad()
-def test_base_model_and_loss(models, loaded):
-    facts, tensors = loaded
+def test_base_model_and_loss(models, facts, tensors):
     model = models[1]["amlp"]
     assert_close(tensors["hidden states"], model.norm(model.encode(IDS)))
     losses = -every_logit(model, IDS).log_softmax(-1).take_along_dim(IDS.unsqueeze(-1), dim=-1).squeeze(-1)
@@ -144,22 +148,20 @@ def test_base_model_and_loss(models, loaded):
     assert facts["hidden size"] == TINY["d_model"]
 
 
-def test_too_long_rows_are_refused(loaded):
-    facts, _ = loaded
+def test_too_long_rows_are_refused(facts):
     assert facts["too long"].startswith("the rows hold 24 tokens but in training they held 12: cut the rows")
     assert facts["too long for finetuning"].endswith(
         "held 10: cut the rows, as the tokenizer does with truncation=True, max_length=10"
     )
 
 
-def test_round_trip_through_transformers(models, loaded, tokenizer_folder):
-    facts, tensors = loaded
+def test_round_trip_through_transformers(models, facts, tensors, tokenizer_folder):
     assert torch.equal(tensors["saved"], tensors["amlp whole"])
     tokenizer = Tokenizer(tokenizer_folder)
     assert facts["saved tokenizer"] == [2, *tokenizer.encode("the"), 4, *tokenizer.encode(" cat"), 3]
 
 
-def test_a_model_saved_in_parts_is_read_back(models, loaded, tokenizer_folder):
+def test_a_model_saved_in_parts_is_read_back(models, tokenizer_folder):
     folder, ours = models
     assert len(list((folder / "in_parts").glob("model-*.safetensors"))) > 1
     shutil.copy(tokenizer_folder / "tokenizer.model", folder / "in_parts")
@@ -168,14 +170,12 @@ def test_a_model_saved_in_parts_is_read_back(models, loaded, tokenizer_folder):
     assert all(torch.equal(export.weights[name], weight) for name, weight in ours["amlp"].named_parameters())
 
 
-def test_a_model_from_scratch_starts_as_ours(loaded):
-    facts, _ = loaded
+def test_a_model_from_scratch_starts_as_ours(facts):
     assert facts["spatial bias"] == [1.0]
     assert 0 < facts["spatial weight"] < 0.01
 
 
-def test_fill_mask_gives_our_probabilities(models, loaded, tokenizer_folder):
-    facts, _ = loaded
+def test_fill_mask_gives_our_probabilities(models, facts, tokenizer_folder):
     tokenizer = Tokenizer(tokenizer_folder)
     before, after = tokenizer.encode("the"), tokenizer.encode(" dog")
     ids = [2, *before, 4, *after, 3]
@@ -191,29 +191,34 @@ def test_fill_mask_gives_our_probabilities(models, loaded, tokenizer_folder):
     assert facts["filled"][0]["sequence"] == best
 
 
-def test_new_heads_on_a_pretrained_trunk(loaded):
-    facts, _ = loaded
+def test_new_heads_on_a_pretrained_trunk(facts):
     assert facts["AutoModelForSequenceClassification"] == ["GmlpScaleForSequenceClassification", 0.1]
     assert facts["AutoModelForTokenClassification"] == ["GmlpScaleForTokenClassification", 0.1]
     assert facts["AutoModelForQuestionAnswering"] == ["GmlpScaleForQuestionAnswering", 0.1]
 
 
-def test_hidden_states_and_attentions_are_there(loaded):
-    states, attentions = loaded[0]["shapes"]
+def test_hidden_states_and_attentions_are_there(facts):
+    states, attentions = facts["shapes"]
     assert states == [[3, 7, TINY["d_model"]]] * 3
     assert attentions == [[3, 1, 7, 7]] * 2
 
 
-def test_token_classification_tags_every_piece(loaded, tokenizer_folder):
+def test_token_classification_tags_every_piece(facts, tokenizer_folder):
     tokenizer = Tokenizer(tokenizer_folder)
-    for text, tags in zip(("the cat", "a dog went over"), loaded[0]["tagged"], strict=True):
+    for text, tags in zip(("the cat", "a dog went over"), facts["tagged"], strict=True):
         assert [tag["index"] for tag in tags] == list(range(1, len(tokenizer.encode(text)) + 1))
         assert "".join(text[tag["start"] : tag["end"]] for tag in tags) == text
 
 
+def pair_row(tokenizer_folder) -> torch.Tensor:
+    """The pair of texts that load_exports.py gives, as finetuning pads it."""
+    tokenizer = Tokenizer(tokenizer_folder)
+    ids = [2, *tokenizer.encode("the cat"), 3, *tokenizer.encode("a dog"), 3]
+    return torch.nn.functional.pad(torch.tensor([ids]), (0, max(0, ROW_LENGTH - len(ids))))
+
+
 @torch.no_grad()
-def test_finetuned_heads_pad_as_in_finetuning(models, loaded):
-    _, tensors = loaded
+def test_finetuned_heads_pad_as_in_finetuning(models, tensors):
     padded = torch.nn.functional.pad(IDS[:, :7], (0, ROW_LENGTH - 7))
     assert_close(tensors["class logits"], models[1]["classifier"].predict(LabelledBatch(padded, None)))
     span_logits = models[1]["spans"].predict(SpanBatch(padded, None, None))[:, :7]
@@ -222,32 +227,25 @@ def test_finetuned_heads_pad_as_in_finetuning(models, loaded):
 
 
 @torch.no_grad()
-def test_regression_gives_its_number_and_the_squared_error(models, loaded, tokenizer_folder):
-    facts, _ = loaded
+def test_regression_gives_its_number_and_the_squared_error(models, facts, tokenizer_folder):
     padded = torch.nn.functional.pad(IDS[:, :7], (0, ROW_LENGTH - 7))
     loss = models[1]["regressor"](LabelledBatch(padded, torch.tensor([0.0, 2.5, 5.0]))).item()
     assert facts["squared error"] == pytest.approx(loss, abs=1e-5)
-    tokenizer = Tokenizer(tokenizer_folder)
-    ids = [2, *tokenizer.encode("the cat"), 3, *tokenizer.encode("a dog"), 3]
-    row = torch.nn.functional.pad(torch.tensor([ids]), (0, max(0, ROW_LENGTH - len(ids))))
-    number = models[1]["regressor"].predict(LabelledBatch(row, None)).item()
+    number = models[1]["regressor"].predict(LabelledBatch(pair_row(tokenizer_folder), None)).item()
     assert facts["measured"] == [{"label": "similarity", "score": pytest.approx(number, abs=1e-5)}]
 
 
 @torch.no_grad()
-def test_text_classification(models, loaded, tokenizer_folder):
-    facts, _ = loaded
-    tokenizer = Tokenizer(tokenizer_folder)
-    ids = [2, *tokenizer.encode("the cat"), 3, *tokenizer.encode("a dog"), 3]
-    row = torch.nn.functional.pad(torch.tensor([ids]), (0, max(0, ROW_LENGTH - len(ids))))
-    probabilities = models[1]["classifier"].predict(LabelledBatch(row, None))[0].softmax(-1).tolist()
+def test_text_classification(models, facts, tokenizer_folder):
+    probabilities = (
+        models[1]["classifier"].predict(LabelledBatch(pair_row(tokenizer_folder), None))[0].softmax(-1).tolist()
+    )
     found = {entry["label"]: entry["score"] for entry in facts["classified"]}
     assert found == pytest.approx(dict(zip(LABELS, probabilities, strict=True)), abs=1e-5)
 
 
 @torch.no_grad()
-def test_question_answering_answers_as_finetuning_scores(models, loaded, tokenizer_folder):
-    facts, _ = loaded
+def test_question_answering_answers_as_finetuning_scores(models, facts, tokenizer_folder):
     questions = [Question(str(number), **texts, answers=()) for number, texts in enumerate(QUESTIONS)]
     rows = QuestionRows(questions, Tokenizer(tokenizer_folder), ROW_LENGTH, STRIDE, has_unanswerable=True)
     summaries = rows.summarize(models[1]["spans"].predict(rows.batch(np.arange(rows.num_rows))))

@@ -38,9 +38,7 @@ def tiny_head_config(kind: str = "amlp", **fields) -> GmlpScaleConfig:
 def tiny_head(head: type, kind: str = "amlp", **fields) -> GmlpScalePreTrainedModel:
     """In evaluation mode; no parameter is at its start."""
     torch.manual_seed(0)
-    model = head(tiny_head_config(kind, **fields)).eval()
-    perturb(model)
-    return model
+    return perturb(head(tiny_head_config(kind, **fields)).eval())
 
 
 def labels_for(head: type, ids: torch.Tensor) -> dict[str, torch.Tensor]:

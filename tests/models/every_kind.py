@@ -1,18 +1,20 @@
 """The one table of models for tests: a small model of every kind, and batches for them."""
 
+from typing import TypeVar, get_args
+
 import torch
 from pydantic import TypeAdapter
 
 from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
 from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models.gmlp import FUSED_GATING, Gating
 
+AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)
 TINY = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 12, "vocab_size": 40}
 KINDS = {  # every block family, and every variant of a block
     "gmlp": {"kind": "gmlp"},
     "gmlp-dense": {"kind": "gmlp", "spatial": "dense"},
-    "gmlp-linear": {"kind": "gmlp", "gating": "linear"},
-    "gmlp-additive": {"kind": "gmlp", "gating": "additive"},
-    "gmlp-multiplicative": {"kind": "gmlp", "gating": "multiplicative"},
+    **{f"gmlp-{gating}": {"kind": "gmlp", "gating": gating} for gating in get_args(Gating) if gating != FUSED_GATING},
     "amlp": {"kind": "amlp", "d_attn": 8},
     "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},
     "bert-absolute": {"kind": "transformer", "num_heads": 2, "positions": "absolute"},
@@ -37,12 +39,13 @@ def tiny_model(kind: str, *, seed: int = 0, **changes):
     return build_model(tiny_config(kind, **changes), seed=seed)
 
 
-def perturb(module: torch.nn.Module, scale: float = 0.3) -> None:
-    """Moves every parameter, gains and biases included, off its initial value."""
+def perturb(module: AnyModule, scale: float = 0.3) -> AnyModule:
+    """The module, with every parameter moved off its initial value, gains and biases included."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return module
 
 
 def check_gradients(block: torch.nn.Module, d_model: int) -> None:

@@ -64,8 +64,7 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial
 @pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
 @pytest.mark.parametrize("gating", GATINGS)
 def test_block_is_that_of_the_equations(gating, spatial, d_attn, num_positions):
-    block = make_block(gating, spatial=spatial, d_attn=d_attn)
-    perturb(block)
+    block = perturb(make_block(gating, spatial=spatial, d_attn=d_attn))
     x_BND = torch.randn(2, num_positions, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = [block_by_loops(numbers(block), row, gating, spatial) for row in x_BND.numpy()]
     np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
@@ -75,8 +74,7 @@ def test_block_is_that_of_the_equations(gating, spatial, d_attn, num_positions):
 @pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
 @pytest.mark.parametrize("gating", GATINGS)
 def test_gradients_are_right(gating, spatial, d_attn):
-    block = make_block(gating, spatial=spatial, d_attn=d_attn, n=3)
-    perturb(block)
+    block = perturb(make_block(gating, spatial=spatial, d_attn=d_attn, n=3))
     check_gradients(block, d_model=4)
 
 
@@ -108,8 +106,7 @@ def test_spatial_weights_start_near_zero_and_the_bias_at_one(gating, spatial):
 
 
 def test_shorter_rows_use_the_central_offsets():
-    gate = make_block("multiplicative_split").gating
-    perturb(gate)
+    gate = perturb(make_block("multiplicative_split").gating)
     weight_NN, bias_N = gate.spatial_weights(4)
     whole_NN, _ = gate.spatial_weights(N)
     assert torch.equal(weight_NN[0], gate.weight[N - 1 : N + 3]) and torch.equal(

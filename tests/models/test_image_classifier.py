@@ -14,9 +14,7 @@ from tests.models.every_kind import FAMILIES, perturb, tiny_config
 
 def image_model(kind: str = "gmlp-dense", num_blocks: int = 2, **head) -> ImageClassifier:
     config = tiny_config(kind, sequence_length=9, vocab_size=5, num_blocks=num_blocks)
-    model = build_model(config, head=partial(ImageClassifier, patch_size=4, **head))
-    perturb(model, 0.1)
-    return model
+    return perturb(build_model(config, head=partial(ImageClassifier, patch_size=4, **head)), 0.1)
 
 
 def image_batch(num_images: int = 4, size: int = 12) -> ImageBatch:

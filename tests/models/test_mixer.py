@@ -19,8 +19,7 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("num_positions", [12, 5])
 def test_layer_is_that_of_the_equations(num_positions):
-    block = tiny_model("mixer").blocks[0].double()
-    perturb(block)
+    block = perturb(tiny_model("mixer").blocks[0].double())
     x_BND = torch.randn(2, num_positions, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = [block_by_loops(numbers(block), row) for row in x_BND.numpy()]
     np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)

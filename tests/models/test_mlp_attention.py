@@ -14,8 +14,7 @@ CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-linear", "
 
 def causal_model(kind: str, dropout: float = 0.0, **changes) -> NextTokenModel:
     model = build_model(tiny_config(kind, **changes), head=NextTokenModel, causal=True, dropout=dropout)
-    perturb(model)
-    return model.double()
+    return perturb(model).double()
 
 
 @pytest.fixture
@@ -70,8 +69,7 @@ CASES += [(kind, False, is_padded) for kind in TRANSFORMERS for is_padded in (Tr
 
 @pytest.mark.parametrize(("kind", "causal", "is_padded"), CASES)
 def test_attention_weights_are_those_of_the_attention(kind, causal, is_padded):
-    block = (causal_model(kind) if causal else tiny_model(kind).double()).blocks[0]
-    perturb(block)
+    block = perturb((causal_model(kind) if causal else tiny_model(kind).double()).blocks[0])
     x_BND = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     padding_mask = [torch.arange(7) < torch.tensor([[7], [4]])] if is_padded else []
     attention, y_BND = block.attention, (block.norm if kind == "amlp" else block.attention_norm)(x_BND)

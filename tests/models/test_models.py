@@ -74,16 +74,14 @@ def test_chunks_of_the_head_change_nothing(monkeypatch):
 
 @ALL
 def test_every_parameter_gets_a_gradient(kind):
-    model = tiny_model(kind)
-    perturb(model)
+    model = perturb(tiny_model(kind))
     for name, gradient in gradients(model, random_batch())[1].items():
         assert gradient is not None and gradient.abs().max() > 0, name
 
 
 @ALL
 def test_looks_in_both_directions(kind):
-    model = tiny_model(kind).double()
-    perturb(model)
+    model = perturb(tiny_model(kind).double())
     token_ids_BN = random_batch().token_ids_BN[:1]
     states_ND = model.encode(token_ids_BN)[0]
     for changed, seen in ((-1, 0), (0, -1)):
@@ -94,8 +92,7 @@ def test_looks_in_both_directions(kind):
 
 @ALL
 def test_knows_the_order_of_the_tokens(kind):
-    model = tiny_model(kind).double()
-    perturb(model)
+    model = perturb(tiny_model(kind).double())
     token_ids_BN = torch.arange(12).unsqueeze(0)
     swapped_BN = token_ids_BN.clone()
     swapped_BN[0, [2, 9]] = token_ids_BN[0, [9, 2]]
@@ -127,8 +124,7 @@ def padded_rows(lengths: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", MASKS_PADDING)
 def test_models_that_mask_padding_do_not_see_it(kind):
-    model = tiny_model(kind).double()
-    perturb(model)
+    model = perturb(tiny_model(kind).double())
     token_ids_BN = padded_rows([8, 12, 3])
     states_BND = model.encode(token_ids_BN)
     for ids_N, states_ND, length in zip(token_ids_BN, states_BND, [8, 12, 3], strict=True):
@@ -141,8 +137,7 @@ def test_models_that_mask_padding_do_not_see_it(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MASKS_PADDING])
 def test_the_others_mask_nothing(kind):
-    model = tiny_model(kind).double()
-    perturb(model)
+    model = perturb(tiny_model(kind).double())
     token_ids_BN = padded_rows([8, 12, 3])
     states_BND = model.encode(token_ids_BN)
     assert torch.equal(states_BND, model.encode(token_ids_BN, padded=False))
@@ -154,8 +149,7 @@ def test_the_others_mask_nothing(kind):
 @pytest.mark.parametrize("kind", MASKS_PADDING)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_padding_is_masked_in_pretraining_where_the_batch_says_so(kind, recompute):
-    model = tiny_model(kind).double()
-    perturb(model)
+    model = perturb(tiny_model(kind).double())
     token_ids_BN = padded_rows([7, 7, 7, 7])
     batch = replace(random_batch(), token_ids_BN=token_ids_BN, masked_positions_BM=torch.tensor([[0, 2, 6]] * 4))
     loss, expected = gradients(model, replace(batch, token_ids_BN=token_ids_BN[:, :7], padded=False))

@@ -50,8 +50,7 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, num_heads: int, has_
 @pytest.mark.parametrize("num_positions", [12, 5])
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_layer_is_that_of_the_equations(kind, num_positions):
-    block = tiny_model(kind).blocks[0].double()
-    perturb(block)
+    block = perturb(tiny_model(kind).blocks[0].double())
     x_BND = torch.randn(2, num_positions, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = [block_by_loops(numbers(block), row, 2, kind != "bert-relative-only") for row in x_BND.numpy()]
     np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
@@ -59,8 +58,7 @@ def test_layer_is_that_of_the_equations(kind, num_positions):
 
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_gradients_are_right(kind):
-    block = tiny_model(kind, d_model=4, d_ffn=4).blocks[0].double()
-    perturb(block)
+    block = perturb(tiny_model(kind, d_model=4, d_ffn=4).blocks[0].double())
     check_gradients(block, d_model=4)
 
 
