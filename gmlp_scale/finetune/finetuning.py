@@ -97,8 +97,8 @@ class Finetuning:
         """Scores by tag. Writes best/ if the dev score is the best so far."""
         if self._evaluated_step is None:
             self.best = world.broadcast(self._read_best(step) if world.is_main else None)
-        self._evaluated_step, self._summaries = step, {}
-        scores = self._scores("dev", engine, world)
+        self._evaluated_step, self._summaries = step, self._predict("dev", engine, world)
+        scores = self._scores(self._summaries)
         score = scores["dev"][self.config.task_row.main_score]
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
@@ -109,11 +109,11 @@ class Finetuning:
         """Writes last/, predictions/ and scores.json."""
         if self._evaluated_step != step:
             self.evaluate(engine, world, step)
-        scores = self._scores("dev", engine, world) | self._scores("test", engine, world)
+        summaries = self._summaries | self._predict("test", engine, world)
+        scores = self._scores(summaries)
         for name, value in by_name(scores).items():
             log.info("%s: %s", name, self.config.task_row.shown(name, value))
         self._write_weights("last", engine, world, step, scores)
-        summaries = {part: self._summary(part, engine, world) for part in self.config.parts}
         self.content = {
             "task": self.config.task,
             "seed": self.config.seed,
@@ -127,17 +127,16 @@ class Finetuning:
         }
         world.on_main(lambda: self._write_results(summaries))
 
-    def _summary(self, part: str, engine: Engine, world: World) -> np.ndarray:
-        """A part's summaries by the weights of the last evaluation, computed once."""
-        if part not in self._summaries:
-            rows, batch_size = self.inputs.rows[part], self.train.micro_batch_size
-            self._summaries[part] = summarize_all(rows, engine.predict, world, batch_size)
-        return self._summaries[part]
-
-    def _scores(self, kind: str, engine: Engine, world: World) -> dict[str, dict[str, float]]:
-        """The scores of each part of this kind, dev or test, that has labels."""
+    def _predict(self, kind: str, engine: Engine, world: World) -> dict[str, np.ndarray]:
+        """The summaries of each part of this kind, dev or test."""
         rows = {part: self.inputs.rows[part] for part in self.config.parts if part.startswith(kind)}
-        return {part: of.scores(self._summary(part, engine, world)) for part, of in rows.items() if of.has_labels}
+        size = self.train.micro_batch_size
+        return {part: summarize_all(of_part, engine.predict, world, size) for part, of_part in rows.items()}
+
+    def _scores(self, summaries: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+        """The scores of each part that has labels."""
+        rows = self.inputs.rows
+        return {part: rows[part].scores(of_part) for part, of_part in summaries.items() if rows[part].has_labels}
 
     def _write_results(self, summaries: dict[str, np.ndarray]) -> None:
         for part, of_part in summaries.items():
@@ -148,9 +147,8 @@ class Finetuning:
 
     def _write_weights(self, name: str, engine: Engine, world: World, step: int, scores: dict) -> None:
         weights = dict(engine.full_weights())  # all ranks take part; only rank 0 gets them
-        finetuned = {"task": self.config.task, "step": step, "scores": scores, "config": self.config.to_json()}
         details = {
-            "finetuned": finetuned,
+            "finetuned": {"task": self.config.task, "step": step, "scores": scores, "config": self.config.to_json()},
             "pretrained": self.inputs.pretrained.details if self.config.pretrained else None,
         }
         world.on_main(lambda: self._replace_export(self.config.run_dir / name, weights, details))

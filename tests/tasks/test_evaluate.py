@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gmlp_scale.data.batch import IGNORED, MaskedBatch
-from gmlp_scale.distributed.world import start_world
+from gmlp_scale.distributed.world import lone_world
 from gmlp_scale.tasks.evaluate import evaluate, unigram_predictor
 
 
@@ -19,8 +19,7 @@ def test_loss_and_accuracy_are_over_tokens_not_rows_or_batches():
     batches = [batch([[6, 7], [6, IGNORED]]), batch([[IGNORED, IGNORED], [5, IGNORED]])]
     logits_V = torch.tensor([0.0, 0, 0, 0, 0, 1, 3, 2])
     log_softmax = logits_V.log_softmax(0)
-    with start_world(timeout_seconds=10, device="cpu") as world:
-        result = evaluate(lambda b: logits_V.expand(*b.labels_BM.shape, -1), batches, world)
+    result = evaluate(lambda b: logits_V.expand(*b.labels_BM.shape, -1), batches, lone_world())
     assert result.num_tokens == 4
     assert result.loss == pytest.approx(-(2 * log_softmax[6] + log_softmax[7] + log_softmax[5]).item() / 4)
     assert result.accuracy == 0.5
@@ -30,12 +29,11 @@ def test_loss_and_accuracy_are_over_tokens_not_rows_or_batches():
 def test_unigram_perplexity_of_its_own_counts_is_the_entropy():
     counts_V = torch.tensor([9, 9, 9, 9, 9, 3, 7, 5])  # each one more than seen; special tokens are never predicted
     labels = [[5] * 4 + [6] * 8 + [7] * 6]
-    with start_world(timeout_seconds=10, device="cpu") as world:
-        result = evaluate(unigram_predictor(counts_V), [batch(labels)], world)
+    result = evaluate(unigram_predictor(counts_V), [batch(labels)], lone_world())
     frequencies = [4 / 18, 8 / 18, 6 / 18]
     assert result.loss == pytest.approx(-sum(f * math.log(f) for f in frequencies))
 
 
 def test_nothing_to_evaluate_is_an_error():
-    with start_world(timeout_seconds=10, device="cpu") as world, pytest.raises(ValueError, match="no held-out row"):
-        evaluate(lambda b: torch.zeros(*b.labels_BM.shape, 8), [batch([[IGNORED]])], world)
+    with pytest.raises(ValueError, match="no held-out row"):
+        evaluate(lambda b: torch.zeros(*b.labels_BM.shape, 8), [batch([[IGNORED]])], lone_world())
