@@ -6,6 +6,15 @@ https://github.com/nyu-mll/GLUE-baselines/blob/master/download_glue_data.py
 from pathlib import Path
 
 WORDS = ("good", "great", "awful", "boring", "film", "story", "music", "acting")
+_LABEL_LAST = {
+    "STS-B": (
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+        "{n}\tmain-captions\tMSRvid\t2012test\t{n}\tnone\tnone\t{a} film {n}\t{b} film\t{score:.3f}",
+    ),
+    "QNLI": ("index\tquestion\tsentence\tlabel", "{n}\tWhat is {a}?\tThe {b} film {n}.\t{entailment}"),
+    "RTE": ("index\tsentence1\tsentence2\tlabel", "{n}\tThe {a} film {n}.\tThe {b} film.\t{entailment}"),
+}
+"""Files whose test part lacks the last column alone: their header and a line."""
 PAIRS = {
     "SST-2": ("sentence\tlabel", "{a} film {n} \t{label}", "index\tsentence", "{n}\t{a} film {n}"),
     "MRPC": (
@@ -14,30 +23,13 @@ PAIRS = {
         "index\t#1 ID\t#2 ID\t#1 String\t#2 String",
         '{n}\t70{n}\t71{n}\t"{a} film , he said .\t{b} film {n} .',
     ),
-    "STS-B": (
-        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
-        "{n}\tmain-captions\tMSRvid\t2012test\t{n}\tnone\tnone\t{a} film {n}\t{b} film\t{score:.3f}",
-        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
-        "{n}\tmain-captions\tMSRvid\t2012test\t{n}\tnone\tnone\t{a} film {n}\t{b} film",
-    ),
     "QQP": (
         "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
         '{n}\t1{n}\t2{n}\tWhat is "{a}" film {n}?\tWhat is {b} film?\t{label}',
         "id\tquestion1\tquestion2",
         '{n}\tWhat is "{a}" film {n}?\tWhat is {b} film?',
     ),
-    "QNLI": (
-        "index\tquestion\tsentence\tlabel",
-        "{n}\tWhat is {a}?\tThe {b} film {n}.\t{entailment}",
-        "index\tquestion\tsentence",
-        "{n}\tWhat is {a}?\tThe {b} film {n}.",
-    ),
-    "RTE": (
-        "index\tsentence1\tsentence2\tlabel",
-        "{n}\tThe {a} film {n}.\tThe {b} film.\t{entailment}",
-        "index\tsentence1\tsentence2",
-        "{n}\tThe {a} film {n}.\tThe {b} film.",
-    ),
+    **{name: (*both, *(text.rpartition("\t")[0] for text in both)) for name, both in _LABEL_LAST.items()},
 }
 MNLI_COLUMNS = (
     "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse"

@@ -29,6 +29,7 @@ from gmlp_scale.train.sinks import read_metrics
 from tests.analysis.pretrained_runs import RECIPE, SMOKE
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import TINY, perturb, random_batch, tiny_config
+from tests.whole_runs import logged, losses
 from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 
 WORDS = ("time", "year", "people", "way", "day", "woman", "life", "child", "world", "school", "state", "family")
@@ -101,11 +102,6 @@ def test_a_model_of_other_widths_is_refused_with_every_difference(shards):
     with pytest.raises(ConfigError) as caught:
         started(trained_model("gmlp", shards), shards, d_ffn=64, gating="additive")
     assert "model.d_ffn: found 64; here has 32" in str(caught.value) and "model.gating" in str(caught.value)
-
-
-def losses(run_dir) -> dict[int, float]:
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +208,7 @@ def test_a_branch_goes_on_as_its_trunk_and_then_decays(trunk):
     whole = losses(folder / "whole")
     assert sorted(whole) == [3, 4, 5, 6, 7]
     assert [whole[step] for step in (3, 4, 5)] == [losses(folder / "trunk")[step] for step in (3, 4, 5)]
-    lines = read_metrics(folder / "whole" / "metrics.jsonl")
-    rates = {line["step"]: line["train/learning_rate"] for line in lines if "train/loss" in line}
+    rates = {row["step"]: row["train/learning_rate"] for row in logged(folder / "whole") if "train/loss" in row}
     assert rates[5] == 0.01 > rates[6] > rates[7] > 0
     train("name=short", *branch, "train.num_steps=5")  # before the batch changes
     assert [losses(folder / "short")[step] for step in (3, 4, 5)] != [whole[step] for step in (3, 4, 5)]
