@@ -25,7 +25,6 @@ from gmlp_scale.tasks import pretraining
 from gmlp_scale.tasks.start_weights import start_from
 from gmlp_scale.train import resolve
 from gmlp_scale.train.run import pretrain
-from gmlp_scale.train.sinks import read_metrics
 from tests.analysis.pretrained_runs import RECIPE, SMOKE
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import TINY, perturb, random_batch, tiny_config
