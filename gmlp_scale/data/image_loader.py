@@ -118,7 +118,7 @@ def _batch(images: list[Tensor], stored: list[StoredImage]) -> ImageBatch:
 
 
 def check_images_fit(manifest: ImageManifest, folder: str, num_classes: int) -> None:
-    """Raises ShardError if the shards do not fit a recipe with so many classes."""
+    """Raises ShardError if the shards do not fit a recipe with `num_classes` classes."""
     found = len(manifest.classes)
     mistakes = [f"model.vocab_size is {num_classes}, the shards have {found} classes"] if found != num_classes else []
     mistakes += [f"the shards have no {split} images" for split, rows in manifest.total_rows.items() if not rows]

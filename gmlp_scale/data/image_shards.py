@@ -155,7 +155,7 @@ class ImageShards:
         try:
             jpeg = os.pread(self._opened(shard).fileno(), size, offset)
         except (OSError, CorruptShardError):
-            return None  # _verify tells what is wrong with the file
+            return None  # _verify raises what is wrong with the file
         return StoredImage(jpeg, label) if _checksum(jpeg, label) == checksum else None
 
     def _opened(self, shard: int) -> io.FileIO:

@@ -191,8 +191,8 @@ def mixture_mistakes(sources: Sequence[SourceConfig], num_steps: int) -> Iterabl
         if not weights and step < num_steps:
             yield f"data.shards: no source has rows for step {step}; needed: a source with from_step at most {step}"
         elif weights and (length := sum(_whole_numbers(weights))) > _LONGEST_PATTERN:
-            told = ", ".join(f"{weight:.15g}" for weight in weights)
+            shares = ", ".join(f"{weight:.15g}" for weight in weights)
             yield (
-                f"data.shards: shares of {told} are whole only after {length:,} rows; needed: after at most "
+                f"data.shards: shares of {shares} are whole only after {length:,} rows; needed: after at most "
                 f"{_LONGEST_PATTERN:,}, so weights with fewer digits"
             )

@@ -174,7 +174,7 @@ class _QuietHandler(SimpleHTTPRequestHandler):
         pass
 
 
-def test_a_killed_worker_is_told_as_what_it_is(shards, monkeypatch):
+def test_a_killed_worker_is_reported_as_what_it_is(shards, monkeypatch):
     monkeypatch.setattr(ImageShards, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match=r"ended with exit code -9; .* Lower data.num_workers"):
         batches(loader(shards, num_workers=1))

@@ -188,7 +188,7 @@ def test_settings_without_effect_are_refused():
     assert DataConfig(shards="x", cache_dir="y", cache_max_bytes=5).cache_max_bytes == 5
 
 
-def test_fingerprint_tells_other_data(write_shards, make_loader, tmp_path, trials):
+def test_a_fingerprint_changes_with_the_data(write_shards, make_loader, tmp_path, trials):
     one = make_loader(write_shards([10])[0]).fingerprint()
     again = make_loader(write_shards([10], folder=tmp_path / "copy")[0]).fingerprint()
     other = make_loader(write_shards([11], folder=tmp_path / "other")[0]).fingerprint()
@@ -240,7 +240,7 @@ def test_a_resumed_run_skips_recorded_shards_that_were_repaired(write_shards, ma
         path.write_bytes(content)
     resumed = make_loader(folder, data=SKIP)
     assert all(same(join(resumed.micro_batches(step)), batches[step]) for step in range(20))
-    (tmp_path / "run" / "corrupt_shards.jsonl").write_text("")  # as the warning tells those who want them back
+    (tmp_path / "run" / "corrupt_shards.jsonl").write_text("")  # as the warning says
     anew = make_loader(folder, data=SKIP)
     assert not all(same(join(anew.micro_batches(step)), batches[step]) for step in range(20))
 

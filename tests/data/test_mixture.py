@@ -92,17 +92,17 @@ def test_a_name_is_as_much_of_the_path_as_tells_the_sources_apart(sources, names
     assert [("name" in config.model_dump()) for config in configs] == ["=" in source for source in sources]
 
 
-def test_mistakes_in_a_mixture_are_told_in_words():
-    def told(*sources: dict) -> str:
+def test_mistakes_in_a_mixture_are_said_in_words():
+    def said(*sources: dict) -> str:
         named = with_names([SourceConfig(**source) for source in sources])
         return "\n".join(mixture_mistakes(named, num_steps=20))
 
     a, b = {"shards": "x/a", "weight": 1}, {"shards": "s3://bucket/b/", "weight": 0.5}
-    assert not told(a, b | {"from_step": 3, "until_step": 19})
-    assert "found 2 sources named x/a; needed: other folders, or another `name`" in told(a, a | {"shards": "x//a/"})
-    assert "found 2 sources named a; needed" in told(a | {"name": "a"}, b | {"name": "a"})
-    assert "b has from_step 20; needed: below train.num_steps = 20" in told(a, b | {"from_step": 20})
-    assert "b has until_step 20; needed: above from_step = 0 and below" in told(a, b | {"until_step": 20})
-    assert "no source has rows for step 5" in told(a | {"until_step": 5}, b | {"from_step": 6})
-    assert "no source has rows for step 0" in told()
-    assert "whole only after 1,123,457 rows" in told(a, b | {"weight": 0.123457})
+    assert not said(a, b | {"from_step": 3, "until_step": 19})
+    assert "found 2 sources named x/a; needed: other folders, or another `name`" in said(a, a | {"shards": "x//a/"})
+    assert "found 2 sources named a; needed" in said(a | {"name": "a"}, b | {"name": "a"})
+    assert "b has from_step 20; needed: below train.num_steps = 20" in said(a, b | {"from_step": 20})
+    assert "b has until_step 20; needed: above from_step = 0 and below" in said(a, b | {"until_step": 20})
+    assert "no source has rows for step 5" in said(a | {"until_step": 5}, b | {"from_step": 6})
+    assert "no source has rows for step 0" in said()
+    assert "whole only after 1,123,457 rows" in said(a, b | {"weight": 0.123457})
