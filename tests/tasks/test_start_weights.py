@@ -142,11 +142,11 @@ def test_a_run_starts_from_an_export_or_a_run(trunk, caplog):
 def _pretrain_while_the_trunk_saves(overrides: list[str]) -> None:
     """As if the trunk saved its last checkpoint after rank 0 looked for the newest one, and before rank 1 does."""
 
-    def newest_seen(checkpoints: LocalCheckpoints):
+    def names_seen(checkpoints: LocalCheckpoints) -> list[str]:
         is_early = checkpoints.directory.parent.name == "trunk" and os.environ["RANK"] == "0"
-        return (checkpoints.open("step_000000004"), []) if is_early else newest(checkpoints)
+        return [name for name in names(checkpoints) if not is_early or name <= "step_000000004"]
 
-    newest, LocalCheckpoints.newest = LocalCheckpoints.newest, newest_seen
+    names, LocalCheckpoints.names = LocalCheckpoints.names, names_seen
     pretrain(load_run_config(SMOKE, overrides))
 
 
