@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import FORMAT_VERSION, Checkpoint, CheckpointError, folder_name, step_of
-from gmlp_scale.checkpoint.pieces import StagingBuffers, merged
+from gmlp_scale.checkpoint.pieces import merged, staged
 from gmlp_scale.checkpoint.stores import Checkpoints, newest_of, remove
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, Piece
@@ -85,7 +86,7 @@ class Checkpointer:
         self._attempt_numbers = itertools.count(1)
         self._newest_step: int | None = None
         self._kept_step: int | None = None
-        self._staging = StagingBuffers()
+        self._staging_buffers: dict[str, Tensor] = {}
         self._token = world.broadcast(uuid.uuid4().hex[:8])
 
     def keep(self, step: int | None) -> None:
@@ -131,7 +132,7 @@ class Checkpointer:
         self._settle()
         self._no_more_attempts.clear()
         details = json.loads(json.dumps({**self.details, **states}))  # a copy, since the caller may change its states
-        save = _Save(step, self._staging.copy(engine), details, self._kept_step, began)
+        save = _Save(step, staged(engine, self._staging_buffers), details, self._kept_step, began)
         self._newest_step = step
         logger.info("saving %s", save.name)
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)

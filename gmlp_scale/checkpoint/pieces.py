@@ -83,34 +83,25 @@ def file_name(rank: int, file_number: int) -> str:
     return f"rank_{rank:05d}_{file_number:03d}.safetensors"
 
 
-class StagingBuffers:
-    """One rank's copies in host memory, from which a save writes while training goes on.
+def staged(engine: Engine, buffers: dict[str, Tensor]) -> dict[str, Piece]:
+    """Copies this rank's pieces of the engine's state to host memory, and returns the copies once that is done.
 
-    They are allocated at the first save. Later saves use them again.
+    buffers: by key. Empty at first; later calls use them again. Those of pieces on a GPU are pinned.
     """
-
-    def __init__(self):
-        self._buffers: dict[str, Tensor] = {}
-
-    def copy(self, engine: Engine) -> dict[str, Piece]:
-        """Copies this rank's pieces of the engine's state, and returns once that is done.
-
-        The buffers of pieces on a GPU are pinned.
-        """
-        pieces, gpu = {}, None
-        for key, piece in engine.state():
-            source = piece.tensor.detach()
-            assert source.dtype == torch.float32 and source.shape[1:] == piece.shape[1:], key
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != source.shape:
-                buffer = torch.empty(source.shape, dtype=torch.float32, device="cpu", pin_memory=source.is_cuda)
-                self._buffers[key] = buffer
-            buffer.copy_(source, non_blocking=True)
-            gpu = source.device if source.is_cuda else gpu
-            pieces[key] = Piece(buffer, piece.shape, piece.first)
-        if gpu is not None:
-            torch.cuda.current_stream(gpu).synchronize()
-        return pieces
+    pieces, gpu = {}, None
+    for key, piece in engine.state():
+        source = piece.tensor.detach()
+        assert source.dtype == torch.float32 and source.shape[1:] == piece.shape[1:], key
+        buffer = buffers.get(key)
+        if buffer is None or buffer.shape != source.shape:
+            buffer = torch.empty(source.shape, dtype=torch.float32, device="cpu", pin_memory=source.is_cuda)
+            buffers[key] = buffer
+        buffer.copy_(source, non_blocking=True)
+        gpu = source.device if source.is_cuda else gpu
+        pieces[key] = Piece(buffer, piece.shape, piece.first)
+    if gpu is not None:
+        torch.cuda.current_stream(gpu).synchronize()
+    return pieces
 
 
 def write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:

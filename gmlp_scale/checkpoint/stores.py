@@ -169,12 +169,13 @@ class RemoteCheckpoints:
                 self.delete(name)
 
     def _folders(self) -> dict[str, list[str]]:
+        """The files of each folder, in the order of steps."""
         folders = {}
         for path in list_files(self.place):
             name, _, file = path.partition("/")
             if STEP_FOLDER.fullmatch(name):
                 folders.setdefault(name, []).append(file)
-        return dict(sorted(folders.items()))
+        return folders
 
     def _transfer(self, transfer: Callable[[str], None], files: Iterable[str]) -> None:
         with ThreadPoolExecutor(NUM_TRANSFERS) as pool:

@@ -82,26 +82,29 @@ class RemoteFolder:
         self._is_pushing, self._is_failing = threading.Lock(), False
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Holds the folder for this process. ClaimedError if another one holds it."""
-        with claimed(self.url) as self._is_held:
+    def held(self) -> Iterator[None]:
+        """For rank 0: holds the folder for this process, and copies to it what changes in `local`.
+
+        `local` begins with the run folder's own files, not those of its subfolders.
+
+        Raises:
+            ClaimedError: another process holds the folder.
+            OSError: the last files cannot be copied. They stay in `local`. After a body that failed it is a warning.
+        """
+        with claimed(self.url) as self._is_held, self.local_folder(), self._mirrored():
             yield
 
     @contextmanager
     def local_folder(self) -> Iterator[None]:
-        """Makes `local` an empty folder, which only this user can read. It stays if the body fails."""
+        """For a rank of another host: `local` is an empty folder, which only this user can read. It stays if the body
+        fails."""
         shutil.rmtree(self.local, ignore_errors=True)
         self.local.mkdir(parents=True, mode=0o700)
         yield
         shutil.rmtree(self.local, ignore_errors=True)
 
     @contextmanager
-    def mirrored(self) -> Iterator[None]:
-        """Copies the run folder's own files, not those of its subfolders, to `local`; then copies back what changes.
-
-        Raises OSError if the last files cannot be copied back, and leaves them in `local`. After a body that failed,
-        that is a warning.
-        """
+    def _mirrored(self) -> Iterator[None]:
         for name in list_files(self.url):
             if "/" not in name:
                 download_file(f"{self.url}/{name}", self.local / name)

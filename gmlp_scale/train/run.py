@@ -135,18 +135,16 @@ def _finish(run: Run, progress: Progress) -> Progress:
 def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> Checkpoints:
     """Claims the run folder until `stack` ends, with local folders for one at a URL. Returns where checkpoints go."""
 
-    def hold(*contexts: AbstractContextManager) -> None:
-        for context in contexts:
-            stack.enter_context(context)
+    def hold(context: AbstractContextManager) -> None:
+        stack.enter_context(context)
 
     if not is_url(config.run_folder):
         world.on_main(lambda: hold(claimed(config.run_folder)))
         return LocalCheckpoints(config.run_dir / "checkpoints")
     remote = RemoteFolder(config.run_folder, config.run_dir)
-    world.on_main(lambda: hold(remote.claimed()))
-    if world.local_rank == 0:
+    world.on_main(lambda: hold(remote.held()))
+    if world.local_rank == 0 and not world.is_main:
         hold(remote.local_folder())
-    world.on_main(lambda: hold(remote.mirrored()))
     url, directory = f"{remote.url}/checkpoints", remote.local / "checkpoints"
     return RemoteCheckpoints(url, directory, remote.before_publish)
 

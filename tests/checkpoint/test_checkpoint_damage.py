@@ -36,12 +36,8 @@ def test_keeps_the_newest_and_only_them(tmp_path):
 
 def test_leftovers_of_a_dead_run_go_at_the_start_and_nothing_else(tmp_path):
     save_steps(tmp_path, [1])
-    for name in [
-        "step_000000002.tmp-0123abcd",
-        "step_000000003.tmp-deleted",
-        "step_000000004.damaged-0123abcd",
-        "mine",
-    ]:
+    left = ["step_000000002.tmp-0123abcd", "step_000000003.tmp-deleted", "step_000000004.damaged-0123abcd", "mine"]
+    for name in left:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     assert newest_checkpoint(tmp_path)[0].step == 1
@@ -118,11 +114,8 @@ def test_300_damages_are_all_found_and_the_checkpoint_before_is_taken(tmp_path, 
         path = files[trial % len(files)]
         good = path.read_bytes()
         header_bytes = 8 + int.from_bytes(good[:8], "little") if path.suffix else len(good) - 80
-        regions = [
-            (0, 8),
-            (8, header_bytes),
-            (header_bytes, len(good)),
-        ]  # length, header, data; DONE: start, body, seal
+        # Length, header, data; of DONE start, body, seal.
+        regions = [(0, 8), (8, header_bytes), (header_bytes, len(good))]
         position = draw.randrange(*regions[trial // len(files) % 3])
         path.write_bytes(damaged(draw, good, position))
         caplog.clear()
@@ -188,9 +181,8 @@ def test_a_done_from_elsewhere_cannot_name_files_outside(tmp_path):
 def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
     save_steps(tmp_path, [1, 2])
     reseal(tmp_path / "step_000000002", lambda done: done.update(format_version=1))
-    with pytest.raises(
-        CheckpointError, match=r"step_000000002 is a checkpoint of format 1.* reads formats \(2, 3\) only"
-    ):
+    refused = r"step_000000002 is a checkpoint of format 1.* reads formats \(2, 3\) only"
+    with pytest.raises(CheckpointError, match=refused):
         alone(tmp_path).newest()
     assert names_in(tmp_path) == ["step_000000001", "step_000000002"]  # nothing was moved away
 

@@ -22,9 +22,7 @@ def memory():
 
 @pytest.fixture
 def folder(quick, tmp_path):
-    folder = RemoteFolder(URL, tmp_path / "local")
-    with folder.claimed():
-        yield folder
+    return RemoteFolder(URL, tmp_path / "local")
 
 
 def contents() -> dict[str, bytes]:
@@ -32,12 +30,11 @@ def contents() -> dict[str, bytes]:
 
 
 def test_a_second_job_is_refused_and_one_that_lost_its_claim_writes_nothing(folder, tmp_path):
-    other = RemoteFolder(URL, tmp_path / "other")
     refused = f"another job writes to {URL}: process {os.getpid()} on .* or give this run another name"
-    with pytest.raises(ClaimedError, match=refused):
-        other.claimed().__enter__()
     lost = f"another job has taken {URL} over"
-    with pytest.raises(ClaimedError, match=lost), folder.local_folder(), folder.mirrored():
+    with pytest.raises(ClaimedError, match=lost), folder.held():
+        with pytest.raises(ClaimedError, match=refused):
+            RemoteFolder(URL, tmp_path / "other").held().__enter__()
         write_file(f"{URL}/claims/000002.json", b"{}")  # as while this process stood still
         (folder.local / "metrics.jsonl").write_text("late")
         with pytest.raises(ClaimedError, match=lost):
@@ -49,7 +46,7 @@ def test_what_changes_goes_up_while_the_run_goes_on(folder, monkeypatch):
     monkeypatch.setattr(run_folder, "PUSH_EVERY_SECONDS", 0.01)
     write_file(f"{URL}/metrics.jsonl", b"1\n")
     write_file(f"{URL}/best/config.json", b"{}")
-    with folder.local_folder(), folder.mirrored():
+    with folder.held():
         assert sorted(path.name for path in folder.local.iterdir()) == ["metrics.jsonl"]
         (folder.local / "tensorboard").mkdir()
         (folder.local / "tensorboard/events").write_bytes(b"event")
@@ -64,7 +61,7 @@ def test_what_changes_goes_up_while_the_run_goes_on(folder, monkeypatch):
     assert contents() == expected and not folder.local.exists()
 
 
-def test_a_store_that_fails_is_told_once_and_ends_nothing_before_the_end(folder, memory, monkeypatch, caplog):
+def test_a_store_that_fails_is_logged_once_and_ends_nothing_before_the_end(folder, memory, monkeypatch, caplog):
     monkeypatch.setattr(files, "_WAIT_SECONDS", ())
 
     def fail(*arguments, **options):
@@ -72,8 +69,7 @@ def test_a_store_that_fails_is_told_once_and_ends_nothing_before_the_end(folder,
 
     with (
         pytest.raises(OSError, match=r"writing .*metrics.jsonl failed 1 times.* The files are in .*local: copy them"),
-        folder.local_folder(),
-        folder.mirrored(),
+        folder.held(),
     ):
         (folder.local / "metrics.jsonl").write_bytes(b"1\n")
         with monkeypatch.context() as patched:
@@ -91,6 +87,6 @@ def test_a_store_that_fails_is_told_once_and_ends_nothing_before_the_end(folder,
 def test_what_an_earlier_run_left_on_this_host_is_not_taken_for_the_urls(folder):
     folder.local.mkdir()
     (folder.local / "metrics.jsonl").write_bytes(b"stale")
-    with folder.local_folder(), folder.mirrored():
+    with folder.held():
         assert not list(folder.local.iterdir())
     assert contents() == {}
