@@ -75,12 +75,11 @@ def _config(facts: dict[str, Any]) -> SourceConfig:
 
 def _shares(sources: dict[str, dict[str, Any]], step: int) -> dict[tuple[int, str, Fraction], str]:
     """What decides the rows of a step: the place, manifest and share of each active source, and a text that says so."""
-    active = {place: of for place, of in enumerate(sources.items()) if _config(of[1]).is_active(step)}
-    total = sum(Fraction(str(facts["weight"])) for _, facts in active.values())
-    shares = {place: Fraction(str(facts["weight"])) / total for place, (_, facts) in active.items()}
-    return {
-        (place, facts["manifest_sha256"], shares[place]): (
-            f"{float(shares[place]):.4g} of {name} (place {place}, manifest {facts['manifest_sha256'][:12]})"
-        )
-        for place, (name, facts) in active.items()
-    }
+    places = enumerate(sources.items())
+    active = [(place, name, facts) for place, (name, facts) in places if _config(facts).is_active(step)]
+    total = sum(Fraction(str(facts["weight"])) for _, _, facts in active)
+    shares = {}
+    for place, name, facts in active:
+        share, manifest = Fraction(str(facts["weight"])) / total, facts["manifest_sha256"]
+        shares[place, manifest, share] = f"{float(share):.4g} of {name} (place {place}, manifest {manifest[:12]})"
+    return shares
