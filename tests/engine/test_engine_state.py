@@ -8,7 +8,18 @@ import torch.distributed as dist
 
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.models import build_model
-from tests.engine.trained_engines import AMLP, MUON, SHARDED, SINGLE, SIZES, pieces_of, reader, start_engine, train
+from tests.engine.trained_engines import (
+    AMLP,
+    ENGINES,
+    MUON,
+    SHARDED,
+    SINGLE,
+    SIZES,
+    pieces_of,
+    reader,
+    start_engine,
+    train,
+)
 from tests.gloo_ranks import run_ranks
 
 OPTIONS = {
@@ -81,18 +92,15 @@ def test_the_same_engine_goes_on_bit_for_bit_twice_in_a_row(one_rank, two_ranks)
 @pytest.mark.parametrize(
     ("world_size", "engines", "sources"),
     [
-        (1, SINGLE | SHARDED, [("zero, stage 2", "float32"), ("zero, stage 3", "muon")]),
-        (2, SHARDED, [("zero, stage 2", "float32"), ("fsdp2", "float32"), ("single", "float32"), ("fsdp2", "muon")]),
-        (
-            4,
-            {name: SHARDED[name] for name in ("fsdp2", "zero, stage 3")},
-            [("zero, stage 3", "float32"), ("zero, stage 2", "muon")],
-        ),
+        (1, [*ENGINES], [("zero, stage 2", "float32"), ("zero, stage 3", "muon")]),
+        (2, [*SHARDED], [("zero, stage 2", "float32"), ("fsdp2", "float32"), ("single", "float32"), ("fsdp2", "muon")]),
+        (4, ["fsdp2", "zero, stage 3"], [("zero, stage 3", "float32"), ("zero, stage 2", "muon")]),
     ],
 )
 def test_any_engine_goes_on_from_any_other(one_rank, two_ranks, world_size, engines, sources):
     checkpoints = {source: (one_rank | two_ranks)[source][2] for source in sources}
-    for case, run in run_ranks(_go_on, world_size, engines, checkpoints)[0].items():
+    engine_configs = {name: ENGINES[name] for name in engines}
+    for case, run in run_ranks(_go_on, world_size, engine_configs, checkpoints)[0].items():
         expected = one_rank["single", case[-1]]["never stopped"]
         assert run.losses == pytest.approx(expected[0].losses + expected[1].losses, rel=1e-5), case
         assert run.norms == pytest.approx(expected[0].norms + expected[1].norms, rel=1e-5), case
