@@ -88,7 +88,7 @@ def build_adamw(
 ) -> torch.optim.AdamW:
     """Fused AdamW with two groups: the names in `decayed`, and the rest.
 
-    It goes by names because an engine may pass shards, whose shape no longer tells a matrix from a vector.
+    It goes by names because an engine may pass shards, whose shape no longer shows whether it is of a matrix.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in named_parameters:

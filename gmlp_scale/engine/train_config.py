@@ -51,16 +51,16 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     on_not_finite: FreeOnResume[Literal["stop", "skip"]] = "stop"
     """A step whose loss or gradient norm is not finite: stop the run, or go on without its update."""
     on_spike: FreeOnResume[Literal["log", "skip", "stop"]] = "log"
-    """A step whose loss is far above those before it (train/step_guard.py says how far): tell it, go on without its
+    """A step whose loss is far above those before it (train/step_guard.py says how far): log it, go on without its
     update, or stop the run."""
     recheck_every_steps: FreeOnResume[int | None] = Field(None, gt=0)
     """Each rank computes a micro-batch twice this often, and the ranks compare their weights; a difference stops the
     run with the rank's number. It finds chips and memory that give wrong numbers. On a GPU the whole run then uses
     torch's deterministic algorithms and no fused attention. [steps]"""
     log_every_steps: FreeOnResume[int] = Field(50, gt=0)
-    """A line in the log, metrics.jsonl and TensorBoard comes after every so many. [steps]"""
+    """How often a line comes in the log, metrics.jsonl and TensorBoard. [steps]"""
     evaluate_every_steps: FreeOnResume[int] = Field(10_000, gt=0)
-    """An evaluation on held-out rows comes after every so many, and at the end. [steps]"""
+    """How often an evaluation on held-out rows comes. There is one at the end too. [steps]"""
     num_evaluation_rows: FreeOnResume[int] = Field(10_000, gt=0)
     """Held-out rows per evaluation: the first ones, or as many as there are. [rows]"""
     profile_steps: FreeOnResume[tuple[PositiveInt, PositiveInt] | None] = None
