@@ -2,13 +2,14 @@
 
 import os
 import shutil
+import statistics
 import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import medians, say
+from benchmarks.timing import say
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
@@ -36,10 +37,10 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
             timeout_seconds=run.engine.timeout_seconds,
         )
         for number in range(1, num_rounds + 2):
-            rounds.append(measure_round(engine, checkpointer, buffers, number, Path(folder), world.device))
+            rounds.append(measure_round(engine, checkpointer, buffers, number, world.device))
             say(f"round {number} of {num_rounds + 1}")
         checkpointer.close()
-    seconds = medians({name: [round_[name] for round_ in rounds[1:]] for name in rounds[0]})
+    seconds = {name: statistics.median(round_[name] for round_ in rounds[1:]) for name in rounds[0]}
     return {
         "bytes": sum(buffer.nbytes for buffer in buffers.values()),
         "seconds": seconds,
@@ -53,19 +54,14 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
 
 
 def measure_round(
-    engine: Engine,
-    checkpointer: Checkpointer,
-    buffers: dict[str, Tensor],
-    step: int,
-    folder: Path,
-    device: torch.device,
+    engine: Engine, checkpointer: Checkpointer, buffers: dict[str, Tensor], step: int, device: torch.device
 ) -> dict[str, float]:
     """Seconds by name.
 
     save: from the call until the checkpoint is complete on disk. stall: the part of it for which training waits.
     load: also verifies the checkpoint and fills the engine, which torch.load does not do.
     """
-    file = folder / "state.pt"
+    file = checkpointer.checkpoints.directory.with_name("state.pt")
 
     def copy() -> None:
         for key, piece in engine.state():
@@ -77,14 +73,13 @@ def measure_round(
             opened.flush()
             os.fsync(opened.fileno())
 
-    def load() -> None:
-        newest_checkpoint(checkpointer.checkpoints.directory)[0].load_into(engine)
-
     seconds = {"copy": seconds_of(copy, device)}
     seconds["stall"] = seconds_of(lambda: checkpointer.save(engine, step), device)
     seconds["save"] = seconds["stall"] + seconds_of(checkpointer.wait, device)
     seconds["torch_save"] = seconds_of(torch_save, device)
-    seconds["load"] = seconds_of(load, device)
+    seconds["load"] = seconds_of(
+        lambda: newest_checkpoint(checkpointer.checkpoints.directory)[0].load_into(engine), device
+    )
     seconds["torch_load"] = seconds_of(lambda: torch.load(file), device)
     file.unlink()
     for path in checkpointer.checkpoints.directory.iterdir():

@@ -11,12 +11,16 @@ with 1 unless the part passed or was not run.
 """
 
 import argparse
+import datetime
+import importlib.util
 import json
 import os
+import platform
+import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
@@ -24,6 +28,13 @@ from benchmarks.proof_report import record, record_not_run
 from gmlp_scale.storage.files import local_path
 
 RUNS = ("engines", "recipe", "stop", "auto", "compile")
+PACKAGES = (
+    "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
+    "deepspeed", "transformers", "g-mlp-pytorch", "pytest",
+)  # fmt: skip
+"""What the parts import. Without the last four, only the checks of ZeRO, the peers and the tests are not run."""
+NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+GPU_TESTS = ("tests/kernels", "tests/train/test_loop.py", "tests/train/test_profiling.py")
 
 
 def main() -> int:
@@ -38,7 +49,8 @@ def main() -> int:
         print(f"{line['part']}: {line['status']}" + (f" ({line['reason']})" if line["reason"] else ""))
         return 0 if line["status"] in ("passed", "not run") else 1
 
-    findings, has_failed = _stdout_for_findings(), False
+    findings, has_failed = os.fdopen(os.dup(1), "w"), False
+    os.dup2(2, 1)  # what libraries print goes to standard error
 
     def report(finding: dict) -> None:
         nonlocal has_failed
@@ -47,16 +59,11 @@ def main() -> int:
 
     match options.part:
         case "environment":
-            from benchmarks.device_facts import environment
-
             report(environment(needs_gpu=not options.tiny))
         case "gpu_tests":
-            from benchmarks.device_facts import run_gpu_tests
-
             run_gpu_tests(report)
         case _:
-            from benchmarks.proof import CHECKS
-            from benchmarks.trial import Trial
+            from benchmarks.proof import CHECKS, Trial
 
             with tempfile.TemporaryDirectory() as folder:
                 CHECKS[options.part](Trial.prepare(options.config, options.overrides, Path(folder)), report)
@@ -66,8 +73,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    facts = parts.add_parser("environment")
-    facts.add_argument("--tiny", action="store_true", help="a trial, which needs no GPU")
+    parts.add_parser("environment").add_argument("--tiny", action="store_true", help="a trial, which needs no GPU")
     parts.add_parser("gpu_tests")
     for name in RUNS:
         runs = parts.add_parser(name)
@@ -85,11 +91,89 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stdout_for_findings() -> TextIO:
-    """The standard output. What libraries print goes to standard error from now on."""
-    findings = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return findings
+def environment(*, needs_gpu: bool) -> dict:
+    """The machine's facts as a finding, with None for a package that is not installed.
+
+    It fails if a GPU is needed and torch finds none.
+    """
+    import torch
+
+    from gmlp_scale.doctor.machines import said_by, version_of
+
+    has_gpu = torch.cuda.is_available()
+    missing = None if has_gpu or not needs_gpu else "torch finds no CUDA device; --tiny tries the script on a CPU"
+    facts = {"check": "environment", "status": "failed" if missing else "passed", "reason": missing}
+    if has_gpu:
+        device = torch.cuda.get_device_properties(0)
+        smi = said_by("nvidia-smi", f"--query-gpu={','.join(NVIDIA_SMI)}", "--format=csv,noheader", "--id=0")
+        facts |= {
+            "device_type": "cuda",
+            "device": device.name,
+            "capability": f"{device.major}.{device.minor}",
+            "multiprocessors": device.multi_processor_count,
+            "memory_gib": round(device.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+            **(dict(zip(NVIDIA_SMI, smi.split(", "), strict=True)) if smi else {"nvidia-smi": None}),
+        }
+    else:
+        facts["device_type"] = "cpu"
+    facts |= {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": said_by("git", "rev-parse", "HEAD"),
+        "python": platform.python_version(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "disk": said_by("stat", "--file-system", "--format=%T", tempfile.gettempdir()),
+        "disk_free_gib": shutil.disk_usage(tempfile.gettempdir()).free // 2**30,
+        **{package: version_of(package) for package in PACKAGES},
+    }
+    return facts if missing else facts | {"all_reduce of one rank": one_rank_all_reduce()}
+
+
+def one_rank_all_reduce() -> str:
+    """Whether NCCL (gloo on a CPU) can start, which takes a network interface, if only lo: "works" or the error."""
+    import torch
+    import torch.distributed as dist
+
+    from gmlp_scale.distributed.world import start_world
+
+    try:
+        with start_world(10, init_group=True, hear_stop_signals=False) as world:
+            dist.all_reduce(torch.ones(1, device=world.device))
+            world.wait_for_device()
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return "works"
+
+
+def run_gpu_tests(report: Callable[[dict], None]) -> None:
+    """Runs the tests marked `gpu` and reports each; without a GPU or pytest they are not run."""
+    if importlib.util.find_spec("pytest") is None:
+        report({"check": "pytest", "status": "not run", "reason": "pytest is not installed"})
+        return
+    import pytest
+
+    words = ["-o", "addopts=", "-p", "no:cacheprovider", "-v", "-m", "gpu", *GPU_TESTS]
+    code = pytest.main(words, [_Reporting(report)])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        report({"check": "pytest", "status": "failed", "reason": str(code)})
+
+
+class _Reporting:
+    """A pytest plugin that reports each test as it ends."""
+
+    def __init__(self, report: Callable[[dict], None]):
+        self._report = report
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """Called by pytest after a test's set-up, its call and its tear-down. Only the call can pass."""
+        finding = {"check": report.nodeid, "reason": None, "seconds": round(report.duration, 2)}
+        if report.skipped:
+            self._report(finding | {"status": "not run", "reason": report.longrepr[2].removeprefix("Skipped: ")})
+        elif report.failed:
+            message = report.longrepr.reprcrash.message if report.longrepr else report.outcome
+            self._report(finding | {"status": "failed", "reason": message.splitlines()[0]})
+        elif report.when == "call":
+            self._report(finding | {"status": "passed"})
 
 
 if __name__ == "__main__":

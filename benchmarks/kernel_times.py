@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ceilings import DTYPES, copy_call, matrix_calls
-from benchmarks.timing import medians, say, time_in_turns, turns_of
+from benchmarks.timing import say, time_in_turns, turns_of
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
@@ -66,7 +66,7 @@ def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> di
         calls["block", f"{kernels} compiled"] = block_call(run, device, kernels, compiled)
     say(f"timing {len(calls)} calls; the first rounds compile them")
     seconds: dict[str, dict[str, float]] = {}
-    for (name, form), median in medians(time_in_turns(turns_of(calls, device), num_rounds)).items():
+    for (name, form), median in time_in_turns(turns_of(calls, device), num_rounds).items():
         seconds.setdefault(name, {})[form] = median
     matrix_rate = max(flops / seconds["product"][name] for name, (_, flops) in matrix.items())
     copy_rate = copied_bytes / seconds["copy"]["copy"]

@@ -18,18 +18,23 @@ prints only these two.
 import argparse
 import json
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 import torch
+from torch import Tensor
 
-from benchmarks.kernel_launches import compiled_kernels, host_seconds
-from benchmarks.kernel_times import load_recipe, measure_kernels
+from benchmarks.compiled_kernels import compile_for_hopper, launches_of, usage_of, without_kernels
+from benchmarks.kernel_times import load_recipe, measure_kernels, unit_inputs
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
+from gmlp_scale.recipe.config import RunConfig
+
+NUM_CALLS = 2000
 
 
 @command
@@ -46,12 +51,6 @@ def main() -> int:
         raise InputError("there is no CUDA device: run it on a GPU, or with --device none or cpu")
     if (options.device == "cpu") != is_interpreted():
         raise InputError("--device cpu needs TRITON_INTERPRET=1 in the environment, other devices need it unset")
-    report = measure(options)
-    print(json.dumps(report, indent=1))
-    return 0
-
-
-def measure(options: argparse.Namespace) -> dict:
     recipe = partial(load_recipe, options.config, options.overrides)
     report = {}
     if options.device != "cpu":
@@ -59,7 +58,43 @@ def measure(options: argparse.Namespace) -> dict:
         report["compiled_for_sm_90"] = compiled_kernels(recipe(tiny=False))
     if options.device != "none":
         report |= measure_kernels(recipe(tiny=options.device == "cpu"), torch.device(options.device), options.rounds)
-    return report
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def host_seconds(run: RunConfig, device: str) -> dict[str, float]:
+    """The host's shortest time to call the operator, with kernels that do nothing. `run` has a tiny shape."""
+    inputs, seconds = unit_inputs(run, device, requires_grad=True), []
+    with without_kernels(lambda *_: None):
+        for _ in range(NUM_CALLS):
+            seconds.append(train_unit(inputs))
+    forward, backward = map(min, zip(*seconds, strict=True))
+    return {"forward": forward, "backward": backward}
+
+
+def train_unit(inputs: list[Tensor | None]) -> tuple[float, float]:
+    """Calls the operator and its backward pass; returns the seconds that the host took for each."""
+    leaves, started = [tensor for tensor in inputs if tensor is not None], time.perf_counter()
+    output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(*inputs, 1e-5, True)
+    done = time.perf_counter()
+    torch.autograd.grad(output_BNG, leaves, output_BNG)
+    return done - started, time.perf_counter() - done
+
+
+def compiled_kernels(run: RunConfig) -> list[dict]:
+    """Each kernel of a training pass at the recipe's shape, compiled as it is launched; the tuned one in each tile.
+
+    Nothing is launched, so no GPU is needed.
+    """
+    inputs = unit_inputs(run, "cpu", requires_grad=True, batch_size=1)
+    return [
+        {
+            "kernel": launch.kernel.__name__.strip("_").removesuffix("_kernel"),
+            "tile": {name: value for name, value in launch.arguments.items() if name.isupper()} | launch.options,
+            **usage_of(compile_for_hopper(launch))._asdict(),
+        }
+        for launch in launches_of(partial(train_unit, inputs))
+    ]
 
 
 if __name__ == "__main__":

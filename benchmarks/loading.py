@@ -6,14 +6,14 @@ machine matter less. webdataset does not mask its rows, so our loader is also me
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.timing import Contender, Turn, medians, say, time_in_turns
+from benchmarks.timing import Contender, Turn, say, time_in_turns
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.hashing import hash64
@@ -52,7 +52,7 @@ def rows_per_core_second(run: RunConfig, num_rounds: int, folder: Path) -> dict[
     """Each loader's rate, by the loader's name. Each has its own process, so none pays for another's threads."""
     write_shards(run, random_rows(run, NUM_ROWS), folder / "shards")
     turns = {name: Contender(name, prepare_loader, name, run, folder / "shards").take_turn for name in LOADERS}
-    seconds = medians(time_in_turns(turns, num_rounds))
+    seconds = time_in_turns(turns, num_rounds)
     return {name: BATCHES_PER_TURN * ROWS_PER_BATCH / spent for name, spent in seconds.items()}
 
 
@@ -78,28 +78,22 @@ def random_rows(run: RunConfig, num_rows: int) -> np.ndarray:
 
 def write_shards(run: RunConfig, rows_RN: np.ndarray, folder: Path, num_heldout: int = 0) -> None:
     """The first `num_heldout` rows are the held-out ones, and the others the training rows."""
-    write_manifest(
-        run,
-        _write_split("train", rows_RN[num_heldout:], folder),
-        folder,
-        heldout=_write_split("heldout", rows_RN[:num_heldout], folder) if num_heldout else (),
-    )
+    shards = []
+    for split, rows in (("train", rows_RN[num_heldout:]), ("heldout", rows_RN[:num_heldout])):
+        writer = ShardWriter(folder, split, f"{split}-00000", sequence_length=rows.shape[1], rows_per_shard=2**13)
+        writer.add(rows)
+        shards.append(writer.close())
+    write_manifest(run, shards[0], folder, heldout=shards[1])
 
 
-def _write_split(split: str, rows_RN: np.ndarray, folder: Path) -> tuple[Shard, ...]:
-    writer = ShardWriter(folder, split, f"{split}-00000", sequence_length=rows_RN.shape[1], rows_per_shard=2**13)
-    writer.add(rows_RN)
-    return tuple(writer.close())
-
-
-def write_manifest(run: RunConfig, train: tuple[Shard, ...], folder: Path, heldout: tuple[Shard, ...] = ()) -> None:
+def write_manifest(run: RunConfig, train: Sequence[Shard], folder: Path, heldout: Sequence[Shard] = ()) -> None:
     manifest = Manifest(
         sequence_length=run.model.sequence_length,
         vocab_size=run.model.vocab_size,
         packing=run.data.packing,
         tokenizer_sha256="0" * 64,
         total_rows={"train": sum(shard.rows for shard in train), "heldout": sum(shard.rows for shard in heldout)},
-        splits=Splits(train=train, heldout=heldout),
+        splits=Splits(train=tuple(train), heldout=tuple(heldout)),
     )
     write_text(f"{folder}/{MANIFEST_NAME}", manifest.to_json())
 
@@ -107,10 +101,21 @@ def write_manifest(run: RunConfig, train: tuple[Shard, ...], folder: Path, heldo
 def loader_of(run: RunConfig, shards: Path) -> Loader:
     """The run's loader, on these shards and with batches of ROWS_PER_BATCH."""
     data = run.data.model_copy(update={"shards": str(shards), "cache_dir": None})
-    sizes = {"global_batch_size": ROWS_PER_BATCH, "micro_batch_size": ROWS_PER_BATCH}
-    train = run.train.model_copy(update=sizes)
-    here = run.model_copy(update={"data": data, "train": train, "output_dir": str(shards)})
-    return build_loader(here, rank=0, world_size=1)
+    here = run.with_train(global_batch_size=ROWS_PER_BATCH, micro_batch_size=ROWS_PER_BATCH)
+    return build_loader(here.model_copy(update={"data": data, "output_dir": str(shards)}), rank=0, world_size=1)
+
+
+def c4_shards(run: RunConfig) -> list[Shard]:
+    """A manifest's entries for as many shards as C4 has, which nobody has written."""
+    return [
+        Shard(
+            name=f"train/train-{number:05d}-000000.tar",
+            rows=C4_ROWS_PER_SHARD,
+            bytes=C4_ROWS_PER_SHARD * run.model.sequence_length * ROW_DTYPE.itemsize,
+            sha256="".join(f"{word:016x}" for word in hash64(number, np.arange(4))),
+        )
+        for number in range(C4_SHARDS)
+    ]
 
 
 def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
@@ -120,25 +125,17 @@ def first_batch_seconds(run: RunConfig, folder: Path) -> dict[str, float]:
     """
     say("first batch of a far step")
     length = run.model.sequence_length
-    absent = [
-        Shard(
-            name=f"train/train-{number:05d}-000000.tar",
-            rows=C4_ROWS_PER_SHARD,
-            bytes=C4_ROWS_PER_SHARD * length * ROW_DTYPE.itemsize,
-            sha256="".join(f"{word:016x}" for word in hash64(number, np.arange(4))),
-        )
-        for number in range(C4_SHARDS)
-    ]
-    write_manifest(run, tuple(absent), folder)
+    shards = c4_shards(run)
+    write_manifest(run, shards, folder)
     loader = loader_of(run, folder)
     rows_RN = random_rows(run, C4_ROWS_PER_SHARD)
     for number in sorted({int(shard) for shard in loader.addresses(FAR_STEP).shard}):
         stem = f"train-{number:05d}"
         writer = ShardWriter(folder, "train", stem, sequence_length=length, rows_per_shard=C4_ROWS_PER_SHARD)
         writer.add(rows_RN)
-        (absent[number],) = writer.close()
+        (shards[number],) = writer.close()
     loader.close()
-    write_manifest(run, tuple(absent), folder)
+    write_manifest(run, shards, folder)
 
     started, cpu_started = time.perf_counter(), time.process_time()
     loader = loader_of(run, folder)

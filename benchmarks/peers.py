@@ -5,7 +5,6 @@ says bf16, autocast, as their users train.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +18,8 @@ WIDTH_PER_HEAD = 64
 LARGEST_FLOPS_DIFFERENCE = 0.1
 
 
-class Step(NamedTuple):
-    """One training step of one contender, and its description for the report."""
-
-    run_once: Callable[[], None]
-    description: dict[str, int | bool]
+Step = tuple[Callable[[], None], dict[str, int | bool]]
+"""A call that trains one step, and the model's description for the report."""
 
 
 def g_mlp_pytorch_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
@@ -41,7 +37,7 @@ def g_mlp_pytorch_step(run: RunConfig, device: torch.device, batch: MaskedBatch)
     labels_BN = torch.full_like(batch.token_ids_BN, -100)
     labels_BN = labels_BN.scatter(1, batch.masked_positions_BM, batch.labels_BM)
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss() -> Tensor:
         logits_BNV = model(batch.token_ids_BN)
         return F.cross_entropy(logits_BNV.flatten(0, 1).float(), labels_BN.flatten())
 
@@ -53,14 +49,10 @@ def bert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
     from transformers import BertConfig, BertForMaskedLM
 
     width, num_layers, flops = transformer_size(run, mlp_weights_per_width=8)
-    config = BertConfig(
-        **_common_options(run, width, num_layers),
-        intermediate_size=4 * width,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**_options(run, width, num_layers), intermediate_size=4 * width, **options)
     model = BertForMaskedLM(config)
-    return _transformer_step(model, model.bert, model.cls, run, device, batch, width, flops)
+    return _transformer_step(model, (model.bert, model.cls), run, device, batch, flops)
 
 
 def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
@@ -69,18 +61,10 @@ def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) ->
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
     width, num_layers, flops = transformer_size(run, mlp_weights_per_width=4.5)
-    config = ModernBertConfig(
-        **_common_options(run, width, num_layers),
-        intermediate_size=3 * width // 2,
-        pad_token_id=0,
-        cls_token_id=2,
-        sep_token_id=3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    tokens = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": None, "eos_token_id": None}
+    config = ModernBertConfig(**_options(run, width, num_layers), intermediate_size=3 * width // 2, **tokens)
     model = ModernBertForMaskedLM(config)
-    head = nn.Sequential(model.head, model.decoder)
-    return _transformer_step(model, model.model, head, run, device, batch, width, flops)
+    return _transformer_step(model, (model.model, nn.Sequential(model.head, model.decoder)), run, device, batch, flops)
 
 
 def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[int, int, int]:
@@ -104,7 +88,7 @@ def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[i
     raise InputError(f"{run.name}: no Transformer has {wanted:.3g} FLOPs a row; choose a larger model")
 
 
-def _common_options(run: RunConfig, width: int, num_layers: int) -> dict:
+def _options(run: RunConfig, width: int, num_layers: int) -> dict:
     return {
         "vocab_size": run.model.vocab_size,
         "hidden_size": width,
@@ -117,35 +101,35 @@ def _common_options(run: RunConfig, width: int, num_layers: int) -> dict:
 
 def _transformer_step(
     model: nn.Module,
-    trunk: nn.Module,
-    head: nn.Module,
+    parts: tuple[nn.Module, nn.Module],
     run: RunConfig,
     device: torch.device,
     batch: MaskedBatch,
-    width: int,
     flops: int,
 ) -> Step:
+    """parts: the trunk and the head. flops: of training a row."""
+    trunk, head = parts
     trunk.compile()
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss() -> Tensor:
         x_BND = trunk(input_ids=batch.token_ids_BN).last_hidden_state
         x_BMD = x_BND.take_along_dim(batch.masked_positions_BM.unsqueeze(-1), dim=1)
         return F.cross_entropy(head(x_BMD).flatten(0, 1).float(), batch.labels_BM.flatten())
 
-    known = {"width": width, "num_layers": model.config.num_hidden_layers, "compile": True}
-    return _step(model, run, device, loss, flops=flops * run.train.micro_batch_size, **known)
+    size = {"width": model.config.hidden_size, "num_layers": model.config.num_hidden_layers, "compile": True}
+    return _step(model, run, device, loss, flops=flops * run.train.micro_batch_size, **size)
 
 
-def _step(model: nn.Module, run: RunConfig, device: torch.device, loss: Callable[[nn.Module], Tensor], **known) -> Step:
+def _step(model: nn.Module, run: RunConfig, device: torch.device, loss: Callable[[], Tensor], **known) -> Step:
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     is_bf16 = run.train.precision == "bf16"
 
-    def run_once() -> None:
+    def train() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
-            value = loss(model)
+            value = loss()
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return Step(run_once, {"parameters": sum(p.numel() for p in model.parameters()), **known})
+    return train, {"parameters": sum(p.numel() for p in model.parameters()), **known}

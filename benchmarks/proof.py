@@ -1,4 +1,4 @@
-"""What a device must show before a long run is trusted to it: the parts of launch/gpu_proof.sh that are not benchmarks.
+"""What a device must show before a long run is trusted to it: the checks of launch/gpu_proof.sh.
 
 Each check trains a recipe on random rows through run_task, as launch/pretrain.py does, and judges what the runs left
 behind. It reports one finding at a time, so that a check that is cut short has reported what it found until then.
@@ -8,23 +8,34 @@ import importlib.util
 import itertools
 import logging
 import os
+import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.timing import medians, time_in_turns
-from benchmarks.trial import NUM_STEPS, STOP_STEP, Signalled, Trial, Verdict, bit_equality, nearness
+from benchmarks.loading import random_rows, write_shards
+from benchmarks.timing import time_in_turns
 from gmlp_scale.checkpoint.format import Checkpoint, step_folders
-from gmlp_scale.distributed.world import World
+from gmlp_scale.checkpoint.stores import newest_checkpoint
+from gmlp_scale.data.loader import Loader
+from gmlp_scale.distributed.logs import set_up_logging
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import ENGINES, engine_overrides
+from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
+from gmlp_scale.train.loop import Progress
 from gmlp_scale.train.metrics import StartUp, peak_memory_bytes
+from gmlp_scale.train.resolve import resolve
 from gmlp_scale.train.run import build_engine_of, run_task
+from gmlp_scale.train.sinks import read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +52,65 @@ BETWEEN_ENGINES = {
 FROM_FLOAT32_TO_BF16 = {"train/loss": 3e-3}
 FROM_CPU_TO_GPU = {"train/loss": 1e-4}
 FROM_EAGER_TO_COMPILED = {"train/loss": 3e-3, "eval/loss": 3e-3}
+NUM_STEPS, STOP_STEP = 6, 3
 LONGEST_STOP = 3  # steps from a signal to the end, at most
 INTERVAL = 10
 """Steps between two logs of `check_recipe`; it saves at every second one."""
+NUM_TRAINING_ROWS, NUM_HELDOUT_ROWS = 2048, 8
+SCHEDULE = [
+    "train.num_steps=1000", f"train.stop_after_step={NUM_STEPS}", "train.log_every_steps=1",
+    "train.evaluate_every_steps=1000", f"train.num_evaluation_rows={NUM_HELDOUT_ROWS}",
+    "optimizer.peak_learning_rate=1.0e-3", "optimizer.warmup_steps=2", "optimizer.gradient_clipping=0.5",
+    "checkpoint.save_every_steps=1000",
+]  # fmt: skip
+
+
+class DifferenceError(Exception):
+    """What a check found is not what it must be."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Runs of one recipe on random rows, each in a folder of its own."""
+
+    recipe: str
+    overrides: list[str]
+    folder: Path
+
+    @classmethod
+    def prepare(cls, recipe: str, overrides: list[str], folder: Path) -> "Trial":
+        """Writes the rows. ConfigError if the recipe has mistakes."""
+        trial = cls(recipe, [*SCHEDULE, *overrides, f"data.shards={folder / 'shards'}", f"output_dir={folder}"], folder)
+        config = trial.config("shards")
+        write_shards(config, random_rows(config, NUM_TRAINING_ROWS), folder / "shards", NUM_HELDOUT_ROWS)
+        return trial
+
+    def config(self, name: str, *overrides: str) -> RunConfig:
+        return load_run_config(self.recipe, [*self.overrides, f"name={re.sub('[ ,]+', '-', name)}", *overrides])
+
+    def world(self, *overrides: str, hear_stop_signals: bool = False) -> World:
+        """With a process group, which every engine can use.
+
+        hear_stop_signals: for a run that is stopped by a signal. Others end at once when their part's time is over.
+        """
+        config = self.config("world", *overrides)
+        world = start_world(
+            config.engine.timeout_seconds, config.train.device, init_group=True, hear_stop_signals=hear_stop_signals
+        )
+        set_up_logging(world)
+        return world
+
+    def train(self, world: World, name: str, *overrides: str, task: type[Pretraining] = Pretraining) -> Progress:
+        """Starts the run of this name, or goes on with it."""
+        run = resolve(self.config(name, *overrides), world)
+        return run_task(task(run), world, StartUp(time.perf_counter()))
+
+    def metrics(self, name: str) -> list[dict]:
+        return read_metrics(self.config(name).run_dir / "metrics.jsonl")
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """The run's newest checkpoint, verified."""
+        return newest_checkpoint(self.config(name).run_dir / "checkpoints")[0]
 
 
 def check_engines(trial: Trial, report: Report) -> None:
@@ -68,8 +135,8 @@ def check_compile(trial: Trial, report: Report) -> None:
         cases = [("single", "false"), ("single", "true"), ("single", "reduce-overhead")]
         cases += [("fsdp2", "true"), ("zero, stage 1", "true"), ("zero, stage 1", "reduce-overhead")]
         for engine, compile in cases:
-            verdict = partial(compiling, trial, world, engine, compile)
-            judge(report, f"{engine}: train.compile={compile}", verdict, engine, needs_gpu=compile == "reduce-overhead")
+            found = partial(compiling, trial, world, engine, compile)
+            judge(report, f"{engine}: train.compile={compile}", found, engine, needs_gpu=compile == "reduce-overhead")
 
 
 def check_auto(trial: Trial, report: Report) -> None:
@@ -95,9 +162,9 @@ CHECKS = {
 
 
 def judge(
-    report: Report, check: str, verdict: Callable[[], Verdict], engine: str = "single", *, needs_gpu: bool = False
+    report: Report, check: str, find: Callable[[], dict], engine: str = "single", *, needs_gpu: bool = False
 ) -> None:
-    """Reports what `verdict` finds, or why it cannot be found here. Whatever it raises is a failure."""
+    """Reports the figures that `find` returns, or why it cannot be called here. Whatever it raises is a failure."""
     missing = None
     if needs_gpu and not torch.cuda.is_available():
         missing = "needs a GPU"
@@ -106,41 +173,91 @@ def judge(
     if missing:
         report({"check": check, "status": "not run", "reason": missing})
         return
-    started = time.perf_counter()
+    started, problem, figures = time.perf_counter(), None, {}
     try:
-        problem, figures = verdict()
+        figures = find()
     except Exception as error:
         log.exception("%s", check)
-        problem, figures = f"{type(error).__name__}: {error}", {}
-    figures["seconds"] = round(time.perf_counter() - started, 2)
-    report({"check": check, "status": "failed" if problem else "passed", "reason": problem, **figures})
+        problem = str(error) if isinstance(error, DifferenceError) else f"{type(error).__name__}: {error}"
+    seconds = round(time.perf_counter() - started, 2)
+    status = "failed" if problem else "passed"
+    report({"check": check, "status": status, "reason": problem, **figures, "seconds": seconds})
 
 
-def parity(trial: Trial, world: World, engine: str, precision: str) -> Verdict:
+def compare_metrics(trial: Trial, name: str, expected_name: str, bounds: Mapping[str, float]) -> dict:
+    """Compares what two runs logged, step by step. bounds: the largest relative difference, by tag."""
+    rows, expected_rows = trial.metrics(name), trial.metrics(expected_name)
+    differences = {}
+    for tag in bounds:
+        pairs = [(row[tag], other[tag]) for row, other in zip(rows, expected_rows, strict=True) if tag in other]
+        differences[tag] = max(abs(value / other - 1) for value, other in pairs)
+    if problems := [
+        f"{tag} differs from {expected_name} by {found:.2g}; at most {bounds[tag]:.2g} is allowed"
+        for tag, found in differences.items()
+        if found > bounds[tag]
+    ]:
+        raise DifferenceError("; ".join(problems))
+    return {f"{tag} differs by": found for tag, found in differences.items()}
+
+
+def compare_bits(whole: Checkpoint, resumed: Checkpoint) -> dict:
+    """Compares all masters and moments of two checkpoints of one step."""
+    differences = {}
+    for key in whole.keys:
+        one, other = whole.read(key), resumed.read(key)
+        if not torch.equal(one, other):
+            differences[key] = ((one - other).abs().max() / one.abs().max()).item()
+    if whole.step == resumed.step and not differences:
+        return {"bit_identical_tensors": len(whole.keys)}
+    found = f"steps {whole.step} and {resumed.step}: {len(differences)} of {len(whole.keys)} tensors differ"
+    if differences:
+        worst = max(differences, key=differences.__getitem__)
+        found += f", {worst} the most, by {differences[worst]:.2g} of its largest element"
+    raise DifferenceError(found)
+
+
+def parity(trial: Trial, world: World, engine: str, precision: str) -> dict:
     trial.train(world, f"{engine} {precision}", *OVERRIDES[engine], f"train.precision={precision}")
     if engine != "single":
-        return nearness(trial, f"{engine} {precision}", f"single {precision}", BETWEEN_ENGINES[precision])
+        return compare_metrics(trial, f"{engine} {precision}", f"single {precision}", BETWEEN_ENGINES[precision])
     if precision == "bf16":
-        return nearness(trial, "single bf16", "single float32", FROM_FLOAT32_TO_BF16)
-    return Verdict(None, {"losses": [row["train/loss"] for row in trial.metrics("single float32")]})
+        return compare_metrics(trial, "single bf16", "single float32", FROM_FLOAT32_TO_BF16)
+    return {"losses": [row["train/loss"] for row in trial.metrics("single float32")]}
 
 
-def parity_with_cpu(trial: Trial) -> Verdict:
+def parity_with_cpu(trial: Trial) -> dict:
     here = [*OVERRIDES["single"], "train.precision=float32", "train.device=cpu"]
     with trial.world(*here) as world:
         trial.train(world, "cpu", *here)
-    return nearness(trial, "single float32", "cpu", FROM_CPU_TO_GPU)
+    return compare_metrics(trial, "single float32", "cpu", FROM_CPU_TO_GPU)
 
 
-def resuming(trial: Trial, world: World, engine: str, precision: str) -> Verdict:
+def resuming(trial: Trial, world: World, engine: str, precision: str) -> dict:
     whole, resumed = f"{engine} {precision}", f"{engine} {precision} resumed"
     here = [*OVERRIDES[engine], f"train.precision={precision}"]
     trial.train(world, resumed, *here, f"train.stop_after_step={STOP_STEP}")
     trial.train(world, resumed, *here)
-    return bit_equality(trial.checkpoint(whole), trial.checkpoint(resumed))
+    return compare_bits(trial.checkpoint(whole), trial.checkpoint(resumed))
 
 
-def stopping(trial: Trial, engine: str) -> Verdict:
+class Signalled(Pretraining):
+    """Sends its own process SIGTERM as step STOP_STEP begins."""
+
+    def open_loader(self, world: World) -> Loader:
+        loader = super().open_loader(world)
+        steps = loader.steps
+
+        def signalling(start_step: int, stop_step: int) -> Iterator[list]:
+            for step, micro_batches in enumerate(steps(start_step, stop_step), start_step + 1):
+                if step == STOP_STEP:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield micro_batches
+
+        loader.steps = signalling
+        return loader
+
+
+def stopping(trial: Trial, engine: str) -> dict:
     """Each run has a world of its own, since a signal ends the world's use."""
     name, here = f"{engine} signalled", OVERRIDES[engine]
     with trial.world() as world:
@@ -150,14 +267,14 @@ def stopping(trial: Trial, engine: str) -> Verdict:
     saved = trial.checkpoint(name).step
     if saved != progress.step or not STOP_STEP <= saved <= STOP_STEP + LONGEST_STOP:
         found = f"signalled in step {STOP_STEP}, stopped after step {progress.step} with a checkpoint of step {saved}"
-        return Verdict(found, {})
+        raise DifferenceError(found)
     with trial.world() as world:
         trial.train(world, name, *here, f"train.stop_after_step={NUM_STEPS}")
-    problem, figures = bit_equality(trial.checkpoint(f"{engine} whole"), trial.checkpoint(name))
-    return Verdict(problem, {"stopped_after_step": saved, **figures})
+    figures = compare_bits(trial.checkpoint(f"{engine} whole"), trial.checkpoint(name))
+    return {"stopped_after_step": saved, **figures}
 
 
-def compiling(trial: Trial, world: World, engine: str, compile: str) -> Verdict:
+def compiling(trial: Trial, world: World, engine: str, compile: str) -> dict:
     """Fails too where torch would go on without compiled blocks or without CUDA graphs, which it does silently."""
     name = f"{engine} {compile}"
     # To the end of the schedule, which evaluates too.
@@ -168,49 +285,46 @@ def compiling(trial: Trial, world: World, engine: str, compile: str) -> Verdict:
         trial.train(world, name, *OVERRIDES[engine], f"train.compile={compile}", *ends)
     num_skips = counters["inductor"]["cudagraph_skips"]
     if compile == "reduce-overhead" and num_skips:
-        return Verdict(f"{num_skips} graphs ran without CUDA graphs; log.txt says why", {})
-    return nearness(trial, name, "single false", FROM_EAGER_TO_COMPILED)
+        raise DifferenceError(f"{num_skips} graphs ran without CUDA graphs; log.txt says why")
+    return compare_metrics(trial, name, "single false", FROM_EAGER_TO_COMPILED)
 
 
-def finding_micro_batch(trial: Trial) -> Verdict:
+def finding_micro_batch(trial: Trial) -> dict:
     with trial.world() as world:
-        task = Pretraining(trial.config("auto", *OVERRIDES["single"], "train.micro_batch_size=auto"))
-        run_task(task, world, StartUp(time.perf_counter()))
+        run = resolve(trial.config("auto", *OVERRIDES["single"], "train.micro_batch_size=auto"), world)
+        run_task(Pretraining(run), world, StartUp(time.perf_counter()))
         peak_gib = peak_memory_bytes(world.device) / 2**30
-    return Verdict(None, {"micro_batch_size": task.train.micro_batch_size, "peak_memory_gib": peak_gib})
+    return {"micro_batch_size": run.train.micro_batch_size, "peak_memory_gib": peak_gib}
 
 
-def saving(trial: Trial, world: World) -> Verdict:
+def saving(trial: Trial, world: World) -> dict:
     """The first save also allocates buffers, so the second one counts: it comes at the fourth log, and the fifth log
     shows what it cost."""
     rhythm = [f"train.log_every_steps={INTERVAL}", f"checkpoint.save_every_steps={2 * INTERVAL}"]
     trial.train(world, "recipe", *rhythm, f"train.stop_after_step={5 * INTERVAL}")
     rows = {row["step"] // INTERVAL: row for row in trial.metrics("recipe")}
     keys = ("perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "perf/data_wait_fraction", "memory/peak_gib")
-    return Verdict(
-        None,
-        {
-            "first_stall_seconds": rows[3]["perf/checkpoint_stall_seconds"],
-            "stall_seconds": rows[5]["perf/checkpoint_stall_seconds"],
-            "steps_after_a_save_over_others": rows[5]["perf/step_seconds"] / rows[4]["perf/step_seconds"],
-            **{key: rows[4].get(key) for key in keys},
-        },
-    )
+    return {
+        "first_stall_seconds": rows[3]["perf/checkpoint_stall_seconds"],
+        "stall_seconds": rows[5]["perf/checkpoint_stall_seconds"],
+        "steps_after_a_save_over_others": rows[5]["perf/step_seconds"] / rows[4]["perf/step_seconds"],
+        **{key: rows[4].get(key) for key in keys},
+    }
 
 
-def resuming_after_a_cut(trial: Trial, world: World) -> Verdict:
+def resuming_after_a_cut(trial: Trial, world: World) -> dict:
     """Moves the last checkpoint away, as if the power had failed before it. The run then trains up to it again."""
     last = step_folders(trial.config("recipe").run_dir / "checkpoints")[-1]
     kept = trial.folder / "never stopped" / last.name
     kept.parent.mkdir()
     last.rename(kept)
     trial.train(world, "recipe", f"train.stop_after_step={5 * INTERVAL}")
-    return bit_equality(Checkpoint.open(kept), trial.checkpoint("recipe"))
+    return compare_bits(Checkpoint.open(kept), trial.checkpoint("recipe"))
 
 
-def verified_load(trial: Trial, world: World) -> Verdict:
+def verified_load(trial: Trial, world: World) -> dict:
     """Times a verified load beside a plain read of the same files. Before each, the kernel forgets the files' pages."""
-    engine = build_engine_of(Pretraining(trial.config("recipe")), world, is_new=False)
+    engine = build_engine_of(Pretraining(resolve(trial.config("recipe"), world)), world, is_new=False)
     files = sorted(trial.checkpoint("recipe").path.glob("*.safetensors"))
 
     def load() -> None:
@@ -222,11 +336,11 @@ def verified_load(trial: Trial, world: World) -> Verdict:
             list(pool.map(read_whole, files))
 
     turns = {"load": partial(uncached_seconds, load, files), "plain read": partial(uncached_seconds, read, files)}
-    seconds = medians(time_in_turns(turns, num_rounds=3))
+    seconds = time_in_turns(turns, num_rounds=3)
     engine.close()
     num_bytes = sum(file.stat().st_size for file in files)
     rates = {f"{name} bytes per second": num_bytes / spent for name, spent in seconds.items()}
-    return Verdict(None, {"load_over_plain_read": seconds["plain read"] / seconds["load"], "bytes": num_bytes, **rates})
+    return {"load_over_plain_read": seconds["plain read"] / seconds["load"], "bytes": num_bytes, **rates}
 
 
 def uncached_seconds(call: Callable[[], None], files: list[Path]) -> float:

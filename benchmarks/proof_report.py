@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.comparison import figures, table
+from benchmarks.reports import figures, markdown, table
 
 STOPPED, KILLED = 124, 137
 """Exit codes of `timeout`. STOPPED: the part was stopped at its limit. KILLED: it did not stop then and was killed, or
@@ -14,9 +14,8 @@ something else killed it before its limit."""
 
 class Goal(NamedTuple):
     what: str
-    wanted: float
-    is_most: bool
-    """Whether `wanted` is the most allowed, or the least."""
+    wanted: str
+    """`at most` or `at least`, and a number."""
     part: str
     check: str | None
     """The finding that holds the figure; None for a report of benchmarks/run.py."""
@@ -24,38 +23,28 @@ class Goal(NamedTuple):
     """Its key in the finding, or the name of a ratio or cost in the report."""
 
 
+FLOP_RATE, SAVES = "FLOP/s over the best matrix product", "training and saving"
+STALL = "training stopped by a save over a plain copy of its bytes to the host"
 GOALS = [
-    *(
-        Goal(
-            f"{recipe}: FLOP/s over the best matrix product", fraction, False,
-            f"step_{recipe}", None, "fraction_of_ceiling",
-        )
-        for recipe, fraction in (("gmlp_base", 0.67), ("gmlp_large", 0.71), ("gmlp_xlarge", 0.73))
-    ),
+    Goal(f"gmlp_base: {FLOP_RATE}", "at least 0.67", "step_gmlp_base", None, "fraction_of_ceiling"),
+    Goal(f"gmlp_large: {FLOP_RATE}", "at least 0.71", "step_gmlp_large", None, "fraction_of_ceiling"),
+    Goal(f"gmlp_xlarge: {FLOP_RATE}", "at least 0.73", "step_gmlp_xlarge", None, "fraction_of_ceiling"),
+    Goal(STALL, "at most 1.1", "checkpoint_gmlp_base", None, "stall_over_copy"),
+    Goal("ten steps after a save over ten others", "at most 1.02", "recipe", SAVES, "steps_after_a_save_over_others"),
     Goal(
-        "training stopped by a save over a plain copy of its bytes to the host", 1.1, True,
-        "checkpoint_gmlp_base", None, "stall_over_copy",
+        "verified load over a plain read of its files", "at least 0.8", "recipe", "verified load",
+        "load_over_plain_read",
     ),
-    Goal(
-        "ten steps after a save over ten others", 1.02, True,
-        "recipe", "training and saving", "steps_after_a_save_over_others",
-    ),
-    Goal("verified load over a plain read of its files", 0.8, False, "recipe", "verified load", "load_over_plain_read"),
 ]  # fmt: skip
 
 
 def record(folder: Path, part: str, *, code: int, seconds: int, limit: int, command: str, printed: str) -> dict:
     """Adds a part that ended with exit code `code` to `folder`, with what it printed; returns its line."""
     checks, measured = _read(printed)
-    was_cut = code == STOPPED or (code == KILLED and seconds >= limit)
-    line = {
-        "part": part,
-        **_outcome(code, was_cut, checks),
-        "seconds": seconds,
-        "limit_seconds": limit,
-        "command": command,
-    }
-    return _add(folder, line | {"exit_code": code, "checks": checks} | ({"measured": measured} if measured else {}))
+    status, reason = _outcome(code, code == STOPPED or (code == KILLED and seconds >= limit), checks)
+    line = {"part": part, "status": status, "reason": reason, "seconds": seconds, "limit_seconds": limit}
+    line |= {"command": command, "exit_code": code, "checks": checks}
+    return _add(folder, line | ({"measured": measured} if measured else {}))
 
 
 def record_not_run(folder: Path, part: str, reason: str) -> dict:
@@ -83,20 +72,20 @@ def _read(printed: str) -> tuple[list[dict], dict | None]:
     return [json.loads(line) for line in whole_lines if line.startswith('{"check": ')], None
 
 
-def _outcome(code: int, was_cut: bool, checks: list[dict]) -> dict[str, str | None]:
-    """status and reason of a part."""
-    failed = [check for check in checks if check["status"] == "failed"]
+def _outcome(code: int, was_cut: bool, checks: list[dict]) -> tuple[str, str | None]:
+    """Status and reason of a part."""
+    num_failed = sum(check["status"] == "failed" for check in checks)
     not_run = [check for check in checks if check["status"] == "not run"]
     if was_cut:
-        return {"status": "cut by its limit", "reason": f"{len(checks)} checks done, {len(failed)} of them failed"}
-    if failed:
-        return {"status": "failed", "reason": f"{len(failed)} of {len(checks)} checks"}
+        return "cut by its limit", f"{len(checks)} checks done, {num_failed} of them failed"
+    if num_failed:
+        return "failed", f"{num_failed} of {len(checks)} checks"
     if code:
-        return {"status": "failed", "reason": f"exit code {code}: log.txt says why"}
-    reasons = sorted({check["reason"] for check in not_run})
+        return "failed", f"exit code {code}: log.txt says why"
+    reasons = "; ".join(sorted({check["reason"] for check in not_run}))
     if checks and len(not_run) == len(checks):
-        return {"status": "not run", "reason": "; ".join(reasons)}
-    return {"status": "passed", "reason": f"{len(not_run)} checks not run: {'; '.join(reasons)}" if not_run else None}
+        return "not run", reasons
+    return "passed", f"{len(not_run)} checks not run: {reasons}" if not_run else None
 
 
 def report(parts: dict[str, dict]) -> str:
@@ -107,12 +96,14 @@ def report(parts: dict[str, dict]) -> str:
     if not on_gpu:
         lines += ["The shapes were tiny. It shows that the parts run and that a CPU passes them, nothing of a GPU.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items() if key not in ("check", "status", "reason")]
-    lines += ["", "| part | status | why | seconds | limit |", "| --- | --- | --- | --- | --- |"]
-    for part in parts.values():
-        seconds, limit = part.get("seconds", ""), part.get("limit_seconds", "")
-        lines.append(f"| {part['part']} | {part['status']} | {part['reason'] or ''} | {seconds} | {limit} |")
+    rows = (
+        [name, part["status"], part["reason"] or "", str(part.get("seconds", "")), str(part.get("limit_seconds", ""))]
+        for name, part in parts.items()
+    )
+    lines += ["", markdown(["part", "status", "why", "seconds", "limit"], rows)]
     lines += ["", "FSDP2 gathers and scatters nothing on one rank, so NCCL's collectives are not shown here."]
-    lines += ["", *_checks_not_passed(parts), *_measured(parts), *_goals(parts, on_gpu)]
+    lines += ["", *_checks_not_passed(parts), "", *_measured(parts)]
+    lines += ["", markdown(["goal", "wanted", "found", ""], (_goal_row(goal, parts, on_gpu) for goal in GOALS))]
     return "\n".join(lines) + "\n"
 
 
@@ -125,7 +116,6 @@ def _checks_not_passed(parts: dict[str, dict]) -> Iterator[str]:
             for name, peer in of_recipe.get("step", {}).get("contenders", {}).items():
                 if isinstance(peer, str):  # why it is missing
                     yield f"- {part['part']}, {name}: not run: {peer}"
-    yield ""
 
 
 def _measured(parts: dict[str, dict]) -> Iterator[str]:
@@ -133,32 +123,26 @@ def _measured(parts: dict[str, dict]) -> Iterator[str]:
     for measured in reports.values():
         if any("step" in of_recipe for of_recipe in measured.get("recipes", {}).values()):
             yield from (table(measured), "")
-    yield from ("| part | ratio or cost | value |", "| --- | --- | --- |")
+    rows = []
     for name, measured in reports.items():
-        if "recipes" in measured:
-            yield from (f"| {name} | {key[3]} | {value:.3g} |" for key, value in figures(measured))
-        for kernel, its_figures in measured.get("kernels", {}).items():
-            yield f"| {name} | {kernel}: fraction of its floor | {its_figures['fraction_of_floor']:.3g} |"
-    yield ""
+        rows += [[name, key[3], f"{value:.3g}"] for key, value in figures(measured)]
+        for kernel, found in measured.get("kernels", {}).items():
+            rows.append([name, f"{kernel}: fraction of its floor", f"{found['fraction_of_floor']:.3g}"])
+    yield markdown(["part", "ratio or cost", "value"], rows)
 
 
-def _goals(parts: dict[str, dict], on_gpu: bool) -> Iterator[str]:
-    yield from ("| goal | wanted | found | |", "| --- | --- | --- | --- |")
-    for goal in GOALS:
-        found = _found(goal, parts)
-        wanted = f"{'at most' if goal.is_most else 'at least'} {goal.wanted:g}"
-        if found is None:
-            verdict = f"not measured: {goal.part} {parts.get(goal.part, {}).get('status', 'not run')}"
-        elif not on_gpu:
-            verdict = "says nothing: no GPU"
-        else:
-            verdict = "met" if (found <= goal.wanted if goal.is_most else found >= goal.wanted) else "missed"
-        yield f"| {goal.what} | {wanted} | {'' if found is None else format(found, '.3g')} | {verdict} |"
+def _goal_row(goal: Goal, parts: dict[str, dict], on_gpu: bool) -> list[str]:
+    found = _found(goal, parts.get(goal.part, {}))
+    if found is None:
+        status = parts.get(goal.part, {}).get("status", "not run")
+        return [goal.what, goal.wanted, "", f"not measured: {goal.part} {status}"]
+    bound, number = goal.wanted.rsplit(" ", 1)
+    is_met = found <= float(number) if bound == "at most" else found >= float(number)
+    verdict = ("met" if is_met else "missed") if on_gpu else "says nothing: no GPU"
+    return [goal.what, goal.wanted, f"{found:.3g}", verdict]
 
 
-def _found(goal: Goal, parts: dict[str, dict]) -> float | None:
-    part = parts.get(goal.part, {})
+def _found(goal: Goal, part: dict) -> float | None:
     if goal.check:
         return next((check.get(goal.figure) for check in part.get("checks", []) if check["check"] == goal.check), None)
-    measured = figures(part["measured"]) if "measured" in part else ()
-    return next((value for key, value in measured if key[3] == goal.figure), None)
+    return next((value for key, value in figures(part.get("measured", {})) if key[3] == goal.figure), None)

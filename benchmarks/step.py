@@ -5,19 +5,19 @@ run in their own processes.
 """
 
 import gc
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.ceilings import captured_products, copy_call, fewest_bytes, matrix_calls
-from benchmarks.peers import Step, bert_step, g_mlp_pytorch_step, modernbert_step
+from benchmarks.peers import bert_step, g_mlp_pytorch_step, modernbert_step
 from benchmarks.time_split import time_split
-from benchmarks.timing import Contender, Turn, medians, say, time_in_turns, turns_of
+from benchmarks.timing import Contender, Turn, say, time_in_turns, turns_of
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine import Engine
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import GmlpConfig, with_kernels
 from gmlp_scale.models.gmlp import FUSED_GATING
@@ -30,32 +30,41 @@ PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": m
 
 
 def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
-    forget_other_recipes(world.device)
-    batch = random_batch(run, world.device)
+    device = world.device
+    forget_other_recipes(device)
+    batch = random_batch(run, device)
     engine = new_engine(run, world)
-    recipe = step_of(engine, run, batch)
-    recipe.run_once()
-    peak_memory_gib = peak_memory_bytes(world.device) / 2**30  # before anything else takes memory
+    recipe = partial(train_step, engine, run, batch)
+    recipe()
+    peak_memory_gib = peak_memory_bytes(device) / 2**30  # before anything else takes memory
     weights = dict(engine.full_weights())  # for all variants: a core draws gmlp_xlarge's in 9 s
-    eager = plain(run, compile=False)
-    products, product_calls = captured_products(partial(run_eager_step, eager, world, batch, weights))
-    steps = {name: our_step(variant, world, batch, weights) for name, variant in variants(run, world.device).items()}
-    peers, missing = start_peers(run, world.device) if with_peers else ({}, {})
-    matrix_flops, copy_bytes = matrix_calls(run, world.device), copy_call(world.device)
-    calls = {"recipe": recipe.run_once} | {name: step.run_once for name, step in steps.items()}
-    calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()}
-    calls |= {"copy": copy_bytes[0]} | product_calls
-    turns = turns_of(calls, world.device) | {name: peer.take_turn for name, peer in peers.items()}
-    seconds = medians(time_in_turns(turns, num_rounds))
+    products, product_calls = products_of(run, world, batch, weights)
+    forms = variants(run, device)
+    calls: dict[str, Callable[[], object]] = {"recipe": recipe}
+    calls |= {
+        name: partial(train_step, new_engine(form, world, weights=weights), form, batch) for name, form in forms.items()
+    }
+    peers, contenders = start_peers(run, device) if with_peers else ({}, {})
+    matrix_flops, (copy, copied_bytes) = matrix_calls(run, device), copy_call(device)
+    calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()} | {"copy": copy} | product_calls
+    turns = turns_of(calls, device) | {name: peer.take_turn for name, peer in peers.items()}
+    seconds = time_in_turns(turns, num_rounds)
 
-    flops = run.flops_per_row().last * run.train.micro_batch_size
+    flops, ours = run.flops_per_row().last * run.train.micro_batch_size, seconds["recipe"]
     ceilings = {name: count / seconds[f"matrix {name}"] / 1e12 for name, (_, count) in matrix_flops.items()}
-    copy_rate = copy_bytes[1] / seconds["copy"]
-    ours = seconds["recipe"]
+    copy_rate = copied_bytes / seconds["copy"]
     tflops = flops / ours / 1e12
-    peak = run.train.peak_tflops_per_device or peak_tflops(world.device, run.train.precision)
+    peak = run.train.peak_tflops_per_device or peak_tflops(device, run.train.precision)
     bytes_moved = fewest_bytes(run)
-    report = {
+    ratios = {
+        "fraction_of_ceiling": tflops / max(ceilings.values()),
+        "isolated_products_over_step": sum(times * seconds[name] for name, times in products.items()) / ours,
+    }
+    described = {name: {"compile": form.train.compile} for name, form in forms.items()}
+    for name, description in (described | {name: peer.description for name, peer in peers.items()}).items():
+        contenders[name] = {"step_seconds": seconds[name], **description}
+        ratios[f"over_{name}"] = seconds[name] / ours / (description.get("flops", flops) / flops)
+    return {
         "rows": run.train.micro_batch_size,
         "precision": run.train.precision,
         "parameters": count_parameters(run),
@@ -69,17 +78,10 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
         "operations_floor_seconds": flops / max(ceilings.values()) / 1e12,
         "bytes_floor_seconds": bytes_moved and bytes_moved / copy_rate,
         "isolated_products": {name: {"per_step": n, "seconds": seconds[name]} for name, n in products.items()},
-        "time_split": time_split(recipe.run_once, world.device),
-        "ratios": {"fraction_of_ceiling": tflops / max(ceilings.values())},
-        "contenders": missing,
+        "time_split": time_split(recipe, device),
+        "ratios": ratios,
+        "contenders": contenders,
     }
-    alone = sum(num_times * seconds[name] for name, num_times in products.items())
-    report["ratios"]["isolated_products_over_step"] = alone / ours
-    for name, contender in (steps | peers).items():
-        equal_flops = contender.description.get("flops", flops) / flops
-        report["contenders"][name] = {"step_seconds": seconds[name], **contender.description}
-        report["ratios"][f"over_{name}"] = seconds[name] / ours / equal_flops
-    return report
 
 
 def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
@@ -98,24 +100,24 @@ def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contend
 
 def prepare_peer(name: str, run: RunConfig, device: torch.device) -> tuple[Turn, dict]:
     """A turn. After each one it gives the GPU memory in torch's cache back to the other processes."""
-    step = PEERS[name](run, device, random_batch(run, device))
-    step.run_once()  # a model that does not fit dies here, and the others are still measured
-    timed = turns_of({name: step.run_once}, device)[name]
+    step, description = PEERS[name](run, device, random_batch(run, device))
+    step()  # a model that does not fit dies here, and the others are still measured
+    timed = turns_of({name: step}, device)[name]
 
     def turn() -> float:
-        if device.type == "cuda":
-            step.run_once()  # takes the memory again
+        if device.type == "cpu":
+            return timed()
+        step()  # takes the memory again
         seconds = timed()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return seconds
 
-    return turn, step.description
+    return turn, description
 
 
 def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
     """Variants of the recipe: not compiled; with AdamW if it has Muon; without fused kernels if it would use them."""
-    forms = {"eager": run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})}
+    forms = {"eager": run.with_train(compile=False)}
     if isinstance(run.optimizer, MuonConfig):
         fields = run.optimizer.model_dump(include=set(AdamwConfig.model_fields) - {"kind"})
         forms["adamw"] = run.model_copy(update={"optimizer": AdamwConfig(**fields)})
@@ -127,21 +129,14 @@ def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
 
 def plain(run: RunConfig, *, compile: bool) -> RunConfig:
     """The recipe in plain PyTorch operations."""
-    train = run.train.model_copy(update={"compile": compile})
-    return run.model_copy(update={"model": with_kernels(run.model, "torch"), "train": train})
+    return run.with_train(compile=compile).model_copy(update={"model": with_kernels(run.model, "torch")})
 
 
-def our_step(run: RunConfig, world: World, batch: MaskedBatch, weights: Mapping[str, Tensor] | None = None) -> Step:
-    return step_of(new_engine(run, world, weights=weights), run, batch)
-
-
-def step_of(engine: Engine, run: RunConfig, batch: MaskedBatch) -> Step:
-    return Step(partial(train_step, engine, run, batch), {"compile": run.train.compile})
-
-
-def run_eager_step(
+def products_of(
     run: RunConfig, world: World, batch: MaskedBatch, weights: Mapping[str, Tensor] | None = None
-) -> None:
-    """One step of a model that is then deleted."""
-    our_step(run, world, batch, weights).run_once()
+) -> tuple[Counter[str], dict[str, Callable[[], Tensor]]]:
+    """`captured_products` of one step in plain PyTorch operations. Its model is then deleted."""
+    form = plain(run, compile=False)
+    found = captured_products(lambda: train_step(new_engine(form, world, weights=weights), form, batch))
     gc.collect()
+    return found

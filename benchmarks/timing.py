@@ -2,8 +2,10 @@
 
 import contextlib
 import multiprocessing
+import os
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,8 +27,8 @@ def turns_of(calls: Mapping[str, Callable[[], object]], device: torch.device) ->
     return {name: partial(seconds_of, call, device, num_calls) for name, call in calls.items()}
 
 
-def time_in_turns(turns: Mapping[str, Turn], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender in each round, by name."""
+def time_in_turns(turns: Mapping[str, Turn], num_rounds: int) -> dict[str, float]:
+    """Each contender's median seconds over the rounds, by name."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for round_ in range(-NUM_WARM_UP_ROUNDS, num_rounds):
         for name, take_turn in turns.items():
@@ -34,10 +36,6 @@ def time_in_turns(turns: Mapping[str, Turn], num_rounds: int) -> dict[str, list[
             if round_ >= 0:
                 seconds[name].append(elapsed)
         say(f"round {round_ + NUM_WARM_UP_ROUNDS + 1} of {num_rounds + NUM_WARM_UP_ROUNDS}")
-    return seconds
-
-
-def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -49,7 +47,7 @@ def say(what: str) -> None:
 class Contender:
     """Someone's code in its own process, as its users start it: with its own memory, threads and settings.
 
-    Calls `prepare(*arguments)` -> (turn, description) in a new process, which ends with this one.
+    Calls `prepare(*arguments)` -> (turn, description) in a new process. It ends with this one, however this one ends.
 
     Raises:
         ImportError: `prepare` needs a package that is not installed.
@@ -82,15 +80,19 @@ class Contender:
 
 
 def _serve(pipe: Connection, prepare: Callable[..., tuple[Turn, dict]], arguments: tuple) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         turn, description = prepare(*arguments)
     except ImportError as error:
         pipe.send((f"not installed: {error}", {}))
         return
     pipe.send((None, description))
-    while True:
-        try:
-            pipe.recv()
-        except EOFError:
-            return
-        pipe.send(turn())
+    with contextlib.suppress(EOFError):
+        while pipe.recv():
+            pipe.send(turn())
+
+
+def _end_with_parent() -> None:
+    """Also if a signal ended the parent, and in the midst of a turn."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -19,22 +19,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
-from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.data_config import DataConfig
-from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
-from gmlp_scale.data.shards import Manifest
+from benchmarks.loading import C4_ROWS_PER_SHARD, C4_SHARDS, FAR_STEP, c4_shards, loader_of, write_manifest
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.prepare.input_files import Record
 from gmlp_scale.prepare.job_options import JobOptions
 from gmlp_scale.prepare.read_documents import ReadDocuments
 from gmlp_scale.prepare.write_shards import WriteShards
+from gmlp_scale.recipe.reader import load_run_config
 
 _TEXTS_AT_A_TIME = 100
 _SLOW_TEXTS = 300  # of each file for `tokenizers`, which is slow
-_C4_SHARDS, _C4_ROWS_PER_SHARD, _C4_STEP = 40_000, 7_625, 1_000_000  # 305 M rows
 
 
 @command
@@ -131,36 +126,18 @@ def _num_bytes(texts: list[str]) -> int:
 
 def open_c4_sized_data_set(options: JobOptions, rank: int) -> dict:
     """Seconds and memory for opening shards as many as C4's and finding the rows of a late step; no shard is read."""
-    shards = tuple(
-        Shard(name=f"train/train-{number:06d}.tar", rows=_C4_ROWS_PER_SHARD, bytes=7_900_000, sha256=f"{number:064x}")
-        for number in range(_C4_SHARDS)
-    )
-    rows = {"train": _C4_SHARDS * _C4_ROWS_PER_SHARD, "heldout": 0}
-    manifest = Manifest(
-        sequence_length=512,
-        vocab_size=32_000,
-        packing="packed",
-        tokenizer_sha256="0" * 64,
-        total_rows=rows,
-        splits=Splits(train=shards, heldout=()),
-    )
-    (Path(options.output) / MANIFEST_NAME).write_text(manifest.to_json())
+    run = load_run_config("gmlp_base")
+    write_manifest(run, c4_shards(run), Path(options.output))
     (found,) = in_processes(_open_and_address, options, 1)
-    return found | {"shards": _C4_SHARDS, "rows": rows["train"], "step": _C4_STEP}
+    return found | {"shards": C4_SHARDS, "rows": C4_SHARDS * C4_ROWS_PER_SHARD, "step": FAR_STEP}
 
 
 def _open_and_address(options: JobOptions, rank: int) -> dict:
-    before = _peak_bytes()
+    run, before = load_run_config("gmlp_base"), _peak_bytes()
     with _Stopwatch() as watch:
-        loader = Loader(
-            DataConfig(shards=options.output),
-            BatchPlan(seed=0, batch_sizes=Piecewise(256), micro_batch_size=32),
-            sequence_length=512,
-            vocab_size=32_000,
-            run_dir=Path(options.output),
-        )
+        loader = loader_of(run, Path(options.output))
         opened = time.perf_counter()
-        loader.addresses(_C4_STEP)
+        loader.addresses(FAR_STEP)
     seconds = {"addressing_seconds": round(time.perf_counter() - opened, 3)}
     loader.close()
     found = watch.found()

@@ -4,7 +4,6 @@ All ranks do every check. A check returns what it found. Where a run would fail,
 change. Rank 0 prints what all ranks found.
 """
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -20,12 +19,11 @@ from gmlp_scale.doctor import machines, places, training
 from gmlp_scale.engine.collective_check import WIRE_SHARES, try_collective
 from gmlp_scale.errors import USER_ERRORS, LostRankError, UserError
 from gmlp_scale.plan.describe import meta_model
-from gmlp_scale.plan.micro_batch import largest_micro_batch_size
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import is_url, redacted
 from gmlp_scale.storage.run_folder import claimed
 from gmlp_scale.tasks.pretraining import build_loader
-from gmlp_scale.train.resolve import with_decided_precision, with_decided_start
+from gmlp_scale.train.resolve import with_decided_micro_batch, with_decided_precision, with_decided_start
 from gmlp_scale.train.run import check_packages
 from gmlp_scale.train.start import starting_point
 from gmlp_scale.train.stragglers import SLOW_FACTOR
@@ -85,11 +83,11 @@ class Checkup:
             is_worded = isinstance(error, USER_ERRORS)
             found, outcome = str(error) if is_worded else f"{type(error).__name__}: {error}", 2
             found = " ".join(found.split())  # the report has one line for it
-        worst = max(self.world.gather(outcome))
-        told = self._of_all_ranks([outcome, found])
+        findings = self.world.gather([outcome, found])
+        worst = max(outcome for outcome, _ in findings)
         ranks_by_text: dict[str, list[int]] = {}
-        for rank, (of_rank, text) in enumerate(told):
-            if of_rank == worst:
+        for rank, (outcome, text) in enumerate(findings):
+            if outcome == worst:
                 ranks_by_text.setdefault(text, []).append(rank)
         texts = ranks_by_text if worst else list(ranks_by_text)[:1]  # all is well: rank 0 speaks for all
         for text in texts:
@@ -98,33 +96,21 @@ class Checkup:
         self.num_failed += worst == 2
         return worst < 2
 
-    def _of_all_ranks(self, value: object) -> list:
-        """Every rank's value, which must be JSON-able, on rank 0; nothing on the others."""
-        key = self.world.broadcast(f"doctor/{uuid.uuid4().hex}")
-        self.world.store.set(f"{key}/{self.world.rank}", json.dumps(value))
-        self.world.barrier()
-        if not self.world.is_main:
-            return []
-        return [json.loads(self.world.store.get(f"{key}/{rank}")) for rank in range(self.world.size)]
-
     def _print(self, text: str) -> None:
         if self.world.is_main:
             print(redacted(text), flush=True)
 
     def _compare_machines(self) -> str:
-        rows = self._of_all_ranks(machines.facts(self.world))
-        if self.world.is_main:
-            self._print(machines.table(rows))
-            if problems := machines.problems(rows):
-                raise UserError("; ".join(problems))
+        rows = self.world.gather(machines.facts(self.world))
+        self._print(machines.table(rows))
+        if self.world.is_main and (problems := machines.problems(rows)):
+            raise UserError("; ".join(problems))
         return f"{self.world.size} ranks with one set of versions"
 
     def _fit_to_ranks(self) -> str:
         self.run.rows_per_rank(self.world.size)
         check_packages(self.run.name, self.run.train)
-        self.run = with_decided_precision(self.run, self.world)
-        if self.run.train.micro_batch_size == "auto":
-            self.run = self.run.with_train(micro_batch_size=largest_micro_batch_size(self.run, self.world))
+        self.run = with_decided_micro_batch(with_decided_precision(self.run, self.world), self.world)
         train = self.run.train
         return (
             f"{self.world.size}; micro-batches of each in a step: {train.num_micro_batches(self.world.size).shown()} "
@@ -153,9 +139,9 @@ class Checkup:
         self.world.on_main(lambda: places.make(folder))
         try:
             seconds = places.write_into(folder, self.world)
-        except OSError as raised:  # told below: the other ranks come there
+        except OSError as raised:  # raised below: the other ranks come there
             error = raised
-        slowest = max(self.world.gather(round(1e6 * seconds))) / 1e6
+        slowest = max(self.world.gather(seconds))
         self.world.on_main(lambda: shutil.rmtree(folder))
         if error:
             raise error
@@ -192,7 +178,7 @@ class Checkup:
 
     def _compare_gradients(self) -> str:
         seconds, text = training.self_test(self.run, self.world)
-        median = statistics.median_low(self.world.gather(round(1e6 * seconds))) / 1e6
+        median = statistics.median_low(self.world.gather(seconds))
         if seconds > SLOW_FACTOR * median:
             return Slow(
                 f"{seconds:.3g} s for the step that the median rank computes alone in {median:.3g} s: look at the "

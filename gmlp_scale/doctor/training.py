@@ -71,9 +71,10 @@ def largest_difference(values: list[float], others: list[float]) -> float:
 
 
 def _with(run: RunConfig, micro_batch_size: int, global_batch_size: int, num_blocks: int) -> RunConfig:
-    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size, "compile": False}
-    model = run.model.model_copy(update={"num_blocks": num_blocks})
-    return run.model_copy(update={"model": model, "train": run.train.model_copy(update=sizes), "init_from": None})
+    sized = run.with_train(micro_batch_size=micro_batch_size, global_batch_size=global_batch_size, compile=False)
+    return sized.model_copy(
+        update={"model": run.model.model_copy(update={"num_blocks": num_blocks}), "init_from": None}
+    )
 
 
 def train(run: RunConfig, world: World, micro_batches: list[MaskedBatch], rates: list[float]) -> Steps:

@@ -108,8 +108,7 @@ def count_fake_step(run: RunConfig, num_ranks: int) -> ByteCounts:
 def describe_fake_step(run: RunConfig, num_ranks: int) -> str:
     """`count_fake_step` in words, uncompiled and with the recipe's micro-batch, or one row if it is `auto`."""
     rows = 1 if run.train.micro_batch_size == "auto" else run.train.micro_batch_size
-    train = run.train.model_copy(update={"micro_batch_size": rows, "compile": False})
-    counts = count_fake_step(run.model_copy(update={"train": train}), num_ranks)
+    counts = count_fake_step(run.with_train(micro_batch_size=rows, compile=False), num_ranks)
     sizes = ", ".join(f"{counts.num_calls[kind]} {kind} of {short(counts.carried[kind])}B" for kind in COLLECTIVES)
     return (
         f"fsdp2 built for {num_ranks} ranks on fake tensors, one micro-batch of {rows} rows in plain PyTorch: peak "

@@ -35,8 +35,7 @@ def new_engine(
     weights: by parameter name; drawn anew if None.
     """
     num_rows = num_micro_batches * world.size * run.train.micro_batch_size
-    train = run.train.model_copy(update={"global_batch_size": num_rows})
-    task = Pretraining(run.model_copy(update={"train": train, "init_from": None}))
+    task = Pretraining(run.with_train(global_batch_size=num_rows).model_copy(update={"init_from": None}))
     if weights:
         task.initialise = partial(torch.nn.Module.load_state_dict, state_dict=weights, strict=False)
     return build_engine_of(task, world, is_new=True)

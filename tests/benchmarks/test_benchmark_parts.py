@@ -2,25 +2,31 @@
 
 import json
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import loading, parts, step
+from benchmarks import loading, step, timing
 from benchmarks.ceilings import captured_products, fewest_bytes
 from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.loading import batched, measure_loading
 from benchmarks.peers import transformer_size
-from benchmarks.run import main
-from benchmarks.step import PEERS, measure_step, run_eager_step
+from benchmarks.run import main, measure_start_up
+from benchmarks.step import PEERS, measure_step, products_of
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.trial.random_step import new_engine, random_batch
 from tests.benchmarks.smoke_recipe import SMOKE, tiny_run
-from tests.forked import CONTEXT, Script
+from tests.forked import CONTEXT, Script, fork, fork_server
+from tests.hosts.hosts import has_ended, wait_until
 
 BASE = SMOKE.parent / "gmlp_base.yaml"
 ROOT = SMOKE.parents[2]
@@ -74,7 +80,7 @@ def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(
 def test_products_captured_from_a_step_have_its_flops(tmp_path, world):
     run = tiny_run(tmp_path)
     batch = random_batch(run, world.device)
-    counts, calls = captured_products(lambda: run_eager_step(run, world, batch))
+    counts, calls = products_of(run, world, batch)
     flops = 0
     for name, call in calls.items():
         left, right = call.args
@@ -107,16 +113,16 @@ def test_a_peers_step_has_the_flops_that_are_stated_and_learns(name, world):
     batch = random_batch(run, world.device)
     torch.compiler.set_stance("force_eager")
     try:
-        peer = PEERS[name](run, world.device, batch)
-        counts, calls = captured_products(peer.run_once)
+        train, description = PEERS[name](run, world.device, batch)
+        counts, calls = captured_products(train)
     finally:
         torch.compiler.set_stance("default")
-    assert peer.description["parameters"] > 0
-    if "flops" in peer.description:
+    assert description["parameters"] > 0
+    if "flops" in description:
         products = sum(counts[key] * 2 * c.args[0].numel() * c.args[1].shape[-1] for key, c in calls.items())
         tokens = 2 * 32
-        attention = 3 * 4 * 32 * peer.description["width"] * peer.description["num_layers"] * tokens  # no mm on the CPU
-        assert products + attention == pytest.approx(peer.description["flops"], rel=1e-6)
+        attention = 3 * 4 * 32 * description["width"] * description["num_layers"] * tokens  # no mm on the CPU
+        assert products + attention == pytest.approx(description["flops"], rel=1e-6)
 
 
 def test_checkpoint(tmp_path, world):
@@ -147,13 +153,13 @@ def test_a_loader_that_dies_is_named(tmp_path, monkeypatch, capfd):
 
 def test_start_up_times_a_dry_run_that_works(monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands, run_python = [], parts.run_python
-    monkeypatch.setattr(parts, "run_python", commands.append)
-    report = parts.measure_start_up(str(SMOKE), ["engine.kind=single"], 1)
+    commands, start = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    report = measure_start_up(str(SMOKE), ["engine.kind=single"], 1)
     assert report["seconds"].keys() == {"python", "import_torch", "dry_run"}
     command = next(command for command in commands if "--dry-run" in command)
     assert str(SMOKE) in command and "engine.kind=single" in command
-    run_python(command)
+    start(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_batches_hold_the_rows_in_order():
@@ -201,3 +207,24 @@ def test_launcher_says_that_there_is_no_gpu(monkeypatch, capsys):
 def test_launcher_refuses_recipes_of_two_devices(monkeypatch, capsys):
     error = refused(monkeypatch, capsys, "--config", str(SMOKE), "--config", str(BASE))
     assert "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one device" in error
+
+
+def _sleep(pid_file: Path) -> None:
+    pid_file.write_text(str(os.getpid()))
+    time.sleep(1000)
+
+
+def _own_a_contender(pid_file: Path) -> None:
+    fork_server()
+    multiprocessing.get_context = lambda method: CONTEXT
+    timing.Contender("sleeper", _sleep, pid_file)
+
+
+def test_a_contender_ends_with_the_benchmark_whatever_ends_that(tmp_path):
+    numbers = (signal.SIGTERM, signal.SIGKILL)
+    owners = {number: fork(_own_a_contender, tmp_path / str(int(number))) for number in numbers}
+    for number, owner in owners.items():
+        pid_file = tmp_path / str(int(number))
+        wait_until(lambda file=pid_file: file.exists() and file.read_text(), "the contender's start")
+        os.kill(owner.pid, number)
+        wait_until(lambda file=pid_file: has_ended(int(file.read_text())), "the contender's end", seconds=20)

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.device_facts import one_rank_all_reduce
-from benchmarks.proof import CHECKS, compiling, parity_with_cpu
+from benchmarks.gpu_proof import one_rank_all_reduce
+from benchmarks.proof import CHECKS, DifferenceError, Trial, compare_bits, compare_metrics, compiling, parity_with_cpu
 from benchmarks.proof_report import record
-from benchmarks.trial import Trial, bit_equality, nearness
 from gmlp_scale.models.gmlp import GmlpBlock
 from tests.benchmarks.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
@@ -49,11 +48,11 @@ def test_engines_are_compared_and_resumed_and_those_not_installed_are_told(trial
             assert finding["status"] == "passed", finding
             assert not name.endswith("resumed") or finding["bit_identical_tensors"] > 50
     assert len(found["single in float32: losses and norms"]["losses"]) == 6
-    assert parity_with_cpu(trial).figures == {"train/loss differs by": 0.0}
-    different = bit_equality(trial.checkpoint("single float32"), trial.checkpoint("single bf16"))
-    assert different.problem.startswith("steps 6 and 6: ") and 0 < different.figures["relative_difference"] < 1
-    too_far = nearness(trial, "single bf16", "single float32", {"train/loss": 1e-12})
-    assert "train/loss differs from single float32 by" in too_far.problem
+    assert parity_with_cpu(trial) == {"train/loss differs by": 0.0}
+    with pytest.raises(DifferenceError, match=r"steps 6 and 6: \d+ of \d+ tensors differ, .* by 0\.\d+ of its largest"):
+        compare_bits(trial.checkpoint("single float32"), trial.checkpoint("single bf16"))
+    with pytest.raises(DifferenceError, match="train/loss differs from single float32 by"):
+        compare_metrics(trial, "single bf16", "single float32", {"train/loss": 1e-12})
 
 
 def test_a_signal_stops_both_engines_with_a_checkpoint(trial):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from benchmarks.comparison import table
+from benchmarks.reports import table
 from benchmarks.scaling import main, sixteen_bytes_model, union_length
 from gmlp_scale.engine import SHARDED_ENGINES, Fsdp2Config, ZeroConfig
 from tests.benchmarks.smoke_recipe import SMOKE

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.comparison import read_report, table, worsened
+from benchmarks.reports import read_report, table, worsened
 
 STEP = {
     "rows": 32,

@@ -1,12 +1,35 @@
-"""Compares a report with an earlier one, and prints a report as a table for the docs."""
+"""Reports of benchmarks/run.py and images.py: printed as JSON, compared with an earlier one, and as tables for docs."""
 
+import datetime
 import json
+import platform
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from gmlp_scale.errors import InputError
+from gmlp_scale.storage.files import write_text
 
 WORST_CHANGE = 0.05
+
+
+def print_report(device: torch.device, figures: dict, output: Path | None) -> dict:
+    """Prints the figures with the date, the machine and this command, and returns all that."""
+    cpu = platform.processor() or platform.machine()
+    machine = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({cpu})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    report = {"date": datetime.date.today().isoformat(), "machine": machine, "command": sys.argv[1:], **figures}
+    text = json.dumps(report, indent=1)
+    print(text)
+    if output:
+        write_text(output, text + "\n")
+    return report
 
 
 def read_report(path: Path) -> dict:
@@ -40,7 +63,7 @@ def worsened(before: dict, now: dict) -> list[str]:
 
 def figures(report: dict) -> Iterator[tuple[tuple[str, str, str, str], float]]:
     """((recipe, part, "ratios" or "costs", name), value) of every ratio and cost."""
-    for recipe, parts in report["recipes"].items():
+    for recipe, parts in report.get("recipes", {}).items():
         for part, measured in parts.items():
             for kind in ("ratios", "costs"):
                 for name, value in measured.get(kind, {}).items():
