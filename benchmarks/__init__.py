@@ -8,6 +8,6 @@ and what a reader needs to judge them. Do not compare the seconds with those of 
 
 The part `scaling` has no peers: it counts and times what more ranks cost (scaling.py).
 
-launch/gpu_proof.sh also runs checks, which pass or fail: device_facts says what the machine is and runs the GPU tests,
-proof has the checks, trial the short runs that they judge, and proof_report writes down all results.
+launch/gpu_proof.sh also runs checks, which pass or fail: gpu_proof.py says what the machine is and runs the GPU tests,
+proof.py has the checks of training, and proof_report.py writes down all results.
 """

@@ -61,7 +61,8 @@ def measure_round(
     save: from the call until the checkpoint is complete on disk. stall: the part of it for which training waits.
     load: also verifies the checkpoint and fills the engine, which torch.load does not do.
     """
-    file = checkpointer.checkpoints.directory.with_name("state.pt")
+    directory = checkpointer.checkpoints.directory
+    file = directory.with_name("state.pt")
 
     def copy() -> None:
         for key, piece in engine.state():
@@ -77,11 +78,9 @@ def measure_round(
     seconds["stall"] = seconds_of(lambda: checkpointer.save(engine, step), device)
     seconds["save"] = seconds["stall"] + seconds_of(checkpointer.wait, device)
     seconds["torch_save"] = seconds_of(torch_save, device)
-    seconds["load"] = seconds_of(
-        lambda: newest_checkpoint(checkpointer.checkpoints.directory)[0].load_into(engine), device
-    )
+    seconds["load"] = seconds_of(lambda: newest_checkpoint(directory)[0].load_into(engine), device)
     seconds["torch_load"] = seconds_of(lambda: torch.load(file), device)
     file.unlink()
-    for path in checkpointer.checkpoints.directory.iterdir():
+    for path in directory.iterdir():
         shutil.rmtree(path)
     return seconds

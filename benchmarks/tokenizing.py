@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
@@ -28,6 +29,7 @@ from gmlp_scale.prepare.read_documents import ReadDocuments
 from gmlp_scale.prepare.write_shards import WriteShards
 from gmlp_scale.recipe.reader import load_run_config
 
+T = TypeVar("T")
 _TEXTS_AT_A_TIME = 100
 _SLOW_TEXTS = 300  # of each file for `tokenizers`, which is slow
 
@@ -82,9 +84,8 @@ def summed(parts: list[dict]) -> dict:
 
 def pipeline(options: JobOptions, rank: int) -> dict:
     reader, writer = ReadDocuments(options, "benchmark"), WriteShards(options)
-    with _Stopwatch() as watch:
-        writer.run(reader.run(None, rank, options.num_tasks), rank, options.num_tasks)
-    return watch.found(bytes=options.job.read(f"counts/write-{rank:05d}.json")["bytes"])
+    _, taken = timed(lambda: writer.run(reader.run(None, rank, options.num_tasks), rank, options.num_tasks))
+    return taken | {"bytes": options.job.read(f"counts/write-{rank:05d}.json")["bytes"]}
 
 
 def sentencepiece(options: JobOptions, rank: int) -> dict:
@@ -92,10 +93,12 @@ def sentencepiece(options: JobOptions, rank: int) -> dict:
 
     model = sentencepiece.SentencePieceProcessor(model_file=f"{options.tokenizer}/{MODEL_NAME}")
     texts = _texts(options, rank)
-    with _Stopwatch() as watch:
+
+    def encode() -> None:
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             model.encode(texts[start : start + _TEXTS_AT_A_TIME], num_threads=1)
-    return watch.found(bytes=_num_bytes(texts))
+
+    return timed(encode)[1] | {"bytes": _num_bytes(texts)}
 
 
 def tokenizers(options: JobOptions, rank: int) -> dict:
@@ -110,10 +113,9 @@ def tokenizers(options: JobOptions, rank: int) -> dict:
     model = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     model.encode_special_tokens = True
     texts = _texts(options, rank)[:_SLOW_TEXTS]
-    with _Stopwatch() as watch:
-        encoded = [model.encode(text, add_special_tokens=False).ids for text in texts]
+    encoded, taken = timed(lambda: [model.encode(text, add_special_tokens=False).ids for text in texts])
     num_different = sum(ours.encode(text) != ids for text, ids in zip(texts, encoded, strict=True))
-    return watch.found(bytes=_num_bytes(texts), texts_with_other_ids=num_different)
+    return taken | {"bytes": _num_bytes(texts), "texts_with_other_ids": num_different}
 
 
 def _texts(options: JobOptions, rank: int) -> list[str]:
@@ -134,30 +136,20 @@ def open_c4_sized_data_set(options: JobOptions, rank: int) -> dict:
 
 def _open_and_address(options: JobOptions, rank: int) -> dict:
     run, before = load_run_config("gmlp_base"), _peak_bytes()
-    with _Stopwatch() as watch:
-        loader = loader_of(run, Path(options.output))
-        opened = time.perf_counter()
-        loader.addresses(FAR_STEP)
-    seconds = {"addressing_seconds": round(time.perf_counter() - opened, 3)}
+    loader, opening = timed(lambda: loader_of(run, Path(options.output)))
+    _, addressing = timed(lambda: loader.addresses(FAR_STEP))
     loader.close()
-    found = watch.found()
-    return seconds | {
-        "wall_seconds": round(found["wall_seconds"], 3),
-        "cpu_seconds": round(found["cpu_seconds"], 3),
-        "megabytes": round((found["peak_bytes"] - before) / 1e6),
-    }
+    both = {kind: round(opening[kind] + addressing[kind], 3) for kind in ("wall_seconds", "cpu_seconds")}
+    megabytes = round((_peak_bytes() - before) / 1e6)
+    return {"addressing_seconds": round(addressing["wall_seconds"], 3), **both, "megabytes": megabytes}
 
 
-class _Stopwatch:
-    def __enter__(self):
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
-        return self
-
-    def __exit__(self, *_):
-        self._wall, self._cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-
-    def found(self, **more: int) -> dict:
-        return {"wall_seconds": self._wall, "cpu_seconds": self._cpu, "peak_bytes": _peak_bytes(), **more}
+def timed(call: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """What the call returns, and what this process took for it; of its memory the peak until then."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    seconds = {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+    return result, seconds | {"peak_bytes": _peak_bytes()}
 
 
 def _peak_bytes() -> int:

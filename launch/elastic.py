@@ -53,7 +53,7 @@ FAILS_AGAIN = 2
 ENDED_ELSEWHERE = 3
 """The exit code of this command if another host ended the run. That host's code decides whether to start again."""
 HEARD_AFTER_SECONDS = 15.0
-"""How long until all hosts know of the end: a rank tells an error after 10 (logs.py), or misses others after 5."""
+"""How long until all hosts know of the end: a rank reports an error after 10 (logs.py), or misses others after 5."""
 
 
 class _Agent(LocalElasticAgent):
@@ -133,7 +133,7 @@ def main() -> int:
     try:
         torch.distributed.run.main(words)
     except ChildFailedError as error:
-        code = _tell(error)
+        code = _print_failure(error)
         if code == FAILS_AGAIN and most > 1:  # this host may have the store, from which the others learn of the end
             time.sleep(HEARD_AFTER_SECONDS)
         return code
@@ -184,11 +184,11 @@ def _without_traceback(line: logging.LogRecord) -> bool:
     return True
 
 
-def _tell(error: ChildFailedError) -> int:
+def _print_failure(error: ChildFailedError) -> int:
     """Prints why the ranks failed and returns the exit code."""
     ended_it = [failure for failure in error.failures.values() if failure.exitcode == FAILS_AGAIN]
-    told = [failure.message["message"] for failure in ended_it if isinstance(failure.message, dict)]  # by logs.py
-    print_error(told[0] if told else error)
+    messages = [failure.message["message"] for failure in ended_it if isinstance(failure.message, dict)]  # by logs.py
+    print_error(messages[0] if messages else error)
     return FAILS_AGAIN if ended_it else 1
 
 
@@ -201,7 +201,7 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _stop_ranks(number: int, frame) -> None:
-    """Stops this host's ranks, which tell the others. torchrun's own way would leave the other agents waiting."""
+    """Stops this host's ranks, which inform the others. torchrun's own way would leave the other agents waiting."""
     ranks = _Agent.here.ranks() if _Agent.here else []
     if not ranks:
         _leave(number, frame)

@@ -19,6 +19,6 @@ from gmlp_scale.distributed.process import STOP_SIGNALS
 
 gc.freeze()  # or every rank would walk, and so copy, all of this as it collects and as it ends
 os.setsid()
-# A terminal and Slurm send signals to all processes of a job. The launcher hears them, and tells the ranks.
+# A terminal and Slurm send signals to all processes of a job. The launcher hears them, and sends them on to the ranks.
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)

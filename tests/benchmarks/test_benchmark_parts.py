@@ -185,28 +185,28 @@ def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
     assert code == 2 and "--parts: found speed; known are step, loader, checkpoint, start_up" in error
 
 
-def refused(monkeypatch, capsys, *words: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--parts", "start_up", *words])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--rounds", "0"], "--rounds is a positive number"),
+        (
+            ["--config", str(BASE)],
+            "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one",
+        ),
+        pytest.param(
+            ["train.device=cuda"],
+            "train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu\n",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU"),
+        ),
+    ],
+)
+def test_launcher_refuses_what_it_cannot_measure(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--parts", "start_up", "--config", str(SMOKE), *words])
     try:
-        assert main() == 2
+        code = main()
     except SystemExit as left:  # argparse's own refusals
-        assert left.code == 2
-    return capsys.readouterr().err
-
-
-def test_launcher_refuses_to_time_no_round(monkeypatch, capsys):
-    assert "--rounds is a positive number" in refused(monkeypatch, capsys, "--config", str(SMOKE), "--rounds", "0")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_launcher_says_that_there_is_no_gpu(monkeypatch, capsys):
-    error = refused(monkeypatch, capsys, "--config", str(SMOKE), "train.device=cuda")
-    assert error == "train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu\n"
-
-
-def test_launcher_refuses_recipes_of_two_devices(monkeypatch, capsys):
-    error = refused(monkeypatch, capsys, "--config", str(SMOKE), "--config", str(BASE))
-    assert "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one device" in error
+        code = left.code
+    assert code == 2 and message in capsys.readouterr().err
 
 
 def _sleep(pid_file: Path) -> None:
