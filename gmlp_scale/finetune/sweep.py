@@ -150,7 +150,6 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     run, task = runs[0], tasks[0]
     with torch.device("meta"):
         model = task.build_model()
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_micro_batches, num_steps = task.train.num_micro_batches(world_size).last, task.train.num_steps
     micro_batches = f"{num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each"
     states = state_bytes(
@@ -161,7 +160,7 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
         run.to_yaml(),
         f"model                   {inputs.pretrained.config}",
         f"ranks                   {world_size}, {micro_batches}",
-        f"parameters              {num_parameters:,}",
+        f"parameters              {sum(parameter.numel() for parameter in model.parameters()):,}",
         f"FLOPs per step          {short(flops)} ({short(flops / run.tokens_per_step)} per token)",
         f"tokens per step         {run.tokens_per_step:,}",
         describe_states(states),
