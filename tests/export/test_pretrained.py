@@ -30,7 +30,12 @@ def test_a_run_s_checkpoint_is_exported(run_dir, tmp_path, launched_export, step
 def test_user_errors_are_one_message(run_dir, tmp_path, launched_export):
     for run, output, choice, message in (
         (tmp_path / "nowhere", tmp_path / "hf", [], f"no run at {tmp_path / 'nowhere'}: "),
-        (run_dir, tmp_path / "hf", ["--step", 7], f"{run_dir} has no checkpoint of step 7; it has those of 3, 4"),
+        (
+            run_dir,
+            tmp_path / "hf",
+            ["--step", 7],
+            f"{run_dir}/checkpoints has no checkpoint of step 7; it has those of 3, 4",
+        ),
         (run_dir, run_dir, [], f"{run_dir} is there already"),
     ):
         code, printed, error = launched_export("--run", run, "--output", output, *choice)
