@@ -244,20 +244,21 @@ class Checkpointer:
         if len(errors) > MOST_ERRORS_SHOWN:
             errors[MOST_ERRORS_SHOWN:] = [f"and {len(errors) - MOST_ERRORS_SHOWN} more ranks failed"]
         self.last_error = f"{save.name} could not be saved: {'; '.join(errors)}"
-        directory, numbers = self.checkpoints.directory, {failure["errno"] for failure in failures}
-        if (directory / attempt).exists():
-            remove(directory / attempt)
-        may_drop = self.config.on_full_disk == "drop_oldest" and numbers <= _NO_ROOM and self.checkpoints.is_shared
+        checkpoints, folder = self.checkpoints, self.checkpoints.directory / attempt
+        if folder.exists():
+            remove(folder)
+        numbers = {failure["errno"] for failure in failures}
+        may_drop = self.config.on_full_disk == "drop_oldest" and checkpoints.is_shared and numbers <= _NO_ROOM
         if may_drop and (old := self._deletable(save, 1)):
-            self.checkpoints.delete(old[0])
+            checkpoints.delete(old[0])
             logger.warning("%s. Deleted %s to make room (checkpoint.on_full_disk)", self.last_error, old[0])
             return True
         if None in numbers or self._no_more_attempts.is_set():
             logger.error("%s. Earlier checkpoints are untouched", self.last_error)
             return False
-        room = str(directory)
-        if not self.checkpoints.is_shared:
-            room += f", and see that {self.checkpoints.place} can be written to"
+        room = str(checkpoints.directory)
+        if not checkpoints.is_shared:
+            room += f", and see that {checkpoints.place} can be written to"
         logger.error(
             "%s. Earlier checkpoints are untouched. Make room in %s: this step is tried again in %.0f s and, where the "
             "run has no more steps, until it is saved or a stop signal comes",

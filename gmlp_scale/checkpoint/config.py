@@ -8,11 +8,11 @@ from pydantic import BaseModel, PositiveInt
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     save_every_steps: PositiveInt
-    """Save after every so many steps, and also where the run stops. [steps]"""
+    """From one save to the next. A run also saves where it stops. [steps]"""
     keep_last: PositiveInt = 3
     """How many checkpoints stay on disk: the newest. [checkpoints]"""
     keep_every_steps: PositiveInt | None = None
-    """The checkpoints of every so many steps stay for good, beside the newest; null keeps none. [steps]"""
+    """The checkpoints of its multiples stay for good, beside the newest; null keeps none. [steps]"""
     on_full_disk: Literal["keep", "drop_oldest"] = "keep"
     """drop_oldest: where a save lacks room, the oldest checkpoints are deleted first, but never the newest one, nor
     those of `keep_every_steps`."""

@@ -1,4 +1,4 @@
-"""Saving in the background: what holds the caller up, what fails and who hears of it."""
+"""Saving in the background: what holds the caller up, what fails, and on which ranks that is an error."""
 
 import contextlib
 import errno
@@ -174,7 +174,7 @@ def test_the_oldest_goes_first_on_a_full_disk_if_it_may(tmp_path, monkeypatch, o
     assert_holds(newest_checkpoint(tmp_path)[0], seed=left[-1])
 
 
-def test_those_of_every_so_many_steps_stay_for_good(tmp_path):
+def test_those_of_keep_every_steps_stay_for_good(tmp_path):
     save_steps(tmp_path, [1, 2, 3, 4, 6, 7, 8], keep_last=2, keep_every_steps=3)
     assert names_in(tmp_path) == [f"step_00000000{step}" for step in (3, 6, 7, 8)]
     assert_holds(Checkpoint.open(tmp_path / "step_000000003"), seed=3)

@@ -72,7 +72,7 @@ def _save_with_one_full_disk(directory: Path) -> None:
         saver.close()
 
 
-def test_a_full_disk_of_one_rank_is_told_at_once_and_waited_for(tmp_path, trials):
+def test_a_full_disk_of_one_rank_is_reported_at_once_and_waited_for(tmp_path, trials):
     run_ranks(_save_with_one_full_disk, 2, tmp_path, timeout_seconds=90)
     trials("full disk during a save", 1)
 

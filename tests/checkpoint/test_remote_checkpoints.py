@@ -131,7 +131,7 @@ def test_a_save_that_the_store_refuses_is_tried_again(memory, tmp_path, monkeypa
     assert_holds(newest_of(copies(tmp_path / "copies", memory))[0], seed=1)
 
 
-def test_a_store_keeps_those_of_every_so_many_steps(memory, tmp_path):
+def test_a_store_keeps_those_of_keep_every_steps(memory, tmp_path):
     save_on_hosts(memory, tmp_path, [1, 2, 3, 4, 5], 1, num_hosts=1, keep_last=1, keep_every_steps=2)
     assert copies(tmp_path / "copies", memory).names() == [f"step_00000000{step}" for step in (2, 4, 5)]
 

@@ -20,7 +20,7 @@ def test_a_url_that_nothing_opens_is_one_clear_error():
         open_filesystem("nosuch://bucket/shards")
 
 
-def test_local_paths_are_told_from_stores():
+def test_which_places_are_local():
     assert is_local("/a/b") and is_local("file:///a/b")
     assert not is_local("memory://a/b")
 
@@ -59,7 +59,7 @@ def test_passwords_and_signatures_of_urls_are_redacted(text, wanted):
     assert redacted({"a": [text, 1, None], text: (text,)}) == {"a": [wanted, 1, None], wanted: (wanted,)}
 
 
-def test_a_store_s_failures_are_told_without_secrets(monkeypatch, caplog, capsys):
+def test_a_store_s_failures_are_reported_without_secrets(monkeypatch, caplog, capsys):
     monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0,))
     caplog.set_level(logging.INFO)
     url = "https://user:canary@host/a?token=canary"
@@ -87,15 +87,15 @@ class RefusedCertificateError(ssl.SSLCertVerificationError):
 
 
 @pytest.mark.parametrize(
-    ("error", "told", "words"),
+    ("error", "raised", "words"),
     [
         (RefusedCertificateError("host", "self-signed certificate"), PlaceError, "host: self-signed certificate"),
         (FileNotFoundError(), FileNotFoundError, "FileNotFoundError"),
     ],
 )
-def test_what_a_store_refuses_is_told_in_words(error, told, words):
+def test_what_a_store_refuses_is_said_in_words(error, raised, words):
     def fail():
         raise error
 
-    with pytest.raises(told, match=f"^reading https://host/a: {words}$"):
+    with pytest.raises(raised, match=f"^reading https://host/a: {words}$"):
         with_retries(fail, "reading https://host/a")

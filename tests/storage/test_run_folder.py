@@ -1,4 +1,4 @@
-"""The claim on a run folder: refused while another process holds it, and other errors told as what they are."""
+"""The claim on a run folder: refused while another process holds it. Other errors say what they are."""
 
 import errno
 import fcntl
