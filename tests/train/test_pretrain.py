@@ -30,7 +30,7 @@ from tests.whole_runs import (
     run_in_turn,
     start,
 )
-from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
+from tests.written_shards import add_tokenizer, write_tiny_shards
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_a_model_with_other_parameters_is_never_resumed(allowed, forty_rows, tmp
     code, _, output = rank.end()
     assert code == 2 and "Traceback" not in output
     assert "model.d_model: the checkpoint was trained with 16; the run says 8" in output
-    assert f"embedding.weight is ({VOCAB_SIZE}, 8) and should be ({VOCAB_SIZE}, 16)" in output
+    assert re.search(r"parameters: blocks\.0\.\S+ is \(.*\b8\b.*\) and should be \(.*\b16\b.*and \d+ more", output)
     assert "another name=..." in output and "init_from" in output and "allow_changed_on_resume=" not in output
 
 
