@@ -4,6 +4,7 @@
 them, unless `train.allow_changed_on_resume` names them.
 """
 
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args
@@ -44,6 +45,15 @@ def marked_fields(mark: Mark, config_class: type[BaseModel]) -> tuple[str, ...]:
 def is_one_of(field: str, names: tuple[str, ...]) -> bool:
     """Whether a field, as train.num_steps, is among these fields, or in one of the sections among them."""
     return any(field == name or field.startswith(f"{name}.") for name in names)
+
+
+def flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """(field, value) of each value in a tree of sections; the field is written section.field."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

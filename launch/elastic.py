@@ -41,8 +41,8 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import print_error
-from gmlp_scale.train.schedule import num_steps_of
 from gmlp_scale.train.start import load_recipe
+from gmlp_scale.train.time_budget import num_steps_of
 
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 """Seconds. A lost host is noticed after 6 instead of 15. Once there are enough hosts, others have 3 instead of 30 to

@@ -19,7 +19,7 @@ from gmlp_scale.checkpoint.format import CheckpointError, folder_name, read_done
 from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.checkpoint.trained import PREFIX
 from gmlp_scale.errors import InputError
-from gmlp_scale.recipe.config import flatten
+from gmlp_scale.fields import flatten
 from gmlp_scale.storage.files import read_file, redacted
 from gmlp_scale.train.sinks import read_metrics
 

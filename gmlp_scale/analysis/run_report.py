@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gmlp_scale.analysis import curves
 from gmlp_scale.analysis.curves import Axis, Point, band, line, short, stretches, y_axis
 from gmlp_scale.analysis.run_records import RunRecord
-from gmlp_scale.train.schedule import num_steps_of
+from gmlp_scale.train.time_budget import num_steps_of
 
 NUM_COLORS = 6
 """In run_report.html. More runs get the same colours again, with dashes."""

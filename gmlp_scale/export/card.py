@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gmlp_scale.checkpoint.trained import Head, recipe_in
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.train.schedule import num_steps_of
+from gmlp_scale.train.time_budget import num_steps_of
 
 _USAGE: dict[Head, tuple[str, str]] = {
     "masked_language_model": ("fill-mask", '"Paris is the <mask> of France."'),

@@ -8,9 +8,9 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
 import yaml
@@ -23,7 +23,7 @@ from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig, engines_that
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import FreeInBranch, FreeOnResume, OfOneMachine
+from gmlp_scale.fields import FreeInBranch, FreeOnResume, OfOneMachine, flatten
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
@@ -225,26 +225,3 @@ def split_step(place: str) -> tuple[str, int | None]:
     """RUN and STEP of RUN@STEP; None for the step if none is given."""
     found = re.fullmatch(r"(.+)@(\d+)", place)
     return (found[1], int(found[2])) if found else (place, None)
-
-
-def flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """(field, value) of each value in a tree of sections; the field is written section.field."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _kinds(union: Any) -> dict[str, type[BaseModel]]:
-    """A discriminated union's classes by their `kind`."""
-    members = get_args(get_args(union)[0])
-    return {get_args(member.model_fields["kind"].annotation)[0]: member for member in members}
-
-
-UNIONS: dict[str, dict[str, type[BaseModel]]] = {
-    "model": _kinds(ModelConfig),
-    "optimizer": _kinds(OptimizerConfig),
-    "engine": _kinds(EngineConfig),
-}
-"""The classes of the sections that come in kinds, by section and kind."""

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gmlp_scale.data.mixture import SourceConfig
-from gmlp_scale.recipe.config import UNIONS, ConfigError, Recipe, RunConfig, flatten
+from gmlp_scale.engine import EngineConfig, OptimizerConfig
+from gmlp_scale.fields import flatten
+from gmlp_scale.models import ModelConfig
+from gmlp_scale.recipe.config import ConfigError, Recipe, RunConfig
 from gmlp_scale.storage.files import is_url, read_file
 
 _PACKAGE = Path(__file__).parents[1]
@@ -21,6 +24,20 @@ _RECIPES = next(place / "configs" for place in (_PACKAGE, _PACKAGE.parent) if (p
 """In an installed package they lie in it, in a checkout beside it."""
 
 AnyConfig = TypeVar("AnyConfig", bound=Recipe)
+
+
+def _kinds(union: Any) -> dict[str, type[BaseModel]]:
+    """A discriminated union's classes by their `kind`."""
+    members = get_args(get_args(union)[0])
+    return {get_args(member.model_fields["kind"].annotation)[0]: member for member in members}
+
+
+UNIONS: dict[str, dict[str, type[BaseModel]]] = {
+    "model": _kinds(ModelConfig),
+    "optimizer": _kinds(OptimizerConfig),
+    "engine": _kinds(EngineConfig),
+}
+"""The classes of the sections that come in kinds, by section and kind."""
 
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:

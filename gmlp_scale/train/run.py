@@ -24,11 +24,11 @@ from gmlp_scale.train.banner import banner
 from gmlp_scale.train.loop import Progress, Run, train
 from gmlp_scale.train.metrics import Metrics, StartUp
 from gmlp_scale.train.resolve import resolve
-from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.start import starting_point, task_of
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
 from gmlp_scale.train.stragglers import Stragglers
+from gmlp_scale.train.time_budget import build_schedule
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +80,11 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         )
         stack.callback(checkpointer.close)
         newest = checkpointer.newest()
-        states = newest.details if newest else {}
         with torch.device("meta"):
             model = task.build_model()
         checkpoint = starting_point(config, task.fingerprint, newest, model, world)
         start_up.finish("checkpoint")
-        schedule = Schedule(task.train, task.optimizer, states.get("time_budget"))
+        schedule = build_schedule(task.train, task.optimizer, newest.details if newest else {})
         log.info(banner(task, world, schedule, checkpoint))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)

@@ -13,9 +13,9 @@ from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
-from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.step_reports import StepReport
+from gmlp_scale.train.time_budget import build_schedule
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def make_metrics(run_dir, world, start_step, *, tokens=512, **changes) -> Metric
         flops_per_step=Piecewise(10**9),
         epochs=lambda step: {"data/epoch": step * 8 / 16},
     )
-    schedule, loader = Schedule(train, AdamwConfig()), SimpleNamespace(wait_seconds=0.0)
+    schedule, loader = build_schedule(train, AdamwConfig(), {}), SimpleNamespace(wait_seconds=0.0)
     return Metrics(task, loader, schedule, world, start_step=start_step, start_up=StartUp(0.0))
 
 

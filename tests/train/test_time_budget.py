@@ -12,6 +12,7 @@ from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.run import pretrain
 from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_reports import StepReport, StepReports
+from gmlp_scale.train.time_budget import build_schedule
 from launch.elastic import is_finished
 from tests.gloo_ranks import run_ranks
 from tests.whole_runs import FSDP2, RECIPE, SINGLE, SMOKE, assert_close, logged
@@ -21,7 +22,7 @@ OPTIMIZER = AdamwConfig(schedule="stable", warmup_steps=10, decay_steps=100)  # 
 
 def schedule_of(seconds: float | None = 200.0, recorded: dict | None = None, **changes) -> Schedule:
     fields = {"num_steps": 1000, "global_batch_size": 8, "micro_batch_size": 8, "time_budget_seconds": seconds}
-    return Schedule(TrainConfig(**(fields | changes)), OPTIMIZER, recorded)
+    return build_schedule(TrainConfig(**(fields | changes)), OPTIMIZER, {"time_budget": recorded})
 
 
 def see(schedule: Schedule, spent_seconds: dict[int, float]) -> Schedule:
