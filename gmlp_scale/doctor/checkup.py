@@ -24,8 +24,7 @@ from gmlp_scale.storage.files import is_url, redacted
 from gmlp_scale.storage.run_folder import claimed
 from gmlp_scale.tasks.pretraining import build_loader
 from gmlp_scale.train.resolve import with_decided_micro_batch, with_decided_precision, with_decided_start
-from gmlp_scale.train.run import check_packages
-from gmlp_scale.train.start import starting_point
+from gmlp_scale.train.start import check_packages, starting_point
 from gmlp_scale.train.stragglers import SLOW_FACTOR
 
 SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import SingleConfig
-from gmlp_scale.engine.optimizer import learning_rate
 from gmlp_scale.errors import UserError
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes
 from gmlp_scale.train.run import build_engine_of
+from gmlp_scale.train.schedule import learning_rate
 from gmlp_scale.trial.random_step import forget_other_recipes, random_batch
 
 NUM_BLOCKS = 2

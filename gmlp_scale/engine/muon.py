@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine.optimizer import MuonConfig, OptimizerConfig, clip_divisor
+from gmlp_scale.engine.gradients import clip_divisor
+from gmlp_scale.engine.optimizer import MuonConfig, OptimizerConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5

@@ -1,19 +1,16 @@
-"""AdamW as BERT and the paper use it: vectors have no weight decay. The rate is a pure function of the step.
+"""AdamW as BERT and the paper use it: vectors have no weight decay.
 
 gmlp_scale/engine/muon.py has what optimizer.kind=muon does otherwise for the blocks' matrices.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
-NORM_ROW = 4096
-"""Elements whose norm a CPU takes at once."""
+from gmlp_scale.engine.gradients import clip_divisor
 
 
 class AdamwConfig(BaseModel, frozen=True, extra="forbid"):
@@ -61,23 +58,6 @@ def _with_kind(section: Any) -> Any:
 OptimizerConfig = Annotated[AdamwConfig | MuonConfig, Field(discriminator="kind"), BeforeValidator(_with_kind)]
 
 
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of update number `step`, from 0, in a run of `num_steps`."""
-    peak, num_left = config.peak_learning_rate, max(0, num_steps - step)
-    is_warm = step >= config.warmup_steps
-    warm_up = peak if is_warm else peak * (step + 1) / config.warmup_steps
-    num_after_warmup = num_steps - config.warmup_steps
-    match config.schedule:
-        case "stable":  # a time budget may let the decay begin within the warm-up
-            return min(warm_up, peak * (num_left / config.decay_steps if num_left < config.decay_steps else 1.0))
-        case _ if not is_warm:
-            return warm_up
-        case "linear":
-            return peak * (num_left / num_after_warmup)
-        case "cosine":
-            return peak * (1 - math.cos(math.pi * num_left / num_after_warmup)) / 2
-
-
 def decayed_names(model: nn.Module) -> set[str]:
     """The parameters that weight decay applies to: matrices that are not biases."""
     return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2 and "bias" not in name}
@@ -115,28 +95,6 @@ def create_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -
         }
 
 
-def global_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all `gradients` together, 0-d float32; 0 on the CPU if there are none.
-
-    On a CPU torch's float32 norm adds up one element after the other, and 16 M of them give it an error of 7e-4. So
-    norms of rows come first there, and then their norm: 5e-8, in the same time.
-    """
-    if gradients and gradients[0].is_cuda:
-        return get_total_norm(gradients)
-    norms = [torch.zeros(1)]
-    for gradient in gradients:
-        flat = gradient.flatten()
-        num_in_rows = len(flat) // NORM_ROW * NORM_ROW
-        norms.append(torch.linalg.vector_norm(flat[:num_in_rows].view(-1, NORM_ROW), dim=1))
-        norms.append(torch.linalg.vector_norm(flat[num_in_rows:]).view(1))
-    return torch.linalg.vector_norm(torch.cat(norms))
-
-
-def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to divide gradients of global norm `norm` by, so that their norm is at most `max_norm`."""
-    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
-
-
 def update(optimizer: torch.optim.AdamW, learning_rate: float, norm: Tensor, max_norm: float | None) -> None:
     """One AdamW step on gradients of global norm `norm`, clipped to `max_norm`; no step if the norm is not finite.
 
@@ -161,9 +119,3 @@ def count_left_out(optimizer: torch.optim.AdamW) -> None:
     counts = [optimizer.state[parameter]["step"] for parameter in updated]
     if counts:
         torch._foreach_add_(counts, [optimizer.found_inf] * len(counts))
-
-
-def differentiated(loss: Tensor, parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The loss, the parameters, and the loss's gradients, which are not added to `.grad`. No hook of an engine runs."""
-    parameters = list(parameters)
-    return loss.detach(), parameters, list(torch.autograd.grad(loss, parameters))

@@ -11,16 +11,10 @@ from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
+from gmlp_scale.engine.gradients import clip_divisor, differentiated
 from gmlp_scale.engine.masters import MOMENTS, MOMENTUM, Masters, Piece, ReadSlice, model_key, moment_key, read_elements
 from gmlp_scale.engine.muon import Muon, muon_matrices
-from gmlp_scale.engine.optimizer import (
-    OptimizerConfig,
-    build_adamw,
-    clip_divisor,
-    count_left_out,
-    decayed_names,
-    differentiated,
-)
+from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, count_left_out, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero_settings import deepspeed_settings
 from gmlp_scale.engine.zero_sharding import ShardedModel

@@ -1,5 +1,6 @@
 """What no section of a recipe can check alone. Each mistake reads `field: what was found; what is needed`."""
 
+import math
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -32,6 +33,22 @@ def recipe_mistakes(run: "Recipe") -> Iterable[str]:
         yield f"train.profile_steps: found {list(train.profile_steps)}; needed: {needed}"
     yield from run.engine.mistakes(train)
     yield from run.checkpoint.mistakes()
+
+
+def rank_mistakes(run: "Recipe", world_size: int) -> Iterable[str]:
+    """Of every recipe, on this number of ranks."""
+    batch, micro_batch = Piecewise(run.train.global_batch_size), run.train.micro_batch_size
+    if world_size > 1 and not run.engine.needs_process_group:
+        needed = f"use {engines_that('needs_process_group')}, or start one process"
+        yield f"engine.kind: found {run.engine.kind} with {world_size} ranks; {needed}"
+    elif micro_batch == "auto" and any(rows % world_size for rows in batch.values):
+        needed = f"must be a multiple of the number of ranks, {world_size}"
+        yield f"train.global_batch_size: found {batch.shown(str)}; {needed}"
+    elif micro_batch != "auto" and any(rows % (world_size * micro_batch) for rows in batch.values):
+        needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch.shown(str)}"
+        most, is_rest = divmod(math.gcd(*batch.values), world_size)
+        largest = f"no size fits {world_size} ranks" if is_rest else f"at most {most}"
+        yield f"train.micro_batch_size: found {micro_batch}; {needed}: {largest}"
 
 
 def pretraining_mistakes(run: "PretrainingRecipe") -> Iterable[str]:

@@ -21,13 +21,13 @@ from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
-from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig, engines_that
+from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.fields import FreeInBranch, FreeOnResume, OfOneMachine, flatten
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.recipe.checks import change_mistakes, pretraining_mistakes, recipe_mistakes
+from gmlp_scale.recipe.checks import change_mistakes, pretraining_mistakes, rank_mistakes, recipe_mistakes
 from gmlp_scale.storage.files import is_url, redacted
 
 
@@ -86,19 +86,9 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     def rows_per_rank(self, world_size: int) -> Piecewise:
         """Rows per rank of each step. Raises ConfigError if the recipe does not fit this number of ranks."""
-        batch, micro_batch = Piecewise(self.train.global_batch_size), self.train.micro_batch_size
-        if world_size > 1 and not self.engine.needs_process_group:
-            needed = f"use {engines_that('needs_process_group')}, or start one process"
-            raise ConfigError(self.name, [f"engine.kind: found {self.engine.kind} with {world_size} ranks; {needed}"])
-        if micro_batch == "auto" and any(rows % world_size for rows in batch.values):
-            found = f"found {batch.shown(str)}; must be a multiple of the number of ranks, {world_size}"
-            raise ConfigError(self.name, [f"train.global_batch_size: {found}"])
-        if micro_batch != "auto" and any(rows % (world_size * micro_batch) for rows in batch.values):
-            needed = f"{world_size} ranks x micro_batch_size must divide train.global_batch_size = {batch.shown(str)}"
-            most, is_rest = divmod(math.gcd(*batch.values), world_size)
-            largest = f"no size fits {world_size} ranks" if is_rest else f"at most {most}"
-            raise ConfigError(self.name, [f"train.micro_batch_size: found {micro_batch}; {needed}: {largest}"])
-        return batch.map(lambda rows: rows // world_size)
+        if mistakes := list(rank_mistakes(self, world_size)):
+            raise ConfigError(self.name, mistakes)
+        return Piecewise(self.train.global_batch_size).map(lambda rows: rows // world_size)
 
     def batch_plan(self, *, rank: int, world_size: int) -> BatchPlan:
         """How this rank's batches are cut. Raises InputError if the ranks do not divide the batches evenly."""

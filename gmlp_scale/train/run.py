@@ -6,7 +6,6 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, the
 import logging
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
@@ -15,8 +14,8 @@ from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.stores import Checkpoints, LocalCheckpoints, RemoteCheckpoints
 from gmlp_scale.distributed.logs import set_up_logging
 from gmlp_scale.distributed.world import StopSignalled, World, start_world
-from gmlp_scale.engine import Engine, TrainConfig, build_engine
-from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe
+from gmlp_scale.engine import Engine, build_engine
+from gmlp_scale.recipe.config import PretrainingRecipe, Recipe
 from gmlp_scale.storage.files import is_url, write_text
 from gmlp_scale.storage.run_folder import RemoteFolder, claimed
 from gmlp_scale.tasks.task import Task
@@ -24,7 +23,7 @@ from gmlp_scale.train.banner import banner
 from gmlp_scale.train.loop import Progress, Run, train
 from gmlp_scale.train.metrics import Metrics, StartUp
 from gmlp_scale.train.resolve import resolve
-from gmlp_scale.train.start import starting_point, task_of
+from gmlp_scale.train.start import check_packages, starting_point, task_of
 from gmlp_scale.train.step_guard import StepGuard
 from gmlp_scale.train.step_reports import StepReports
 from gmlp_scale.train.stragglers import Stragglers
@@ -154,14 +153,3 @@ def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:
     if is_new:
         task.initialise(model)
     return build_engine(model, world, engine=task.config.engine, train=task.train, optimizer=task.optimizer)
-
-
-def check_packages(name: str, train: TrainConfig) -> None:
-    """Raises ConfigError if an option needs a package that is not installed."""
-    mistakes = []
-    if train.tracker and not find_spec("wandb"):
-        mistakes.append("train.tracker: found wandb, which is not installed; needed: null, or the extra `wandb`")
-    if train.log_filters and not find_spec("matplotlib"):
-        mistakes.append("train.log_filters: found true without matplotlib; needed: false, or the extra `plot`")
-    if mistakes:
-        raise ConfigError(name, mistakes)

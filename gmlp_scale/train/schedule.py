@@ -1,9 +1,9 @@
 """The learning rate of every step, and where the run ends."""
 
+import math
 from typing import Any
 
 from gmlp_scale.engine import OptimizerConfig, TrainConfig
-from gmlp_scale.engine.optimizer import learning_rate
 from gmlp_scale.train.step_reports import StepReport
 
 
@@ -44,3 +44,20 @@ class Schedule:
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint of the step last seen records as `time_budget`."""
         return None
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The rate of update number `step`, from 0, in a run of `num_steps`."""
+    peak, num_left = config.peak_learning_rate, max(0, num_steps - step)
+    is_warm = step >= config.warmup_steps
+    warm_up = peak if is_warm else peak * (step + 1) / config.warmup_steps
+    num_after_warmup = num_steps - config.warmup_steps
+    match config.schedule:
+        case "stable":  # a time budget may let the decay begin within the warm-up
+            return min(warm_up, peak * (num_left / config.decay_steps if num_left < config.decay_steps else 1.0))
+        case _ if not is_warm:
+            return warm_up
+        case "linear":
+            return peak * (num_left / num_after_warmup)
+        case "cosine":
+            return peak * (1 - math.cos(math.pi * num_left / num_after_warmup)) / 2

@@ -1,6 +1,7 @@
 """Which task a recipe has, and where its run begins: at its newest checkpoint, at its branch point or at step 0."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.checkpoint.saved_run import open_checkpoint
 from gmlp_scale.checkpoint.stores import LocalCheckpoints, checkpoints_of, newest_of
 from gmlp_scale.distributed.world import World, lone_world
+from gmlp_scale.engine import TrainConfig
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
 from gmlp_scale.recipe.reader import load_config, read_recipe_file
@@ -95,3 +97,14 @@ def starting_point(
         found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
         raise ConfigError(config.name, [f"train.num_steps: {found}"])
     return checkpoint
+
+
+def check_packages(name: str, train: TrainConfig) -> None:
+    """Raises ConfigError if an option needs a package that is not installed."""
+    mistakes = []
+    if train.tracker and not find_spec("wandb"):
+        mistakes.append("train.tracker: found wandb, which is not installed; needed: null, or the extra `wandb`")
+    if train.log_filters and not find_spec("matplotlib"):
+        mistakes.append("train.log_filters: found true without matplotlib; needed: false, or the extra `plot`")
+    if mistakes:
+        raise ConfigError(name, mistakes)

@@ -2,15 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from gmlp_scale.engine.optimizer import (
-    AdamwConfig,
-    build_adamw,
-    create_moments,
-    decayed_names,
-    global_norm,
-    learning_rate,
-    update,
-)
+from gmlp_scale.engine.gradients import global_norm
+from gmlp_scale.engine.optimizer import AdamwConfig, build_adamw, create_moments, decayed_names, update
+from gmlp_scale.train.schedule import learning_rate
 from tests.models.every_kind import tiny_model
 
 CONFIG = AdamwConfig(peak_learning_rate=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)

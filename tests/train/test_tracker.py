@@ -8,7 +8,7 @@ import pytest
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.recipe.config import ConfigError
-from gmlp_scale.train import run
+from gmlp_scale.train import start
 from gmlp_scale.train.sinks import WandbRun
 
 FIELDS = {"name": "smoke", "train.num_steps": 9, "data.cache_dir": None}
@@ -100,8 +100,8 @@ def test_a_tracker_that_cannot_be_reached_is_told_with_what_to_do(tmp_path, monk
 
 def test_a_package_that_an_option_needs_is_asked_for_before_anything_starts(monkeypatch):
     train = TrainConfig(num_steps=1, global_batch_size=1, micro_batch_size=1, tracker="wandb", log_filters=True)
-    run.check_packages("smoke", train)
-    monkeypatch.setattr(run, "find_spec", lambda package: None)
+    start.check_packages("smoke", train)
+    monkeypatch.setattr(start, "find_spec", lambda package: None)
     with pytest.raises(ConfigError) as error:
-        run.check_packages("smoke", train)
+        start.check_packages("smoke", train)
     assert [mistake.partition(":")[0] for mistake in error.value.mistakes] == ["train.tracker", "train.log_filters"]
