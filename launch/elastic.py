@@ -212,7 +212,7 @@ def _stop_ranks(number: int, frame) -> None:
 
 
 def _leave(number: int, frame) -> None:
-    raise SignalException("stopped by a second Ctrl-C, or without a rank to tell", signal.Signals(number))
+    raise SignalException("stopped by a second Ctrl-C, or without a rank to signal", signal.Signals(number))
 
 
 if __name__ == "__main__":

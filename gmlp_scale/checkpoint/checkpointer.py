@@ -87,7 +87,7 @@ class Checkpointer:
         self._newest_step: int | None = None
         self._kept_step: int | None = None
         self._staging_buffers: dict[str, Tensor] = {}
-        self._token = world.broadcast(uuid.uuid4().hex[:8])
+        self._token = world.on_main(lambda: uuid.uuid4().hex[:8])
 
     def keep(self, step: int | None) -> None:
         """The checkpoint after this step stays for good."""
@@ -148,7 +148,7 @@ class Checkpointer:
         While the disk refuses it, the save is tried again until it succeeds or a rank is signalled to stop.
         """
         self._settle()
-        self.last_error = self.world.broadcast(self.last_error)
+        self.last_error = self.world.on_main(lambda: self.last_error)
         if self.last_error:
             self._newest_step = None  # so that this step may be tried again
             raise CheckpointError(self.last_error)

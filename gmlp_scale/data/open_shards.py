@@ -28,7 +28,7 @@ class SkipCorruptShards:
     has the rows of a run that never stopped, on any number of ranks, if the shards were corrupt when they were first
     read. One that was sound until some step, or failed for one rank only, is skipped at the repeated steps by all.
 
-    prefix: stands before the names in the record, to tell a mixture's sources apart.
+    prefix: stands before the names in the record, so that a mixture's sources differ.
     """
 
     def __init__(self, record: Path, max_shards: int, prefix: str = ""):

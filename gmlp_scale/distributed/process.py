@@ -115,9 +115,9 @@ class StopSignal:
             raise KeyboardInterrupt  # the second Ctrl-C: do not wait for the end of the step
         if not self.is_signalled and self._is_main:
             name = signal.Signals(number).name
-            told = f"{name}: stopping after this step; Ctrl-C (SIGINT) now leaves without waiting for it\n"
+            line = f"{name}: stopping after this step; Ctrl-C (SIGINT) now leaves without waiting for it\n"
             with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
-                os.write(2, told.encode())  # not the log, whose lock the interrupted code may hold
+                os.write(2, line.encode())  # not the log, whose lock the interrupted code may hold
         self.is_signalled = True
 
     def restore(self) -> None:

@@ -152,7 +152,7 @@ class World:
     local_rank: int
     device: torch.device
     store: dist.Store
-    """The launcher's key-value store, by which background threads tell other ranks something without a collective. Ask
+    """The launcher's key-value store, by which background threads reach other ranks without a collective. Ask
     for a key with `check`: a `get` that waits would keep all other threads from the store."""
     _host_group: dist.ProcessGroup | None
     _roll_call: RollCall | None
@@ -202,10 +202,6 @@ class World:
             if any(self.gather(self.is_stop_signalled)):
                 raise StopSignalled
             yield item
-
-    def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's value, which must be small and JSON-able, on every rank."""
-        return self.on_main(lambda: value)
 
     def on_all(self, action: Callable[[], T]) -> list[T]:
         """Runs `action` on every rank at once and returns all results, by rank. They are small and JSON-able.

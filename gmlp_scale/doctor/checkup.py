@@ -134,7 +134,7 @@ class Checkup:
 
     def _try_folder(self) -> str:
         place, error, seconds = places.place_of_checkpoints(self.run), None, 0.0
-        folder = place / self.world.broadcast(f".doctor-{uuid.uuid4().hex}")
+        folder = place / self.world.on_main(lambda: f".doctor-{uuid.uuid4().hex}")
         self.world.on_main(lambda: places.make(folder))
         try:
             seconds = places.write_into(folder, self.world)

@@ -32,7 +32,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         int | tuple[tuple[int, int], ...], number_or_pieces(_is_positive, "a positive integer")
     ]
     """Rows per step over all ranks. Or, for a batch that grows, a list of [from_step, rows], such as [[0, 1024],
-    [10000, 4096]]: from so many finished steps on each step has so many rows. [rows]"""
+    [10000, 4096]]: after `from_step` finished steps each step has that many rows. [rows]"""
     micro_batch_size: FreeOnResume[Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]]
     """Rows per forward pass on one rank; a step accumulates as many passes as the global batch needs. auto: the most
     rows that fit into memory, found when the run starts. The number changes losses by rounding only. [rows]"""

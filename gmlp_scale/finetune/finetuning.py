@@ -96,7 +96,7 @@ class Finetuning:
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Scores by tag. Writes best/ if the dev score is the best so far."""
         if self._evaluated_step is None:
-            self.best = world.broadcast(self._read_best(step) if world.is_main else None)
+            self.best = world.on_main(lambda: self._read_best(step))
         self._evaluated_step, self._summaries = step, self._predict("dev", engine, world)
         scores = self._scores(self._summaries)
         score = scores["dev"][self.config.task_row.main_score]

@@ -206,7 +206,7 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     A run that has predicted other test parts, or none, is not done: its last checkpoint predicts those of now.
     """
     path = f"{run.run_folder}/scores.json"
-    content = world.broadcast(read_json(path) if world.is_main else None)
+    content = world.on_main(lambda: read_json(path))
     if content is None:
         return None
     changed = [

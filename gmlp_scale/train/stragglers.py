@@ -77,7 +77,7 @@ def alone(compute_seconds: Sequence[float], wait_seconds: Sequence[float], step_
     or shorter than the slowest rank's; what the slowest loader waited for comes on top of it.
     """
     if not max(compute_seconds):
-        return [0.0] * len(compute_seconds)  # no GPU has told yet
+        return [0.0] * len(compute_seconds)  # no GPU's events were read yet
     scale = max(0.0, step_seconds - max(wait_seconds)) / max(compute_seconds)
     return [wait + scale * compute for compute, wait in zip(compute_seconds, wait_seconds, strict=True)]
 

@@ -202,7 +202,7 @@ def test_close_does_not_wait_for_a_store_that_stands_still(tmp_path, monkeypatch
     """Its process may have been stopped: a client then waits without end, whatever its timeout."""
     monkeypatch.setattr(checkpointer_module, "CLOSE_GRACE_SECONDS", 0.1)
     world, asks = FakeWorld(1, 2, Shared(2)), threading.Event()
-    world.gather, world.broadcast = (lambda value: [value]), (lambda value: value)
+    world.gather = lambda value: [value]
     world.store = SimpleNamespace(
         set=lambda key, value: None, check=lambda keys: asks.set() or threading.Event().wait()
     )

@@ -38,9 +38,6 @@ class InTurnWorld(FakeWorld):
             self.shared.values = [action()]
         return self.shared.values[0]
 
-    def broadcast(self, value):
-        return self.on_main(lambda: value)
-
 
 def start_ranks(directory: Path, world_size: int = WORLD_SIZE) -> list[Checkpointer]:
     """Ranks that are called one after the other, rank 0 first."""
