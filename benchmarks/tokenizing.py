@@ -4,7 +4,7 @@ python benchmarks/tokenizing.py --input FILE FILE --tokenizer TOKENIZER_DIR
 
 Each contender runs in one process per file, all at the same time; the contenders take turns. `pipeline` reads,
 tokenizes, packs and writes shards. `sentencepiece` and `tokenizers` only encode texts that are in memory; `tokenizers`
-uses the tokenizer that launch/export.py writes. On a machine that others use, CPU seconds tell more than wall seconds.
+uses the tokenizer that launch/export.py writes. On a machine that others use, CPU seconds say more than wall seconds.
 """
 
 import argparse
@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is instal
 from benchmarks.loading import C4_ROWS_PER_SHARD, C4_SHARDS, FAR_STEP, c4_shards, loader_of, write_manifest
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.prepare.input_files import Record
-from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.read_documents import ReadDocuments
+from gmlp_scale.prepare.read_records import Record
 from gmlp_scale.prepare.write_shards import WriteShards
 from gmlp_scale.recipe.reader import load_run_config
 

@@ -28,10 +28,8 @@ from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.image_sources import ImageRef, ImageSource, open_source
-from gmlp_scale.prepare.job_folder import JobFolder
-from gmlp_scale.prepare.jpeg import BadImageError, as_jpeg
-from gmlp_scale.prepare.worker_pool import pool_of_workers
+from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
+from gmlp_scale.prepare.job import JobFolder, pool_of_workers
 from gmlp_scale.storage.files import read_file, write_file, write_text
 
 _ORDER_SEED = 0

@@ -16,9 +16,8 @@ from dataclasses import MISSING, fields
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS
-from gmlp_scale.prepare.estimate import estimate
-from gmlp_scale.prepare.job_options import JobOptions
-from gmlp_scale.prepare.report import finish_job, print_table
+from gmlp_scale.prepare.job import JobOptions
+from gmlp_scale.prepare.report import estimate, finish_job, print_table
 from gmlp_scale.prepare.run_job import run_passes
 from gmlp_scale.prepare.write_shards import PACKINGS
 from gmlp_scale.storage.files import redacted

@@ -24,7 +24,7 @@ from gmlp_scale.data.manifest import MANIFEST_NAME, CorruptShardError, Shard, re
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import MODEL_NAME
 from gmlp_scale.distributed.logs import command, progress_bar
-from gmlp_scale.prepare.jpeg import BadImageError, as_jpeg
+from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg
 from gmlp_scale.storage.files import is_local, open_filesystem, read_file, with_retries
 
 _ROWS_AT_A_TIME = 8192

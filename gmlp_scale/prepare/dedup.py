@@ -29,9 +29,9 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 
 from gmlp_scale.data.hashing import hash64
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.input_files import Record, find_inputs
-from gmlp_scale.prepare.job_folder import JobFolder
-from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.input_files import find_inputs
+from gmlp_scale.prepare.job import JobFolder, JobOptions
+from gmlp_scale.prepare.read_records import Record
 
 _NGRAM_WORDS = 13
 

@@ -1,4 +1,5 @@
-"""Finds the images of a folder, of tar files, of Parquet files or of an IDX file, and reads them one by one."""
+"""Finds the images of a folder, of tar files, of Parquet files or of an IDX file, and reads them one by one. Turns an
+image of any format that Pillow opens into a JPEG file, as the shards of images hold them."""
 
 import gzip
 import io
@@ -19,17 +20,20 @@ import numpy as np
 from PIL import Image
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.jpeg import BadImageError
-from gmlp_scale.prepare.open_input import parquet_faults
-from gmlp_scale.prepare.tar_members import StrictTarInfo
+from gmlp_scale.prepare.input_files import StrictTarInfo, parquet_faults
 
 if TYPE_CHECKING:
     import pyarrow
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+_JPEG_QUALITY = 95
 _IDX_IMAGES, _IDX_LABELS = 2051, 2049  # the magic numbers of images and labels
+
+
+class BadImageError(InputError):
+    """An image that cannot be decoded."""
 
 
 class ImageRef(NamedTuple):
@@ -113,7 +117,7 @@ def _read_bytes(ref: ImageRef) -> bytes:
 
 def _is_image(path: Path) -> bool:
     """By the path's ending. Hidden files, and those in a hidden folder, are none of the user's images."""
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.parent.name.startswith(".")
+    return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and not path.parent.name.startswith(".")
 
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, str, int, int]]:
@@ -209,11 +213,12 @@ def _parquet(paths: list[Path]) -> ImageSource:
         with _no_parquet(path):
             file = pq.ParquetFile(path)
             _check_columns(path, file.schema_arrow)
-            names = names or _label_names(file.schema_arrow.metadata or {})
+            metadata = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            names = names or metadata.get("info", {}).get("features", {}).get("label", {}).get("names") or ()
             for group in range(file.num_row_groups):
                 labels = file.read_row_group(group, columns=["label"])["label"].to_pylist()
                 images += [ImageRef(str(path), group, row, label) for row, label in enumerate(labels)]
-    names = names or tuple(map(str, range(max((ref.label or 0 for ref in images), default=-1) + 1)))
+    names = tuple(names or map(str, range(max((ref.label or 0 for ref in images), default=-1) + 1)))
     if wrong := [ref for ref in images if ref.label not in range(len(names))]:
         raise InputError(f"{wrong[0].path} has the label {wrong[0].label}; needed: one of {len(names)} classes")
     return ImageSource(names, images, _read_parquet, keeps_order=True)
@@ -238,11 +243,6 @@ def _check_columns(path: Path, schema: "pyarrow.Schema") -> None:
         raise InputError(f"{path} has a column label of {label}; needed: whole numbers, the first class being 0")
 
 
-def _label_names(metadata: dict[bytes, bytes]) -> tuple[str, ...]:
-    features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    return tuple(features.get("label", {}).get("names") or ())
-
-
 @lru_cache(maxsize=1)
 def _row_group(path: str, group: int) -> list[bytes | None]:
     import pyarrow.parquet as pq
@@ -257,3 +257,32 @@ def _read_parquet(ref: ImageRef) -> bytes:
     if content is None:
         raise BadImageError(f"row {ref.size} of its row group has no image")
     return content
+
+
+def as_jpeg(content: bytes) -> bytes:
+    """A JPEG file as it is; an image of another format as a JPEG file.
+
+    Transparent parts become white, and 16 bits of grey become 8. Raises BadImageError if the image cannot be decoded,
+    or if nothing in its pixels says which number is white.
+    """
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+            if image.format == "JPEG":
+                return content
+            file = io.BytesIO()
+            _grey_or_rgb(image).save(file, "JPEG", quality=_JPEG_QUALITY, subsampling=0)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadImageError(str(error)) from error
+    return file.getvalue()
+
+
+def _grey_or_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in ("I", "F"):
+        raise BadImageError(f"its pixels are numbers of 32 bits (mode {image.mode}); needed: 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # convert would make all above 255 white
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:  # convert would show the colours below it, which are often black
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "L" else image.convert("RGB")

@@ -1,43 +1,68 @@
-"""Finding and reading input files: JSON lines, Parquet, text and webdataset's tar files, by glob or URL.
+"""Finding input files by glob or URL and opening one: on the disk or in a store, plain or compressed."""
 
-A UTF-8 byte-order mark, as some Windows programs write at a file's start, is no part of a text.
-A record that cannot be read comes out as a BadRecord with its place, never as an exception, and is never left out.
-A file that ends too early or is damaged raises BadFileError after the records that could be read.
-"""
-
-import codecs
 import glob
+import io
 import re
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import orjson
+import zstandard
 from braceexpand import braceexpand
+from fsspec.implementations.local import LocalFileSystem
+from isal import isal_zlib
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.open_input import SUFFIXES, BadFileError, InputFile, decompressed, open_input, parquet_faults
-from gmlp_scale.prepare.tar_members import text_members
 from gmlp_scale.storage.files import open_filesystem, with_retries
 
-_TEXT_PART_BYTES = 1_000_000
+_SUFFIXES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+    ".tsv": "table",
+    ".tar": "tar",
+}
+
+_CHUNK_BYTES = 1 << 12  # compressed bytes that are decompressed at a time: in .zst 4 bytes can hold 128 KiB
+_BUFFER_BYTES = 1 << 15
+_BLOCK_BYTES = 8 << 20  # bytes that are fetched from a store at a time
 
 
 @dataclass(frozen=True)
-class Record:
-    text: str
-    line: int
-    """The number of the line, counted from 1; in a Parquet file the row's, in a text file the part's, in a tar file the
-    text's."""
+class InputFile:
+    url: str
+    num_bytes: int
+    """The size as stored, so compressed where the file is."""
+
+    @property
+    def name(self) -> str:
+        """The URL without its query, which may be a signature."""
+        return self.url.partition("?")[0] if "://" in self.url else self.url
+
+    @property
+    def kind(self) -> str | None:
+        """json, parquet, text, table or tar, by the name's ending."""
+        stem = self.name.removesuffix(".gz").removesuffix(".zst")
+        return next((kind for suffix, kind in _SUFFIXES.items() if stem.endswith(suffix)), None)
 
 
-@dataclass(frozen=True)
-class BadRecord:
-    line: int
-    reason: str
-    excerpt: str
-    """The record's beginning."""
+class BadFileError(InputError):
+    """A file ends too early or is damaged."""
+
+    def __init__(self, file: InputFile, bytes_read: int, reason: str):
+        super().__init__(file, bytes_read, reason)  # all of them, so that the error comes whole from another process
+        self.file = file
+        self.bytes_read = bytes_read
+        """The stored bytes before the fault."""
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.file.url} is broken after {self.bytes_read:,} of {self.file.num_bytes:,} bytes: {self.reason}"
 
 
 def find_inputs(sources: Iterable[str], option: str = "--input") -> list[InputFile]:
@@ -79,7 +104,7 @@ def _files_of(source: str, option: str) -> list[InputFile]:
         hint = "; in a glob [[] stands for a bracket in a name" if "[" in source else ""
         raise InputError(f"{option} {source} matches no file{hint}")
     # A table's labels must not become text to train on; texts to look for may stand beside labels.
-    readable = {suffix: kind for suffix, kind in SUFFIXES.items() if kind != "table" or option == "--decontaminate"}
+    readable = {suffix: kind for suffix, kind in _SUFFIXES.items() if kind != "table" or option == "--decontaminate"}
     unreadable = [file.url for file in files if file.kind not in readable.values()]
     if unreadable:
         raise InputError(
@@ -90,141 +115,123 @@ def _files_of(source: str, option: str) -> list[InputFile]:
     return files
 
 
-class FileReader:
-    """Reads one input file; `bytes_read` is how many stored bytes it has read. BadFileError where the file is broken.
+def open_input(file: InputFile) -> BinaryIO:
+    """The stored bytes, from the disk or the store."""
+    filesystem, path = open_filesystem(file.url)
+    if isinstance(filesystem, LocalFileSystem):
+        return open(path, "rb")
+    remote = with_retries(lambda: filesystem.open(path, "rb", block_size=_BLOCK_BYTES), f"opening {file.url}")
+    return io.BufferedReader(_RetriedFile(remote, file.url), _BLOCK_BYTES)
 
-    part, num_parts: the parts take the records in turn, and this reader takes those of `part`.
-    """
 
-    def __init__(self, file: InputFile, *, text_field: str, max_record_bytes: int, part: int = 0, num_parts: int = 1):
+class _RetriedFile(io.RawIOBase):
+    """A remote file that tries a read again when it fails."""
+
+    def __init__(self, file: BinaryIO, url: str):
         self._file = file
-        self._text_field = text_field
-        self._max_record_bytes = max_record_bytes
-        self._part = part
-        self._num_parts = num_parts
-        self._raw: BinaryIO | None = None
-        self._fraction_read: float | None = None  # of a Parquet file's rows: its columns are not read in their order
+        self._url = url
 
-    @property
-    def bytes_read(self) -> int:
-        if self._fraction_read is not None:
-            return int(self._file.num_bytes * self._fraction_read)
-        return self._raw.tell() if self._raw and not self._raw.closed else 0
+    def readable(self) -> bool:
+        return True
 
-    def __iter__(self) -> Iterator[Record | BadRecord]:
-        contents = {
-            "json": self._json_lines,
-            "parquet": self._parquet_rows,
-            "text": self._text_parts,
-            "table": self._text_parts,
-            "tar": self._tar_members,
-        }[self._file.kind]
-        with open_input(self._file) as self._raw:
-            for line, (content, text_of) in enumerate(contents(self._raw), start=1):
-                if text_of and line % self._num_parts == self._part:
-                    yield self._record(line, content, text_of)
+    def seekable(self) -> bool:
+        return True
 
-    def _record(self, line: int, content: object, text_of: Callable[[object], str]) -> Record | BadRecord:
-        """The record with the content's text; a BadRecord where the content is too long or `text_of` refuses it."""
-        has_limit = isinstance(content, bytes | str) and self._file.kind not in ("text", "table")
-        try:
-            if has_limit and len(content) > self._max_record_bytes:
-                raise ValueError("too long")
-            return Record(text_of(content), line)
-        except UnicodeDecodeError:
-            reason = "invalid UTF-8"
-        except ValueError as error:
-            reason = str(error)
-        excerpt = content[:100].decode(errors="replace") if isinstance(content, bytes) else str(content)[:100]
-        return BadRecord(line, reason, excerpt)
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
 
-    def _json_lines(self, raw: BinaryIO) -> Iterator[tuple[bytes, Callable | None]]:
-        """Each line. A blank line counts as one and is no record."""
-        file = decompressed(raw, self._file)
-        while content := file.readline(self._max_record_bytes + 1):
-            is_long = len(content) > self._max_record_bytes
-            rest = content if is_long else b"\n"
-            while rest and not rest.endswith(b"\n"):
-                rest = file.readline(1 << 20)
-            yield content, self._text_of_json if is_long or not content.isspace() else None
+    def readinto(self, buffer) -> int:
+        def read() -> bytes:
+            content = self._file.read(len(buffer))
+            if not content and self._file.tell() < self._file.size:
+                raise OSError(f"it ended at byte {self._file.tell()} of {self._file.size}")
+            return content
 
-    def _text_of_json(self, content: bytes) -> str:
-        try:
-            document = orjson.loads(content.removeprefix(codecs.BOM_UTF8))
-        except orjson.JSONDecodeError as error:
-            content.decode()  # raises UnicodeDecodeError where this is the fault
-            raise ValueError("broken JSON") from error
-        return self._text_of_value(document.get(self._text_field) if isinstance(document, dict) else None)
+        content = with_retries(read, f"reading {self._url}")
+        buffer[: len(content)] = content
+        return len(content)
 
-    def _text_of_value(self, value: object) -> str:
-        if not isinstance(value, str):
-            raise ValueError(f"no text in field {self._text_field!r}")
-        return value
-
-    def _parquet_rows(self, raw: BinaryIO) -> Iterator[tuple[object, Callable]]:
-        from pyarrow.parquet import ParquetFile
-
-        num_read, self._fraction_read = 0, 0.0
-        with parquet_faults(lambda reason: BadFileError(self._file, self.bytes_read, reason)):
-            table = ParquetFile(raw, page_checksum_verification=True)
-            names = table.schema_arrow.names
-            if self._text_field not in names:
-                raise InputError(
-                    f"{self._file.url} has no column {self._text_field!r}; it has {', '.join(names)}: choose one with "
-                    "--text-field"
-                )
-            for batch in table.iter_batches(batch_size=256, columns=[self._text_field]):
-                for value in batch.column(0).to_pylist():
-                    num_read += 1
-                    self._fraction_read = num_read / table.metadata.num_rows
-                    yield value, self._text_of_value
-
-    def _text_parts(self, raw: BinaryIO) -> Iterator[tuple[bytes, Callable]]:
-        """The whole text, or parts of it that end at the end of a line. Line ends such as \\r\\n stay as they are.
-
-        A line of more than max_record_bytes is cut too, between two characters.
-        """
-        file = decompressed(raw, self._file)
-        while part := bytearray(file.readline(self._max_record_bytes)):
-            while len(part) < _TEXT_PART_BYTES and (content := file.readline(self._max_record_bytes)):
-                part += content
-            while not part.endswith(b"\n") and b"\x80" <= file.peek(1)[:1] < b"\xc0":  # the rest of a character
-                part += file.read(1)
-            yield bytes(part), _decoded
-
-    def _tar_members(self, raw: BinaryIO) -> Iterator[tuple[bytes, Callable]]:
-        """Each .txt or .json is a record, and so is each line of a .jsonl."""
-        for ending, content in text_members(decompressed(raw, self._file), raw, self._file, self._max_record_bytes):
-            for text in filter(bytes.strip, content.split(b"\n")) if ending == ".jsonl" else [content]:
-                yield text, _decoded if ending == ".txt" else self._text_of_json
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
-def _decoded(content: bytes) -> str:
-    return content.decode("utf-8-sig")
+@contextmanager
+def parquet_faults(refuse: Callable[[str], InputError]) -> Iterator[None]:
+    """Raises what `refuse` makes of pyarrow's message where the body finds a Parquet file damaged."""
+    import pyarrow
 
-
-def records_before_fault(reader: FileReader, bad_files: list[dict], max_bad_files: int) -> Iterator[Record | BadRecord]:
-    """The reader's records. If its file is broken they end there, and the file is added to `bad_files`.
-
-    Raises InputError where these are now more than allowed.
-    """
     try:
-        yield from reader
-    except BadFileError as error:
-        counts = {"bytes_read": error.bytes_read, "bytes_lost": error.file.num_bytes - error.bytes_read}
-        bad_files.append({"file": error.file.url, "reason": error.reason, **counts})
-        check_bad_files(bad_files, max_bad_files)
+        yield
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
+            raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
+        raise refuse(str(error)) from error
 
 
-def check_bad_files(bad_files: list[dict], max_bad_files: int) -> None:
-    """Raise InputError where more files are broken than allowed."""
-    if len(bad_files) > max_bad_files:
-        found = "; ".join(
-            f"{bad['file']} after {bad['bytes_read']:,} of {bad['bytes_read'] + bad['bytes_lost']:,} bytes "
-            f"({bad['reason']})"
-            for bad in bad_files[:3]
-        )
-        raise InputError(
-            f"broken files: {len(bad_files)}, --max-bad-files is {max_bad_files}: {found}. Fetch them again (a job "
-            "that has begun then needs another --output), or raise --max-bad-files to do without the rest of each"
-        )
+class StrictTarInfo(tarfile.TarInfo):
+    """Raises an error at a damaged or missing header after the first one; tarfile takes it for the archive's end."""
+
+    @classmethod
+    def fromtarfile(cls, archive):
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError) as error:
+            raise tarfile.ReadError(str(error) or "it ends without the blocks of zeros that end an archive") from error
+
+
+def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
+    """The content of `raw`. Reading it raises BadFileError where the file is damaged or cut short."""
+    if file.name.endswith(".gz"):
+        frames = _Frames(raw, file, lambda: isal_zlib.decompressobj(wbits=31))  # a gzip header and trailer
+    elif file.name.endswith(".zst"):
+        frames = _Frames(raw, file, lambda: zstandard.ZstdDecompressor().decompressobj())
+    else:
+        return raw
+    return io.BufferedReader(frames, _BUFFER_BYTES)
+
+
+class _Frames(io.RawIOBase):
+    """Decompresses one frame or several in a row. BadFileError where one is damaged or the last one is cut short.
+
+    It reads `raw` in small chunks, so the position in `raw` says how much of the file was used.
+    """
+
+    def __init__(self, raw: BinaryIO, file: InputFile, start_frame: Callable):
+        self._raw = raw
+        self._file = file
+        self._start_frame = start_frame
+        self._frame = start_frame()
+        self._bytes_used = 0
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._output:
+            compressed = self._raw.read(_CHUNK_BYTES)
+            if not compressed:
+                if self._frame is not None:
+                    raise BadFileError(self._file, self._bytes_used, "it ends in the middle of its compressed data")
+                return 0
+            try:
+                self._output = memoryview(self._decompress(compressed))
+            except (isal_zlib.error, zstandard.ZstdError) as error:
+                raise BadFileError(self._file, self._bytes_used, str(error)) from error
+            self._bytes_used += len(compressed)
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        parts = []
+        while compressed:
+            self._frame = self._frame or self._start_frame()
+            parts.append(self._frame.decompress(compressed))
+            compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+                compressed = compressed.lstrip(b"\0")  # padding, as after the members of some gzip files
+        return b"".join(parts)

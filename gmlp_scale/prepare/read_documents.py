@@ -11,8 +11,9 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.input_files import BadRecord, InputFile, Record, records_before_fault
-from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.input_files import InputFile
+from gmlp_scale.prepare.job import JobOptions
+from gmlp_scale.prepare.read_records import BadRecord, Record, records_before_fault
 from gmlp_scale.storage.files import redacted, write_text
 
 _MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
@@ -48,18 +49,19 @@ class ReadDocuments(PipelineStep):
     def __init__(self, options: JobOptions, name_of_pass: str):
         super().__init__()
         self._options = options
-        self._progress = f"progress-{name_of_pass}"
+        self._name_of_pass = name_of_pass
 
     def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         options, job = self._options, self._options.job
         counts, quarantine, bad_files = Counter(), [], []
         last_report = time.monotonic()
+
+        def report(bytes_read: int) -> None:
+            progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
+            job.write(f"progress-{self._name_of_pass}/{rank:05d}.json", progress)
+
         _redact_task_log()
-        if options.hub_data_set:
-            records = hub_records(options, rank, world_size)
-        else:
-            records = _file_records(options, rank, world_size, bad_files)
-        for source, record, bytes_read in records:
+        for source, record, bytes_read in records_of_task(options, rank, world_size, bad_files):
             if isinstance(record, Record):
                 counts["documents"] += 1
                 counts["bytes"] += len(record.text.encode())
@@ -68,26 +70,31 @@ class ReadDocuments(PipelineStep):
                 counts[f"bad: {record.reason}"] += 1
                 if len(quarantine) < _MOST_QUARANTINED:
                     quarantine.append({"file": source, **vars(record)})
-                _check_bad_fraction(counts, options.max_bad_fraction, quarantine[0])
+                if counts["documents"] + num_bad_records(counts) >= _CHECK_AFTER_RECORDS:
+                    first = quarantine[0]
+                    where = f"the first is {first['file']}, line {first['line']}: {first['reason']}"
+                    check_bad_records(options, counts, where)
             if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
-                self._report(rank, counts, bytes_read)
+                report(bytes_read)
                 last_report = time.monotonic()
         if quarantine:
             lines = "".join(json.dumps(entry) + "\n" for entry in quarantine)
             write_text(f"{job.url}/quarantine/{rank:05d}.jsonl", lines)
         job.write(f"bad_files/{rank:05d}.json", bad_files)
         job.write(f"counts/read-{rank:05d}.json", counts)
-        self._report(rank, counts, stored_bytes_of_task(options, rank, world_size))
-
-    def _report(self, rank: int, counts: Counter, bytes_read: int) -> None:
-        progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
-        self._options.job.write(f"{self._progress}/{rank:05d}.json", progress)
+        report(stored_bytes_of_task(options, rank, world_size))
 
 
-def _file_records(
+def records_of_task(
     options: JobOptions, rank: int, num_tasks: int, bad_files: list[dict]
 ) -> Iterator[tuple[str, Record | BadRecord, int]]:
-    """(file, record, stored bytes that the task has read). A record without text is a bad one."""
+    """(file or data set, record, stored bytes that the task has read). A record without text is a bad one.
+
+    Adds broken files to `bad_files`.
+    """
+    if options.hub_data_set:
+        yield from _hub_records(options, rank, num_tasks)
+        return
     bytes_before = 0
     for file, part, num_parts in inputs_of_task(options.files, rank, num_tasks):
         url, reader = redacted(file.url), options.reader(file, part, num_parts)
@@ -98,7 +105,7 @@ def _file_records(
         bytes_before += file.num_bytes
 
 
-def hub_records(options: JobOptions, rank: int, num_tasks: int) -> Iterator[tuple[str, Record | BadRecord, int]]:
+def _hub_records(options: JobOptions, rank: int, num_tasks: int) -> Iterator[tuple[str, Record | BadRecord, int]]:
     """(data set, record, 0): every num_tasks-th file of the data set or, where it is one file, such rows of it.
 
     A BadRecord's excerpt lists the row's columns.
@@ -135,14 +142,15 @@ def _redact_task_log() -> None:
     logger.configure(patcher=patch)
 
 
-def _check_bad_fraction(counts: Counter, allowed: float, first: dict) -> None:
-    """End a task early that has too many bad records. The whole job is checked at its end."""
+def check_bad_records(options: JobOptions, counts: Counter, where: str) -> None:
+    """Raise InputError where more records are bad than allowed. `where`: the end of its message."""
     num_bad = num_bad_records(counts)
     num_records = counts["documents"] + num_bad
-    if num_records >= _CHECK_AFTER_RECORDS and num_bad > allowed * num_records:
+    if num_bad > options.max_bad_fraction * num_records:
+        reasons = ", ".join(f"{count} {name}" for name, count in counts.most_common() if name.startswith("bad: "))
         raise InputError(
-            f"{num_bad} of {num_records} records are bad, more than --max-bad-fraction {allowed}; the first is "
-            f"{first['file']}, line {first['line']}: {first['reason']}"
+            f"{num_bad} of {num_records} records are bad ({reasons.replace('bad: ', '')}), more than "
+            f"--max-bad-fraction {options.max_bad_fraction}; {where}"
         )
 
 

@@ -1,16 +1,97 @@
-"""The end of a tokenizing job: the manifest from the receipts, report.json and the printed table."""
+"""What a tokenizing job would write, from a sample; and its end: manifest, report.json and the printed table."""
 
 import json
+import math
+import time
+from collections import Counter
 from pathlib import Path
 
 from gmlp_scale.data.manifest import MANIFEST_NAME, Splits
-from gmlp_scale.data.shards import Manifest
+from gmlp_scale.data.shards import ROW_DTYPE, Manifest
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.input_files import check_bad_files
-from gmlp_scale.prepare.job_options import JobOptions
-from gmlp_scale.prepare.read_documents import num_bad_records
+from gmlp_scale.prepare.job import JobOptions
+from gmlp_scale.prepare.read_documents import check_bad_records, num_bad_records, records_of_task
+from gmlp_scale.prepare.read_records import Record, check_bad_files
+from gmlp_scale.prepare.write_shards import PACKINGS
 from gmlp_scale.storage.files import is_local, read_file, write_file, write_text
+
+_MAX_PARTS = 8  # files, or parts of a data set of the hub, of which a sample is taken
+_SAMPLE_BYTES_PER_PART = 500_000
+
+
+def estimate(options: JobOptions, tokenizer: Tokenizer) -> dict[str, int | float | str]:
+    """Reads and tokenizes the beginnings of a few files, or of a few parts of a data set of the hub."""
+    started = time.perf_counter()
+    sample, num_bad_files, scale = _sample(options, tokenizer)
+    seconds = time.perf_counter() - started
+    found = {
+        "sampled_documents": sample["documents"],
+        "sampled_bad_files": num_bad_files,
+        "sampled_bad_records": sample["bad records"],
+        "sampled_tokens_per_byte": round(sample["tokens"] / max(1, sample["bytes"]), 4),
+    }
+    if scale is None:
+        return found | {"estimated_documents": "unknown, for the data set does not say its size"}
+    documents, rows = round(scale * sample["documents"]), round(scale * sample["rows"])
+    return found | {
+        "estimated_documents": documents,
+        "estimated_bytes": round(scale * sample["bytes"]),
+        "estimated_tokens": round(scale * sample["tokens"]),
+        "estimated_rows": rows,
+        "estimated_shards": _num_shards(options, documents, rows),
+        "estimated_output_bytes": rows * options.sequence_length * ROW_DTYPE.itemsize,
+        "estimated_hours": round(scale * seconds / options.workers / 3600, 3),
+    }
+
+
+def _sample(options: JobOptions, tokenizer: Tokenizer) -> tuple[Counter, int, float | None]:
+    """(what the beginnings of a few parts hold, number of broken files, how many times this the whole input holds).
+
+    The last is None unless every part was read to its end or the data set's card has its number of rows.
+    """
+    data_set = options.hub_stream() if options.hub_data_set else None
+    num_parts = data_set.num_shards if options.hub_data_set else len(options.files)
+    packing = PACKINGS[options.packing](options.sequence_length)
+    sample, bad_files = Counter(), []
+    for part in range(num_parts)[:: max(1, num_parts // _MAX_PARTS)][:_MAX_PARTS]:
+        most_bytes = sample["bytes"] + _SAMPLE_BYTES_PER_PART
+        for _, record, bytes_read in records_of_task(options, part, num_parts, bad_files):
+            if isinstance(record, Record):
+                num_tokens = len(tokenizer.encode(record.text))
+                sample["documents"] += 1
+                sample["bytes"] += len(record.text.encode())
+                sample["tokens"] += num_tokens + 1
+                sample["rows"] += packing.rows_filled(num_tokens)
+            else:
+                sample["bad records"] += 1
+                if options.hub_data_set and record.reason != "empty text":
+                    raise InputError(f"--text-field is {options.text_field!r}; the data set has {record.excerpt}")
+            if sample["bytes"] >= most_bytes:
+                sample["stored bytes"] += bytes_read
+                break
+        else:
+            sample["whole parts"] += 1
+            sample["stored bytes"] += 0 if options.hub_data_set else options.files[part].num_bytes
+    if not options.hub_data_set:
+        scale = sum(file.num_bytes for file in options.files) / max(1, sample["stored bytes"])
+    elif sample["whole parts"] == num_parts:
+        scale = 1.0
+    else:
+        split = (data_set.info.splits or {}).get(options.hub_data_set[2])
+        num_rows = split.num_examples if split else None
+        scale = num_rows / max(1, sample["documents"] + sample["bad records"]) if num_rows else None
+    return sample, len(bad_files), scale
+
+
+def _num_shards(options: JobOptions, documents: int, rows: int) -> int:
+    """Each task writes shards of its own for each split that it has a document of."""
+    num_shards = 0
+    for share in (1 - options.heldout_fraction, options.heldout_fraction):
+        tasks = min(options.num_tasks, round(share * documents))
+        if tasks:
+            num_shards += tasks * math.ceil(share * rows / tasks / options.rows_per_shard)
+    return num_shards
 
 
 def finish_job(options: JobOptions, tokenizer: Tokenizer) -> None:
@@ -18,11 +99,11 @@ def finish_job(options: JobOptions, tokenizer: Tokenizer) -> None:
 
     Raises InputError where more of the input is bad than allowed, or where there is nothing to train on.
     """
-    bad_files = _bad_files(options)
-    check_bad_files(bad_files, options.max_bad_files)
-    _check_bad_records(options)
+    bad_files = {bad["file"]: bad for task in options.job.read_all("bad_files") for bad in task}  # tasks share files
+    check_bad_files(list(bad_files.values()), options.max_bad_files)
+    check_bad_records(options, options.job.total_counts("read"), f"they are listed in {options.job.url}/quarantine")
     write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
-    report = _report(options, bad_files)
+    report = _report(options, list(bad_files.values()))
     write_text(f"{options.output}/report.json", json.dumps(report, indent=1) + "\n")
     _write_manifest(options, tokenizer)
     print_table(report)
@@ -42,22 +123,6 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_shown(item)}" for key, item in value.items()) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _bad_files(options: JobOptions) -> list[dict]:
-    """What was read and lost of each broken file. Tasks that share a file all met its fault."""
-    return list({bad["file"]: bad for task in options.job.read_all("bad_files") for bad in task}.values())
-
-
-def _check_bad_records(options: JobOptions) -> None:
-    read = options.job.total_counts("read")
-    num_bad = num_bad_records(read)
-    if num_bad > options.max_bad_fraction * (read["documents"] + num_bad):
-        reasons = ", ".join(f"{count} {name}" for name, count in read.most_common() if name.startswith("bad: "))
-        raise InputError(
-            f"{num_bad} of {read['documents'] + num_bad} records are bad ({reasons.replace('bad: ', '')}), more than "
-            f"--max-bad-fraction {options.max_bad_fraction}; they are listed in {options.job.url}/quarantine"
-        )
 
 
 def _report(options: JobOptions, bad_files: list[dict]) -> dict:
@@ -100,7 +165,7 @@ def _report(options: JobOptions, bad_files: list[dict]) -> dict:
 def _drops(options: JobOptions, num_documents: int) -> dict[str, dict[str, int]]:
     """How many documents each filter read, kept and dropped; the filters in their order."""
     drops = {}
-    for name in options.filters:
+    for name in (*["decontaminate"] * bool(options.decontaminate), *options.dedup):
         kept = options.job.total_counts(name)["documents"]
         drops[name] = {"read": num_documents, "kept": kept, "dropped": num_documents - kept}
         num_documents = kept

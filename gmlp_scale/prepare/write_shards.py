@@ -12,7 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 from gmlp_scale.data.batch import CLS_ID, NUM_SPECIAL_TOKENS, PAD_ID, SEP_ID, UNK_ID
 from gmlp_scale.data.shards import ROW_DTYPE, ShardWriter
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
-from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.job import JobOptions
 
 _BATCH_CHARACTERS = 1_000_000
 
@@ -119,13 +119,19 @@ class WriteShards(PipelineStep):
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         tokenizer = Tokenizer(self._options.tokenizer)
-        counts = Counter()
+        counts, last_lap = Counter(), time.perf_counter()
+
+        def lap(stage: str) -> None:
+            nonlocal last_lap
+            now = time.perf_counter()
+            counts[f"{stage} seconds"] += now - last_lap
+            last_lap = now
+
         outputs = {split: SplitOutput(self._options, split, rank, counts) for split in ("train", "heldout")}
-        clock = _Clock(counts)
         for texts in _batches(data):
-            clock.lap("reading seconds")
+            lap("reading")
             encoded = tokenizer.encode_batch(texts)
-            clock.lap("tokenizing seconds")
+            lap("tokenizing")
             for text, ids in zip(texts, encoded, strict=True):
                 content = text.encode()
                 split = "heldout" if is_heldout(content, self._options.heldout_fraction) else "train"
@@ -134,10 +140,14 @@ class WriteShards(PipelineStep):
                 counts["bytes"] += len(content)
             for output in outputs.values():
                 output.write(output.rows.take())
-            counts.update(_token_counts(np.concatenate(encoded)))
-            clock.lap("writing seconds")
+            ids = np.concatenate(encoded)
+            is_byte = (ids >= NUM_SPECIAL_TOKENS) & (ids < NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS)
+            counts["tokens"] += len(ids)
+            counts["unknown tokens"] += int((ids == UNK_ID).sum())
+            counts["byte tokens"] += int(is_byte.sum())
+            lap("writing")
         receipt = {split: output.close() for split, output in outputs.items()}
-        clock.lap("writing seconds")
+        lap("writing")
         self._options.job.write(f"counts/write-{rank:05d}.json", counts)
         self._options.job.write(f"receipts/{rank:05d}.json", receipt)
 
@@ -157,21 +167,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
             texts, num_characters = [], 0
     if texts:
         yield texts
-
-
-def _token_counts(ids: np.ndarray) -> dict[str, int]:
-    is_byte = (ids >= NUM_SPECIAL_TOKENS) & (ids < NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS)
-    return {"tokens": len(ids), "unknown tokens": int((ids == UNK_ID).sum()), "byte tokens": int(is_byte.sum())}
-
-
-class _Clock:
-    """Adds the seconds of each stage to `counts`."""
-
-    def __init__(self, counts: Counter):
-        self._counts = counts
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self._counts[stage] += now - self._last
-        self._last = now

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import tokenize_corpus
-from gmlp_scale.prepare import worker_pool
+from gmlp_scale.prepare import job as job_module
 from tests.data_prep.corpora import contents, make_texts, write_jsonl
 from tests.forked import fork, fork_server
 
@@ -61,14 +61,14 @@ def _run_job(arguments: list[str], marks: Path, kill_at: int, kills_job: bool) -
     sys.stderr = open(f"{marks}.errors", "w")  # noqa: SIM115
     fork_server()
     count_files = partial(_count_files, marks, kill_at, os.getpid() if kills_job else None)
-    worker_pool._start_worker = partial(_start_worker, count_files)
+    job_module._start_worker = partial(_start_worker, count_files)
     count_files()
     sys.exit(tokenize_corpus.main())
 
 
 def _start_worker(count_files: partial) -> None:
     count_files()
-    worker_pool._start_worker()  # the real one: only the job's own process has another
+    job_module._start_worker()  # the real one: only the job's own process has another
 
 
 def _count_files(marks: Path, kill_at: int, victim: int | None) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 from data_prep import prepare_images, verify_shards
 from gmlp_scale.data.image_shards import ImageManifest
 from gmlp_scale.data.manifest import ShardError
-from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.job import JobFolder
 from tests.forked import fork
 from tests.written_images import CLASSES, prepare, stored_images, tar_of_folder, tar_of_tars, write_image_folder
 

@@ -10,8 +10,8 @@ import pytest
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.estimate import estimate
-from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.job import JobOptions
+from gmlp_scale.prepare.report import estimate
 from gmlp_scale.prepare.write_shards import is_heldout
 from tests.data_prep.corpora import REPOSITORY, contents, make_texts, run, write_jsonl
 from tests.forked import fork
@@ -111,7 +111,8 @@ def test_bad_records_are_counted_and_quarantined(corpus, tokenize, tmp_path):
     assert not (tmp_path / "strict/manifest.json").exists()
     bad.write_bytes(b"{}\n" * 10_001)
     message = tokenize(bad, tmp_path / "early", code=2)
-    assert f"10000 of 10000 records are bad, more than --max-bad-fraction 0.01; the first is {bad}, line 1" in message
+    assert "10000 of 10000 records are bad (10000 no text in field 'text'), more than --max-bad-fraction" in message
+    assert f"; the first is {bad}, line 1: no text in field 'text'" in message
 
 
 def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, tokenizer_dir, tmp_path, trials):

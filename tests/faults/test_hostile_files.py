@@ -13,8 +13,8 @@ from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.shards import Manifest
-from gmlp_scale.prepare.input_files import BadRecord, FileReader, find_inputs
-from gmlp_scale.prepare.open_input import InputFile
+from gmlp_scale.prepare.input_files import InputFile, find_inputs
+from gmlp_scale.prepare.read_records import BadRecord, FileReader
 from gmlp_scale.storage.files import open_filesystem, read_file
 from tests.checkpoint.fake_engine import save_steps
 from tests.data_prep.corpora import make_texts, write_jsonl

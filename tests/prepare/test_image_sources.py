@@ -13,8 +13,7 @@ import pytest
 
 from gmlp_scale.data.image_shards import StoredImage, pack_images
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.image_sources import open_source
-from gmlp_scale.prepare.jpeg import BadImageError
+from gmlp_scale.prepare.image_sources import BadImageError, open_source
 from tests.written_images import tar_of_folder, tar_of_tars, write_image_folder
 
 

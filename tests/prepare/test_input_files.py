@@ -14,9 +14,9 @@ import webdataset
 import zstandard
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.input_files import BadRecord, FileReader, Record, find_inputs, records_before_fault
-from gmlp_scale.prepare.open_input import BadFileError, InputFile
+from gmlp_scale.prepare.input_files import BadFileError, InputFile, find_inputs
 from gmlp_scale.prepare.read_documents import inputs_of_task
+from gmlp_scale.prepare.read_records import BadRecord, FileReader, Record, records_before_fault
 
 TEXTS = [f"document {number}\twith «ünïcode»\r\nand lines" for number in range(50)]
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from gmlp_scale.prepare.jpeg import BadImageError, as_jpeg
+from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg
 
 GREY, CLEAR = (100, 100, 100), (0, 0, 0, 0)
 

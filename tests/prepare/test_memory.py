@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from gmlp_scale.prepare.job_options import JobOptions
+from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.read_documents import ReadDocuments
 from gmlp_scale.prepare.write_shards import WriteShards
 from tests.data_prep.corpora import make_texts

@@ -3,8 +3,9 @@
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from gmlp_scale.prepare.input_files import FileReader, Record, find_inputs
-from gmlp_scale.prepare.job_folder import JobFolder
+from gmlp_scale.prepare.input_files import find_inputs
+from gmlp_scale.prepare.job import JobFolder
+from gmlp_scale.prepare.read_records import FileReader, Record
 from gmlp_scale.storage.files import write_file
 
 
