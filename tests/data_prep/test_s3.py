@@ -1,15 +1,12 @@
 """From a bucket to a bucket to a batch, against a real S3 server that falters."""
 
-import errno
 import json
 import os
-import socket
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
-from botocore.exceptions import NoCredentialsError
 
 from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.cache import ShardFiles
@@ -18,7 +15,7 @@ from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import CorruptShardError, ShardError
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.storage.files import PlaceError, StoreError, read_file, with_retries, write_file
+from gmlp_scale.storage.files import read_file, write_file
 from tests.data_prep.corpora import REPOSITORY, contents, run
 from tests.forked import Script, fork
 from tests.storage.test_claim import check_races
@@ -168,52 +165,6 @@ def test_a_rank_killed_while_it_fetches_leaves_nothing_that_is_read(shards_to_re
     path = ShardFiles(str(shards_to_read), str(tmp_path / "cache")).local_path(shard)
     assert path.read_bytes() == (shards_to_read / shard.name).read_bytes()
     trials("SIGKILL of a random rank at a random step", 1)
-
-
-@pytest.fixture
-def ask(monkeypatch):
-    """ask(answers, num_waits): what with_retries makes of an operation with these answers; some may be errors."""
-    monkeypatch.setattr("gmlp_scale.storage.files._store_has_answered", False)
-
-    def ask(answers: list, num_waits: int):
-        monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0,) * num_waits)
-
-        def operation():
-            if isinstance(answer := answers.pop(0), Exception):
-                raise RuntimeError(str(answer)) from answer  # as botocore's stand before aiohttp's
-            return answer
-
-        return with_retries(operation, "reading s3://b/x")
-
-    return ask
-
-
-def test_retries_end_in_one_error_that_names_the_object(ask):
-    answers = [ConnectionResetError("reset") for _ in range(4)]
-    with pytest.raises(OSError, match="reading s3://b/x failed 3 times, at last with RuntimeError"):
-        ask(answers, num_waits=2)
-    assert len(answers) == 1
-
-
-REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-
-
-@pytest.mark.parametrize(
-    "error, raised, needed",
-    [
-        (NoCredentialsError(), PlaceError, "Unable to locate credentials; give the store's key in the environment"),
-        (REFUSED, StoreError, "refused; check that this machine has a"),
-        (socket.gaierror(socket.EAI_AGAIN, "no such name"), StoreError, "no such name; check that this machine has a"),
-    ],
-)
-def test_what_no_waiting_mends_is_reported_at_once(error, raised, needed, ask):
-    with pytest.raises(raised, match=f"reading s3://b/x: .*{needed}"):
-        ask([error], num_waits=0)
-
-
-def test_a_store_that_answered_may_be_out_of_reach_for_a_moment(ask):
-    assert ask([1], num_waits=1) == 1
-    assert ask([REFUSED, 2], num_waits=1) == 2
 
 
 def test_of_jobs_that_start_together_one_holds_a_bucket(s3, server, quick):

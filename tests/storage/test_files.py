@@ -1,11 +1,15 @@
+import errno
 import logging
 import os
+import socket
 import ssl
 
 import pytest
+from botocore.exceptions import NoCredentialsError
 
 from gmlp_scale.storage.files import (
     PlaceError,
+    StoreError,
     is_local,
     open_filesystem,
     print_error,
@@ -86,16 +90,57 @@ class RefusedCertificateError(ssl.SSLCertVerificationError):
         return self.words
 
 
+@pytest.fixture
+def ask(monkeypatch):
+    """ask(answers, num_waits): what with_retries makes of an operation with these answers; some may be errors."""
+    monkeypatch.setattr("gmlp_scale.storage.files._store_has_answered", False)
+
+    def ask(answers: list, num_waits: int):
+        monkeypatch.setattr("gmlp_scale.storage.files._WAIT_SECONDS", (0.0,) * num_waits)
+
+        def operation():
+            if isinstance(answer := answers.pop(0), Exception):
+                raise answer
+            return answer
+
+        return with_retries(operation, "reading s3://b/x")
+
+    return ask
+
+
+def caused_by(cause: Exception) -> Exception:
+    """As botocore's errors stand before aiohttp's."""
+    error = RuntimeError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
+REFUSED = caused_by(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+CHECK = "check that this machine has a network"
+
+
+def test_retries_end_in_one_error_that_names_the_object(ask):
+    answers = [caused_by(ConnectionResetError("reset")) for _ in range(4)]
+    with pytest.raises(OSError, match="reading s3://b/x failed 3 times, at last with RuntimeError"):
+        ask(answers, num_waits=2)
+    assert len(answers) == 1
+
+
+def test_a_store_that_answered_may_be_out_of_reach_for_a_moment(ask):
+    assert ask([1], num_waits=1) == 1
+    assert ask([REFUSED, 2], num_waits=1) == 2
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "words"),
     [
-        (RefusedCertificateError("host", "self-signed certificate"), PlaceError, "host: self-signed certificate"),
-        (FileNotFoundError(), FileNotFoundError, "FileNotFoundError"),
+        (caused_by(NoCredentialsError()), PlaceError, "Unable to locate credentials; give the store's key in the env"),
+        (REFUSED, StoreError, f".*refused; {CHECK}"),
+        (caused_by(socket.gaierror(socket.EAI_AGAIN, "no such name")), StoreError, f".*no such name; {CHECK}"),
+        (RefusedCertificateError("host", "self-signed certificate"), PlaceError, "host: self-signed certificate$"),
+        (FileNotFoundError(), FileNotFoundError, "FileNotFoundError$"),
     ],
 )
-def test_what_a_store_refuses_is_said_in_words(error, raised, words):
-    def fail():
-        raise error
-
-    with pytest.raises(raised, match=f"^reading https://host/a: {words}$"):
-        with_retries(fail, "reading https://host/a")
+def test_what_no_waiting_mends_is_reported_at_once(error, raised, words, ask):
+    with pytest.raises(raised, match=f"^reading s3://b/x: {words}"):
+        ask([error], num_waits=0)
