@@ -9,17 +9,30 @@ import logging
 import torch
 from torch import Tensor
 
-from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.checkpoint.saved_run import open_checkpoint, read_recipe, read_run
+from gmlp_scale.checkpoint.stores import checkpoints_of
 from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from gmlp_scale.recipe.config import ConfigError, RunConfig, split_step
+from gmlp_scale.storage.files import read_file
 
 log = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("sequence_length", "vocab_size", "kernels")
+
+
+def with_newest_step(place: str) -> str:
+    """RUN@STEP of the newest good checkpoint of a run; an export's place as it is."""
+    try:
+        read_file(f"{place}/config.json")
+        return place
+    except (FileNotFoundError, NotADirectoryError):
+        read_recipe(place)  # says so if there is no run either
+    with checkpoints_of(place) as checkpoints:
+        return f"{place}@{open_checkpoint(checkpoints).step}"
 
 
 def read_start(place: str) -> TrainedModel:

@@ -5,7 +5,7 @@ loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,14 +19,8 @@ from gmlp_scale.train.metrics import Metrics, due
 from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_guard import StepGuard
-from gmlp_scale.train.step_reports import StepReport, StepReports
-
-
-class Monitor(Protocol):
-    """Watches a run. Every rank has one, which sees the same reports and so decides the same as the others."""
-
-    def see(self, report: StepReport) -> None:
-        """Call for every report, in order. It may raise, on all ranks alike."""
+from gmlp_scale.train.step_reports import StepReports
+from gmlp_scale.train.stragglers import Stragglers
 
 
 @dataclass(frozen=True)
@@ -42,8 +36,8 @@ class Run:
     guard: StepGuard
     metrics: Metrics
     reports: StepReports
-    monitors: tuple[Monitor, ...]
-    """All that see the reports: schedule, guard and metrics are among them."""
+    monitors: tuple[StepGuard | Metrics | Stragglers | Schedule, ...]
+    """All that see the reports, in this order."""
 
     def evaluation_due(self, step: int) -> bool:
         return due(step, self.task.train.evaluate_every_steps) or step == self.schedule.num_steps

@@ -6,8 +6,6 @@ that was started before keeps what its first start decided, and a branch keeps w
 
 from typing import Any
 
-from gmlp_scale.checkpoint.saved_run import open_checkpoint, read_recipe
-from gmlp_scale.checkpoint.stores import checkpoints_of
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import engines_that
 from gmlp_scale.plan.micro_batch import largest_micro_batch_size
@@ -15,6 +13,7 @@ from gmlp_scale.plan.precision import faster_precision
 from gmlp_scale.recipe.config import AnyPretraining, ConfigError, RunConfig, split_step
 from gmlp_scale.recipe.reader import read_recipe_file
 from gmlp_scale.storage.files import read_file, redacted
+from gmlp_scale.tasks.start_weights import with_newest_step
 
 
 def resolve(run: AnyPretraining, world: World) -> AnyPretraining:
@@ -55,7 +54,7 @@ def with_decided_start(run: RunConfig, world: World) -> RunConfig:
         recorded = (_first_start(run) or {}).get("init_from")
         if recorded and split_step(recorded)[0] == redacted(run.init_from):
             return recorded
-        return _with_newest_step(run.init_from)
+        return with_newest_step(run.init_from)
 
     return run.model_copy(update={"init_from": world.on_main(decide)})
 
@@ -83,14 +82,3 @@ def _first_start(run: AnyPretraining) -> dict[str, Any] | None:
             continue
         return read_recipe_file(f"{folder}/config.yaml")
     return None
-
-
-def _with_newest_step(place: str) -> str:
-    """RUN@STEP of the newest good checkpoint of a run; an export's place as it is."""
-    try:
-        read_file(f"{place}/config.json")
-        return place
-    except (FileNotFoundError, NotADirectoryError):
-        read_recipe(place)  # says so if there is no run either
-    with checkpoints_of(place) as checkpoints:
-        return f"{place}@{open_checkpoint(checkpoints).step}"
