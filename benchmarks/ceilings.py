@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.plan.describe import count_parameters, meta_model
-from gmlp_scale.plan.engine_bytes import count_in_matrices
+from gmlp_scale.plan.rank_bytes import count_in_matrices
 from gmlp_scale.recipe.config import RunConfig
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}

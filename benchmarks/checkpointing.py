@@ -16,7 +16,7 @@ from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.trial.random_step import new_engine, seconds_of
+from gmlp_scale.train.trial import new_engine, seconds_of
 
 
 def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:

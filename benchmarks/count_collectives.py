@@ -18,11 +18,11 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import SHARDED_ENGINES, EngineConfig
 from gmlp_scale.plan.describe import count_parameters
-from gmlp_scale.plan.engine_bytes import COLLECTIVES, wire_bytes
+from gmlp_scale.plan.rank_bytes import COLLECTIVES, wire_bytes
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.resolve import with_decided_precision
-from gmlp_scale.trial.carried_bytes import count_step
+from gmlp_scale.train.trial import count_step
 
 
 @command

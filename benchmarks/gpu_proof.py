@@ -98,7 +98,7 @@ def environment(*, needs_gpu: bool) -> dict:
     """
     import torch
 
-    from gmlp_scale.doctor.machines import said_by, version_of
+    from gmlp_scale.doctor.checkup import said_by, version_of
 
     has_gpu = torch.cuda.is_available()
     missing = None if has_gpu or not needs_gpu else "torch finds no CUDA device; --tiny tries the script on a CPU"

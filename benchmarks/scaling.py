@@ -25,12 +25,11 @@ from benchmarks.timing import say
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import SHARDED_ENGINES, EngineConfig, Fsdp2Config
 from gmlp_scale.plan.describe import count_parameters, meta_model
-from gmlp_scale.plan.engine_bytes import carried_bytes, state_bytes, wire_bytes
+from gmlp_scale.plan.rank_bytes import carried_bytes, state_bytes, wire_bytes
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.resolve import with_decided_precision
-from gmlp_scale.trial.carried_bytes import count_step
-from gmlp_scale.trial.random_step import new_engine, random_batch, train_step
+from gmlp_scale.train.trial import count_step, new_engine, random_batch, train_step
 
 NUMS_RANKS = (1, 2, 4, 8)
 NUM_WARM_UP_STEPS = 2

@@ -24,7 +24,7 @@ from gmlp_scale.models.gmlp import FUSED_GATING
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
-from gmlp_scale.trial.random_step import forget_other_recipes, new_engine, random_batch, train_step
+from gmlp_scale.train.trial import forget_other_recipes, new_engine, random_batch, train_step
 
 PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": modernbert_step}
 

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gmlp_scale.trial.random_step import wait_for
+from gmlp_scale.train.trial import wait_for
 
 NUM_STEPS = 3
 # An operation belongs to the first kind that has a word in its lower-case name. On CUDA the names are the kernels'.

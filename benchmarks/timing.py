@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from gmlp_scale.trial.random_step import seconds_of
+from gmlp_scale.train.trial import seconds_of
 
 NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
 CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between them, as in training

@@ -14,8 +14,14 @@ import argparse
 import json
 import sys
 
-from gmlp_scale.analysis.heldout import evaluate_models, single_process, table, write_curve
-from gmlp_scale.analysis.probe import add_probe_scores, load_probe
+from gmlp_scale.analysis.heldout import (
+    add_probe_scores,
+    evaluate_models,
+    load_probe,
+    single_process,
+    table,
+    write_curve,
+)
 from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.distributed.logs import command

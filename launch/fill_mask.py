@@ -6,7 +6,7 @@ python launch/fill_mask.py --run outputs/gmlp_base "Paris is the <mask> of Franc
 import argparse
 import sys
 
-from gmlp_scale.analysis.fill_mask import MASK, describe, fill
+from gmlp_scale.analysis.predictions import MASK, describe, fill
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError

@@ -6,7 +6,7 @@ python launch/generate.py --run outputs/mlp_attention --prompt 'ROMEO:' --length
 import argparse
 import sys
 
-from gmlp_scale.analysis.generate import generate, read_model
+from gmlp_scale.analysis.predictions import generate, read_model
 from gmlp_scale.distributed.logs import command
 
 

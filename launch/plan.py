@@ -7,10 +7,9 @@ import argparse
 import sys
 
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.plan.devices import GPUS
-from gmlp_scale.plan.layouts import Assumptions, table
+from gmlp_scale.plan.layouts import GPUS, Assumptions, table
 from gmlp_scale.recipe.reader import load_run_config
-from gmlp_scale.trial.carried_bytes import describe_fake_step
+from gmlp_scale.train.trial import describe_fake_step
 
 
 @command

@@ -18,8 +18,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from gmlp_scale.analysis import arrays, pictures
-from gmlp_scale.analysis.tensorboard import open_writer
+from gmlp_scale.analysis import pictures
+from gmlp_scale.analysis.run_records import open_writer
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.distributed.logs import command
@@ -78,21 +78,21 @@ def _parser() -> argparse.ArgumentParser:
 def _draw(options: argparse.Namespace) -> tuple["Figure", int]:
     """The picture, and the step that it shows."""
     if options.picture == "scaling":
-        sizes = arrays.run_sizes(options.runs)
-        law, table = arrays.scaling_law(sizes)
+        sizes = pictures.run_sizes(options.runs)
+        law, table = pictures.scaling_law(sizes)
         print(table)
         return pictures.draw_scaling(sizes, law), 0
     trained = _read(options)
     match options.picture:
         case "filters":
-            figure = draw_filters(arrays.filters_of(trained))
+            figure = draw_filters(pictures.filters_of(trained))
         case "matrices" | "image-filters":
-            matrices = arrays.chosen_blocks(arrays.spatial_matrices(trained), options.blocks)
+            matrices = pictures.chosen_blocks(pictures.spatial_matrices(trained), options.blocks)
             draw = pictures.draw_matrices if options.picture == "matrices" else pictures.draw_image_filters
             figure = draw(matrices)
         case "attention":
-            ids, tokens = arrays.sentence_pair(trained, options.text_a, options.text_b)
-            figure = pictures.draw_attention(arrays.attention_by_title(trained, ids, options.blocks), tokens)
+            ids, tokens = pictures.sentence_pair(trained, options.text_a, options.text_b)
+            figure = pictures.draw_attention(pictures.attention_by_title(trained, ids, options.blocks), tokens)
     return figure, trained.step or 0
 
 

@@ -12,10 +12,9 @@ import sys
 
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.science.budget import budget
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
-from gmlp_scale.science.runs import Table, like_the_first_start, train_all
+from gmlp_scale.science.runs import Table, budget, like_the_first_start, train_all
 from gmlp_scale.storage.files import write_text
 from gmlp_scale.train.run import start_world_of
 

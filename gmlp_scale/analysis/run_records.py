@@ -1,27 +1,35 @@
-"""Reads what runs left in their folders, for launch/report.py. A folder is a path or a URL; nothing in it changes.
+"""Reads what runs left in their folders, and adds to their TensorBoard files. A folder is a path or a URL.
 
 config.yaml is read as plain YAML and not as a recipe: runs of other versions, and finetuning runs, can be compared too.
+
+What is added goes into subfolders, which TensorBoard shows as separate runs. If it went into the run's own folder,
+TensorBoard would stop reading the run's file once a second one appears, and a resume would delete the added points.
 """
 
 import logging
 import math
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from gmlp_scale.analysis.tensorboard import start_steps
 from gmlp_scale.checkpoint.format import CheckpointError, folder_name, read_done
 from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.checkpoint.trained import PREFIX
 from gmlp_scale.errors import InputError
 from gmlp_scale.fields import flatten
-from gmlp_scale.storage.files import read_file, redacted
+from gmlp_scale.storage.files import delete_file, download_file, is_url, list_files, read_file, redacted, upload_file
 from gmlp_scale.train.sinks import read_metrics
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -131,3 +139,44 @@ def _newest(folder: str) -> SavedModel | None:
         sizes = [math.prod(record.shape) for key, record in done.tensors.items() if key.startswith(PREFIX)]
         return SavedModel(step, sum(sizes), done.details)
     return None
+
+
+@contextmanager
+def open_writer(folder: str, *, replacing: bool = False) -> Iterator["SummaryWriter"]:
+    """Adds what the block writes to `folder`, or replaces what was there."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    if not is_url(folder):
+        if replacing:
+            shutil.rmtree(folder, ignore_errors=True)
+        with SummaryWriter(folder) as writer:
+            yield writer
+        return
+    for name in list_files(folder) if replacing else ():
+        delete_file(f"{folder}/{name}")
+    with tempfile.TemporaryDirectory() as local:
+        with SummaryWriter(local) as writer:
+            yield writer
+        for path in Path(local).iterdir():
+            upload_file(path, f"{folder}/{path.name}")
+
+
+def start_steps(folder: str) -> list[int]:
+    """How many steps were finished at each start of the run whose events lie in `folder`, in the order of the starts.
+
+    train/sinks.py begins a new file of events, and says so in it, whenever a run starts or is resumed.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    starts = []
+    with tempfile.TemporaryDirectory() as copies:
+        for name in list_files(folder):
+            if "/" in name or ".tfevents." not in name:  # subfolders hold what was added later
+                continue
+            path = Path(copies, name) if is_url(folder) else Path(folder, name)
+            if is_url(folder):
+                download_file(f"{folder}/{name}", path)
+            first_events = islice(EventFileLoader(str(path)).Load(), 3)
+            starts += [event for event in first_events if event.session_log.status == SessionLog.START]
+    return [start.step - 1 for start in sorted(starts, key=lambda start: start.wall_time)]

@@ -25,9 +25,9 @@ from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.finetuning_heads import SequenceClassifier, SpanPredictor
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.image_classifier import ImageClassifier
+from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import download_file, is_url, list_files, redacted
 

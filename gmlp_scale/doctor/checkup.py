@@ -4,18 +4,28 @@ All ranks do every check. A check returns what it found. Where a run would fail,
 change. Rank 0 prints what all ranks found.
 """
 
+import contextlib
+import os
+import platform
 import shutil
+import socket
 import statistics
+import subprocess
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
+from gmlp_scale import __version__
 from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.distributed.world import World
-from gmlp_scale.doctor import machines, places, training
+from gmlp_scale.doctor import measurements
 from gmlp_scale.engine.collective_check import WIRE_SHARES, try_collective
 from gmlp_scale.errors import USER_ERRORS, LostRankError, UserError
 from gmlp_scale.plan.describe import meta_model
@@ -30,6 +40,11 @@ from gmlp_scale.train.stragglers import SLOW_FACTOR
 SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
 OUTCOMES = ("ok", "slow", "FAILS")
 MOST_RANKS_NAMED = 8
+MUST_BE_EQUAL = ("device", "driver", "gmlp_scale", "python", "torch", "cuda", "nccl", "deepspeed")
+SMI = {"driver": "driver_version", "MHz": "clocks.sm", "of MHz": "clocks.max.sm", "C": "temperature.gpu"}
+"""Columns of the table, and what nvidia-smi calls them."""
+FREE_SHARE = 0.9
+"""The share of a GPU's memory that must be free before the run begins."""
 
 
 class Slow(str):
@@ -50,14 +65,16 @@ class Checkup:
         with ExitStack() as self._stack:
             self._check("machines", self._compare_machines)
             self._check("collectives", self._try_collectives)
-            self._check("room", lambda: places.check_room(self.run, places.place_of_checkpoints(self.run)))
+            self._check("room", lambda: measurements.check_room(self.run, measurements.place_of_checkpoints(self.run)))
             self._check("writing", self._try_url if is_url(self.run.output_dir) else self._try_folder)
             fits = self._check("ranks", self._fit_to_ranks)
             loads = self._check("shards", self._check_shards, given=fits)
             self._check("run folder", self._check_run_folder, given=loads)
-            doing = f"two steps of {training.NUM_BLOCKS} blocks, by all ranks together and by each alone"
+            doing = f"two steps of {measurements.NUM_BLOCKS} blocks, by all ranks together and by each alone"
             is_right = self._check("gradients", self._compare_gradients, given=fits, doing=doing)
-            doing = f"the first {training.NUM_STEPS} steps of the whole recipe; many minutes for a large one on a CPU"
+            doing = (
+                f"the first {measurements.NUM_STEPS} steps of the whole recipe; many minutes for a large one on a CPU"
+            )
             trains = self._check("steps", self._try_recipe, given=loads and is_right, doing=doing)
             self._check("loader", self._compare_loader, given=loads and trains)
 
@@ -100,9 +117,9 @@ class Checkup:
             print(redacted(text), flush=True)
 
     def _compare_machines(self) -> str:
-        rows = self.world.gather(machines.facts(self.world))
-        self._print(machines.table(rows))
-        if self.world.is_main and (problems := machines.problems(rows)):
+        rows = self.world.gather(_facts(self.world))
+        self._print(_table(rows))
+        if self.world.is_main and (problems := _problems(rows)):
             raise UserError("; ".join(problems))
         return f"{self.world.size} ranks with one set of versions"
 
@@ -133,21 +150,21 @@ class Checkup:
         return f"right, GB/s sent by each rank: {'; '.join(parts)}"
 
     def _try_folder(self) -> str:
-        place, error, seconds = places.place_of_checkpoints(self.run), None, 0.0
+        place, error, seconds = measurements.place_of_checkpoints(self.run), None, 0.0
         folder = place / self.world.on_main(lambda: f".doctor-{uuid.uuid4().hex}")
-        self.world.on_main(lambda: places.make(folder))
+        self.world.on_main(lambda: measurements.make(folder))
         try:
-            seconds = places.write_into(folder, self.world)
+            seconds = measurements.write_into(folder, self.world)
         except OSError as raised:  # raised below: the other ranks come there
             error = raised
         slowest = max(self.world.gather(seconds))
         self.world.on_main(lambda: shutil.rmtree(folder))
         if error:
             raise error
-        return f"{places.WRITTEN_BYTES / slowest / 1e6:.0f} MB/s by all ranks together into {place}"
+        return f"{measurements.WRITTEN_BYTES / slowest / 1e6:.0f} MB/s by all ranks together into {place}"
 
     def _try_url(self) -> str:
-        return places.try_bucket(self.run) if self.world.is_main else ""
+        return measurements.try_bucket(self.run) if self.world.is_main else ""
 
     def _check_shards(self) -> str:
         # Corrupt shards that a run may skip are recorded in its folder, which is not to be touched.
@@ -155,7 +172,7 @@ class Checkup:
         elsewhere = self.run.model_copy(update={"output_dir": folder})
         self._loader = build_loader(elsewhere, rank=self.world.rank, world_size=self.world.size)
         self._stack.callback(self._loader.close)
-        return places.check_shards(self.run, self._loader, self.world)
+        return measurements.check_shards(self.run, self._loader, self.world)
 
     def _check_run_folder(self) -> str:
         if not self.world.is_main:
@@ -176,7 +193,7 @@ class Checkup:
         return f"{folder}: would resume from step {newest.step}; {len(damaged)} newer checkpoints are damaged"
 
     def _compare_gradients(self) -> str:
-        seconds, text = training.self_test(self.run, self.world)
+        seconds, text = measurements.self_test(self.run, self.world)
         median = statistics.median_low(self.world.gather(seconds))
         if seconds > SLOW_FACTOR * median:
             return Slow(
@@ -186,11 +203,11 @@ class Checkup:
         return text
 
     def _try_recipe(self) -> str:
-        self._step_seconds, text = training.try_recipe(self.run, self.world)
+        self._step_seconds, text = measurements.try_recipe(self.run, self.world)
         return text
 
     def _compare_loader(self) -> str:
-        loaded = places.loaded_rows_per_second(self._loader, self.run.train.num_steps)
+        loaded = measurements.loaded_rows_per_second(self._loader, self.run.train.num_steps)
         trained = self.run.rows_per_rank(self.world.size).at(0) / self._step_seconds
         text = f"{loaded:.3g} rows a second and rank, of which training takes {trained:.3g}"
         if loaded < trained:
@@ -201,3 +218,62 @@ class Checkup:
 def _named(ranks: list[int]) -> str:
     more = f" and {len(ranks) - MOST_RANKS_NAMED} more" if len(ranks) > MOST_RANKS_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST_RANKS_NAMED]))}{more}"
+
+
+def _facts(world: World) -> dict[str, str]:
+    """This rank's row of the table. A fact that cannot be found out is the text None."""
+    found = {"rank": world.rank, "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
+    if world.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(world.device)
+        free_bytes, all_bytes = torch.cuda.mem_get_info(world.device)
+        found |= {"device": gpu.name, "free GiB": f"{free_bytes / 2**30:.1f}", "of GiB": f"{all_bytes / 2**30:.1f}"}
+        query = f"--query-gpu={','.join(SMI.values())}"
+        said = said_by("nvidia-smi", query, "--format=csv,noheader,nounits", f"--id=GPU-{gpu.uuid}")
+        found |= dict(zip(SMI, said.split(", ") if said else [None] * len(SMI), strict=True))
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    else:
+        found["device"] = f"cpu ({platform.machine()})"
+    found |= {"gmlp_scale": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found["deepspeed"] = version_of("deepspeed")
+    return {column: str(value) for column, value in found.items()}
+
+
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def said_by(*command: str) -> str | None:
+    """What a short program prints; None if it fails or is not there."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    return None
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    lines = [list(rows[0]), *(row.values() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _problems(rows: list[dict[str, str]]) -> list[str]:
+    """What in the table would make a run fail, and what to change."""
+    lines = []
+    for column in (column for column in MUST_BE_EQUAL if column in rows[0]):
+        usual, _ = Counter(row.get(column) for row in rows).most_common(1)[0]
+        others = [f"rank {row['rank']} on {row['host']} {row.get(column)}" for row in rows if row.get(column) != usual]
+        if others:
+            lines.append(
+                f"{column}: most ranks have {usual}, {', '.join(others)}; start the run on equal machines with one "
+                "environment"
+            )
+    for row in rows:
+        if "free GiB" in row and float(row["free GiB"]) < FREE_SHARE * float(row["of GiB"]):
+            lines.append(
+                f"rank {row['rank']} on {row['host']}: only {row['free GiB']} of {row['of GiB']} GiB of its GPU's "
+                "memory are free; end the other programs there (nvidia-smi lists them)"
+            )
+    return lines

@@ -11,8 +11,10 @@
 gmlp_scale/checkpoint/trained.py reads it back.
 """
 
+import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +40,6 @@ from gmlp_scale.checkpoint.trained import (
 from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.export.card import Publication, model_card
-from gmlp_scale.export.carried_code import copy_sources
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.storage.files import is_url, read_file
@@ -59,6 +60,11 @@ _AUTO_CLASSES = {
 _SPECIAL = {"pad_token_id": PAD_ID, "cls_token_id": CLS_ID, "sep_token_id": SEP_ID, "mask_token_id": MASK_ID}
 _OF_ONE_MACHINE = ("output_dir", "cache_dir", "cache_max_bytes", "deepspeed_config")
 """Fields of a recipe that only the machine of the training can use. All have defaults."""
+_FOLDER = "gmlp_scale.export.hugging_face"
+_TEXT, _IMAGES = "modeling_gmlp", "modeling_gmlp_images"
+_ROOTS = {_TEXT: ("configuration_gmlp", "answering_pipeline"), _IMAGES: ("configuration_gmlp",)}
+"""What stands beside each of the files with the models."""
+_IMPORT = re.compile(r"^from (gmlp_scale[\w.]*|pydantic) import", flags=re.MULTILINE)
 
 
 def export_checkpoint(
@@ -221,3 +227,33 @@ def _heldout_result(run_folder: str | Path, trained: TrainedModel) -> dict[str, 
     if heldout["step"] == trained.step:
         heldout["num_rows"] = trained.num_evaluation_rows
     return heldout
+
+
+def copy_sources(folder: Path, *, of_images: bool = False) -> None:
+    """Writes the code for text or images, and every module that it imports, into `folder`."""
+    modeling = _IMAGES if of_images else _TEXT
+    waiting, source_of = [f"{_FOLDER}.{name}" for name in (modeling, *_ROOTS[modeling])], {}
+    while waiting:
+        module = waiting.pop()
+        if module not in source_of:
+            origin = importlib.util.find_spec(_own(module)).origin
+            source_of[module] = Path(origin).read_text(encoding="utf-8")
+            waiting += _IMPORT.findall(source_of[module])
+    names = {_flat_name(module) for module in source_of}
+    assert len(names) == len(source_of), f"two modules of one name: {sorted(source_of)}"
+    # From a local folder transformers 4 takes only the files that the modeling file imports directly.
+    others = sorted(names - {modeling})
+    source_of[f"{_FOLDER}.{modeling}"] += "\n" + "".join(
+        f"from .{name} import __name__ as _  # noqa\n" for name in others
+    )
+    for module, source in source_of.items():
+        flat = _IMPORT.sub(lambda found: f"from .{_flat_name(found[1])} import", source)
+        (folder / f"{_flat_name(module)}.py").write_text(flat, encoding="utf-8")
+
+
+def _own(module: str) -> str:
+    return f"{_FOLDER}.plain_config" if module == "pydantic" else module
+
+
+def _flat_name(module: str) -> str:
+    return _own(module).rpartition(".")[2]

@@ -10,7 +10,7 @@ from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.engine import EngineConfig, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.fields import FreeOnResume
-from gmlp_scale.models.recompute import Recompute
+from gmlp_scale.models.layers import Recompute
 from gmlp_scale.recipe.checks import stop_mistakes
 from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path
 from gmlp_scale.tasks.table import TASKS, FinetuneTask

@@ -18,7 +18,7 @@ from gmlp_scale.finetune.finetuning import Finetuning, by_name, finetune, read_j
 from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.finetune.paper import published
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
-from gmlp_scale.plan.engine_bytes import state_bytes
+from gmlp_scale.plan.rank_bytes import state_bytes
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.resume import changed_fields, check_unchanged
 from gmlp_scale.storage.files import redacted, write_text

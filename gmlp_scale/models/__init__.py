@@ -11,7 +11,7 @@ A model is an nn.Module with
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.
 
-The config of a block family says what the rest of the project needs to know about the family (family.py).
+The config of a block family says what the rest of the project needs to know about the family (layers.py).
 A new family is a file with its config and its block, its config in ModelConfig and a case in build_model.
 
 Nothing here knows of processes, engines or devices. Parameters and products are in the dtype that the model was given.
@@ -31,11 +31,11 @@ from torch.overrides import TorchFunctionMode
 
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.finetuning_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig, SpatialGatingUnit
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.mixer import MixerBlock, MixerConfig
 from gmlp_scale.models.mlp_attention import MlpAttentionBlock, MlpAttentionConfig
+from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 
 __all__ = [
@@ -87,7 +87,7 @@ def build_model(
     """Builds the model on the current default device, float32, in training mode, with initial weights.
 
     Args:
-        head: a class of heads.py or next_token.py, with its own arguments bound by functools.partial.
+        head: a class of heads.py or task_heads.py, with its own arguments bound by functools.partial.
         causal: no position sees a later one. For a family that can be causal.
         seed: for the initial weights, which are the same on every device. None leaves the parameters without values,
             for `init_weights` or a checkpoint to fill. Under `torch.device("meta")` they have none and take no memory.

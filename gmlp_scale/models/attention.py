@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from gmlp_scale.models.family import FamilyConfig
-from gmlp_scale.models.layers import LayerNorm, flatten_heads
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, flatten_heads
 
 
 class AttentionConfig(FamilyConfig):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.data.batch import PAD_ID
 from gmlp_scale.errors import InputError
-from gmlp_scale.models.layers import LayerNorm
-from gmlp_scale.models.recompute import Recompute, recomputing
+from gmlp_scale.models.layers import LayerNorm, Recompute, recomputing
 
 INIT_STD = 0.02
 """The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
@@ -52,10 +51,8 @@ class Backbone(nn.Module):
     def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
         """x_BND after the last block and before the final LayerNorm.
 
-        padded: whether the rows may hold <pad>. Packed rows hold none, and attention is faster without a mask.
-
-        Raises:
-            InputError: the rows are longer than the model's sequence_length.
+        padded: whether the rows may hold <pad>. Packed rows hold none, and attention is faster without a mask. Raises
+        as first_states.
         """
         x_BND = self.first_states(self.embedding(token_ids_BN))
         padding_mask = (token_ids_BN != PAD_ID,) if padded and self.masks_padding else ()

@@ -10,8 +10,6 @@ Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F
 """
 
 import math
-import operator
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -22,28 +20,12 @@ from torch import Tensor, nn
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.family import FamilyConfig, NumBlocks
-from gmlp_scale.models.layers import LayerNorm
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks
 from gmlp_scale.models.toeplitz import toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
-"""The variants of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
 FUSED_GATING: Gating = "multiplicative_split"
 """The only variant that has fused kernels."""
-
-
-def _gate_alone(u_BNG: Tensor, gate_BNG: Tensor) -> Tensor:
-    return gate_BNG
-
-
-_VARIANTS: dict[Gating, tuple[Callable[[Tensor, Tensor], Tensor], float, float]] = {
-    "linear": (_gate_alone, 1.0, 0.0),
-    "additive": (operator.add, 0.0, 0.0),
-    "multiplicative": (operator.mul, 0.0, 1.0),
-    "multiplicative_split": (operator.mul, 0.0, 1.0),
-}
-"""How each gating combines u with the gate, and the numbers at which W's diagonal and b start."""
-
 SPATIAL_INIT_SCALE = 0.002
 """std(W) * sqrt(n) at the start. The paper says "near-zero" and gives no number. The normalised operand has unit
 variance, so this is also the root mean square of W LayerNorm(Z). The additive gating adds that to the hidden layer,
@@ -114,7 +96,7 @@ class AmlpConfig(GmlpConfig):
 
 
 class GmlpBlock(nn.Module):
-    """x_BND -> x_BND. With an AmlpConfig it holds a TinyAttention on the block's normalised input (Figure 6)."""
+    """x_BND -> x_BND. With an AmlpConfig it has a tiny attention on its normalised input: one head (Figure 6)."""
 
     def __init__(self, config: GmlpConfig, dropout: float = 0.0, causal: bool = False):
         super().__init__()
@@ -124,7 +106,10 @@ class GmlpBlock(nn.Module):
         self.gating = SpatialGatingUnit(
             config.d_ffn, config.sequence_length, spatial=config.spatial, gating=config.gating, causal=causal
         )
-        self.attention = TinyAttention(config, dropout, causal) if isinstance(config, AmlpConfig) else None
+        self.attention = None
+        if isinstance(config, AmlpConfig):
+            widths = {"d_attn": config.d_attn, "d_out": config.d_gate}
+            self.attention = SelfAttention(config.d_model, 1, dropout, causal=causal, **widths)
         self.project = nn.Linear(config.d_gate, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
@@ -143,15 +128,11 @@ class GmlpBlock(nn.Module):
 
 
 class SpatialGatingUnit(nn.Module):
-    """s(Z) of equations 2 to 4 and Table 3, f(Z) = W LayerNorm(Z) + b: one W for all channels, one b per position.
+    """s(Z) of equations 2 to 4 and Table 3, with f(Z) = W LayerNorm(Z) + b: one W for all channels, one b per position.
 
+    z_BNF has at most n = sequence_length positions and F = d_ffn; s(Z) is half as wide with the split gating.
     `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b. Both are initialised.
     If causal, no position sees a later one: W's part above the diagonal is never read.
-
-    Args:
-        d_ffn: the width of z. The output has half of it with the split gating, else all of it.
-        sequence_length: the most positions n that z may have.
-        spatial, gating: as in GmlpConfig.
     """
 
     def __init__(
@@ -164,12 +145,9 @@ class SpatialGatingUnit(nn.Module):
         causal: bool = False,
     ):
         super().__init__()
-        n = sequence_length
-        self.causal = causal
+        n = self.sequence_length = sequence_length
+        self.spatial, self.gating, self.causal = spatial, gating, causal
         self.splits = gating.endswith("_split")
-        self.spatial = spatial
-        self.sequence_length = n
-        self.combine, self.initial_diagonal, self.initial_bias = _VARIANTS[gating]
         self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
@@ -181,8 +159,7 @@ class SpatialGatingUnit(nn.Module):
 
         Where b is float32 beside a bfloat16 z, the gate is float32 until it has met u: bfloat16 has steps of 0.008 just
         above b's initial 1, and W's part of the gate is smaller than that.
-        bmm takes W with batch stride 0. A Linear over positions, matmul or einsum would copy v transposed, forward and
-        backward.
+        bmm takes W with batch stride 0. A Linear over positions, matmul or einsum would copy v transposed, twice.
         """
         u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.splits else (z_BNF, z_BNF)
         weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
@@ -190,7 +167,14 @@ class SpatialGatingUnit(nn.Module):
         gate_BNG = torch.bmm(weight_BNN, self.norm(v_BNG)) + bias_N[:, None]
         if attended_BNG is not None:
             gate_BNG = gate_BNG + attended_BNG
-        return self.combine(u_BNG, gate_BNG).to(z_BNF.dtype)
+        match self.gating:
+            case "linear":
+                s_BNG = gate_BNG
+            case "additive":
+                s_BNG = u_BNG + gate_BNG
+            case _:
+                s_BNG = u_BNG * gate_BNG
+        return s_BNG.to(z_BNF.dtype)
 
     def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """weight_NN and bias_N: W and b for the first m <= n positions."""
@@ -216,16 +200,7 @@ class SpatialGatingUnit(nn.Module):
 
     @torch.no_grad()
     def _set_diagonal_and_bias(self) -> None:
-        diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
-        diagonal.add_(self.initial_diagonal)
-        self.bias.fill_(self.initial_bias)
-
-
-class TinyAttention(SelfAttention):
-    """One head over all positions, or over the earlier ones if causal; no position embeddings (Figure 6).
-
-    y_BND -> attended_BNG.
-    """
-
-    def __init__(self, config: AmlpConfig, dropout: float = 0.0, causal: bool = False):
-        super().__init__(config.d_model, 1, dropout, causal=causal, d_attn=config.d_attn, d_out=config.d_gate)
+        if self.gating == "linear":
+            diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
+            diagonal.add_(1.0)
+        self.bias.fill_(1.0 if self.gating.startswith("multiplicative") else 0.0)

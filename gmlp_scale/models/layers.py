@@ -1,11 +1,49 @@
-"""What several block families share: LayerNorm, and what a model does differently while it is exported as a program for
-any batch size and any length.
+"""What block families share: their configs' base, LayerNorm, recomputation, and what a model does while it is exported.
 
-Shape suffixes: B batch, H heads, N positions, K head width.
+Shape suffixes: B batch, H heads, N positions, D width, K head width.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, ClassVar, Literal
+
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+NumBlocks = Annotated[int, Field(ge=1, le=10_000)]
+"""The paper's deepest model has 144. Without a limit a slip of the pen would keep even a dry run busy for ever."""
+Recompute = Literal["none", "selective", "full"]
+"""none: nothing. selective: everything but its matrix products, so LayerNorms, GELU and gates. A fused Spatial Gating
+Unit is computed again too, because it would have to keep more than its input. full: everything, from the block's input.
+"""
+
+_PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+class FamilyConfig(BaseModel, frozen=True, extra="forbid"):
+    """A family also has `kind` and its sizes, and `multiply_adds_per_block` for one forward pass of one sequence."""
+
+    display_name: ClassVar[str]
+    """Its name in a model card."""
+    masks_padding: ClassVar[bool] = False
+    """Whether its blocks take is_token_BN."""
+    has_absolute_positions: ClassVar[bool] = False
+    """Whether position embeddings are added to the tokens'."""
+    can_be_causal: ClassVar[bool] = False
+    """Whether its blocks take `causal`."""
+    has_spatial_filters: ClassVar[bool] = False
+    """Whether its blocks have a spatial weight W in `gating`."""
 
 
 class LayerNorm(nn.LayerNorm):
@@ -33,3 +71,16 @@ def flatten_heads(attended_BHNK: Tensor) -> Tensor:
     if is_exporting():
         attended_BNHK = attended_BNHK.clone(memory_format=torch.contiguous_format)
     return attended_BNHK.flatten(2)
+
+
+def recomputing(forward: Callable[..., Tensor], recompute: Recompute, has_dropout: bool) -> Callable[..., Tensor]:
+    """A block's `forward`, recomputed. Without dropout it draws no random numbers, so their state is not kept."""
+    options = {"use_reentrant": False, "preserve_rng_state": has_dropout}
+    if recompute == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+
+    # torch.compile skips functions in torch.utils.checkpoint's own file, so this one is here.
+    def recomputing_forward(x_BND: Tensor, *padding_mask: Tensor) -> Tensor:
+        return checkpoint(forward, x_BND, *padding_mask, **options)
+
+    return recomputing_forward

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from gmlp_scale.models.family import FamilyConfig, NumBlocks
-from gmlp_scale.models.layers import LayerNorm
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks
 
 
 class MixerConfig(FamilyConfig):

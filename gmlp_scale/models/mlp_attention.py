@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention, attention_mask
 from gmlp_scale.models.backbone import INIT_STD
-from gmlp_scale.models.family import NumBlocks
-from gmlp_scale.models.layers import flatten_heads, is_exporting
+from gmlp_scale.models.layers import NumBlocks, flatten_heads, is_exporting
 
 
 class MlpAttentionConfig(AttentionConfig):

@@ -20,7 +20,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention
-from gmlp_scale.models.family import NumBlocks
+from gmlp_scale.models.layers import NumBlocks
 from gmlp_scale.models.toeplitz import toeplitz
 
 NUM_BUCKETS = 32

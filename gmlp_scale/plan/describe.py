@@ -8,8 +8,7 @@ from torch import nn
 from gmlp_scale.checkpoint.format import folder_name
 from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.engine import TrainConfig
-from gmlp_scale.plan.activations import activation_bytes_per_token
-from gmlp_scale.plan.engine_bytes import state_bytes
+from gmlp_scale.plan.rank_bytes import activation_bytes_per_token, state_bytes
 from gmlp_scale.recipe.config import PretrainingRecipe, RunConfig
 
 

@@ -10,14 +10,49 @@ from torch import nn
 
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.engine import ENGINES, EngineConfig, Fsdp2Config
-from gmlp_scale.plan.activations import activation_bytes_per_token
+from gmlp_scale.plan.auto import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
 from gmlp_scale.plan.describe import count_parameters, meta_model, short
-from gmlp_scale.plan.devices import Gpu
-from gmlp_scale.plan.engine_bytes import carried_bytes, count_in_matrices, state_bytes, wire_bytes
-from gmlp_scale.plan.micro_batch import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
+from gmlp_scale.plan.rank_bytes import (
+    activation_bytes_per_token,
+    carried_bytes,
+    count_in_matrices,
+    state_bytes,
+    wire_bytes,
+)
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, RunConfig
 
 ROW_BYTES_PER_TOKEN = 2
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The figures of NVIDIA's data sheet."""
+
+    part_of_name: str
+    """A part of the name that CUDA gives the device."""
+    bf16_tflops: float
+    """For dense matrix products."""
+    float32_tflops: float
+    memory_gb: float
+    """In 10**9 bytes."""
+    link_gb_per_second: float
+    """To the node's other GPUs, one way: half of the data sheet's NVLink figure, or PCIe."""
+    network_gb_per_second: float
+    """To other nodes, one way and per GPU: as in NVIDIA's DGX if there is one with this GPU, else 100 Gb/s."""
+
+
+GPUS = {  # an entry whose part_of_name contains another's comes first
+    "b200": Gpu("B200", 2250, 80, 180, 900, 50),
+    "h200": Gpu("H200", 989, 67, 141, 450, 50),
+    "h100-pcie": Gpu("H100 PCIe", 756, 51, 80, 64, 12.5),
+    "h100": Gpu("H100", 989, 67, 80, 450, 50),
+    "a100-80g": Gpu("A100", 312, 19.5, 80, 300, 25),
+    "a100-40g": Gpu("A100", 312, 19.5, 40, 300, 25),
+    "l40s": Gpu("L40S", 362, 91.6, 48, 32, 12.5),
+    "rtx4090": Gpu("RTX 4090", 165, 82.6, 24, 32, 12.5),
+    "rtx3090": Gpu("RTX 3090", 71, 35.6, 24, 32, 12.5),
+}
+"""By the name that launch/plan.py takes."""
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,16 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
+import torch
 
-from gmlp_scale.analysis.arrays import spatial_matrices
 from gmlp_scale.analysis.heldout import evaluate_models
+from gmlp_scale.analysis.pictures import spatial_matrices
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.distributed.world import World
@@ -32,6 +33,7 @@ from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.run import run_task
 from gmlp_scale.train.step_guard import NotFiniteError
+from gmlp_scale.train.trial import new_engine, random_batch, seconds_of, train_step
 
 log = logging.getLogger(__name__)
 
@@ -209,3 +211,49 @@ def _measured(run: RunConfig, world: World) -> dict[str, float]:
         shares = [toeplitz_share(matrix_NN) for matrix_NN in spatial_matrices(trained)]
         measured["toeplitz_share"] = float(np.mean(shares))
     return measured
+
+
+def budget(table: Table, world: World) -> str:
+    """A line for each part. A model that several parts share counts in the first of them."""
+    lines = [f"{'part':6}{'models':>6}{'runs left':>11}{'PFLOP':>9}{'hours':>9}{'in all':>9}"]
+    seen, hours_in_all = set(), 0.0
+    for part in (part for part in PARTS if part in table.parts):
+        models = [model for model in PARTS[part][1] if model not in seen]
+        seen.update(models)
+        left = {model: table.num_left(model) for model in models}
+        runs = {model: table.run(model, RATES[0], 0) for model in models if left[model]}
+        flops = {model: _flops(run) for model, run in runs.items()}
+        hours = sum(left[model] * flops[model] / _flop_rate(run, world) / 3600 for model, run in runs.items())
+        hours_in_all += hours
+        pflop = sum(left[model] * flops[model] / 1e15 for model in runs)
+        numbers = f"{len(models):6}{sum(left.values()):11}{pflop:9.3f}{hours:9.2f}{hours_in_all:9.2f}"
+        lines.append(f"{part:6}{numbers}")
+    precision = table.run(table.models[0], RATES[0], 0).train.precision
+    lines.append(
+        f"hours of one process like this, in {precision}, with {torch.get_num_threads()} CPU threads on free cores"
+    )
+    return "\n".join(lines)
+
+
+def _flops(run: RunConfig) -> float:
+    """FLOPs of a whole run with its evaluations, which have no backward pass."""
+    train, num_heldout = run.train, Manifest.load(run.data.shards).num_rows("heldout")
+    num_evaluated = train.num_steps // train.evaluate_every_steps * min(train.num_evaluation_rows, num_heldout)
+    num_evaluated += min(HELDOUT_ROWS, num_heldout)
+    return run.flops_per_step().before(train.num_steps) + run.flops_per_row().last * num_evaluated / 3
+
+
+def _flop_rate(run: RunConfig, world: World) -> float:
+    """FLOPs per second of the best of three training steps. On a CPU it is the rate on free cores: CPU time counts."""
+    step = partial(train_step, new_engine(run, world), run, random_batch(run, world.device))
+    step()  # the first one takes longer
+    seconds = min(_seconds(step, world.device) for _ in range(3))
+    return run.flops_per_row().last * run.train.micro_batch_size / seconds
+
+
+def _seconds(call: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        return seconds_of(call, device)
+    started = time.process_time()
+    call()
+    return (time.process_time() - started) / torch.get_num_threads()

@@ -21,7 +21,7 @@ from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.fields import FreeInBranch, FreeOnResume
 from gmlp_scale.models import ModelConfig, build_model, kinds_with
-from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
+from gmlp_scale.models.task_heads import NextTokenBatch, NextTokenModel
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import read_file
 from gmlp_scale.tasks.evaluate import evaluate, shown

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.models.finetuning_heads import LabelledBatch, SequenceClassifier, label_loss
+from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, label_loss
 from gmlp_scale.tasks.records import DataError, DataSet, read_records, require_columns, text_mistake
 from gmlp_scale.tasks.scores import accuracy
 

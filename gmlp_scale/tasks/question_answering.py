@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.models.finetuning_heads import SpanBatch, SpanPredictor
+from gmlp_scale.models.task_heads import SpanBatch, SpanPredictor
 from gmlp_scale.tasks.questions import Question, read_questions
 from gmlp_scale.tasks.records import DataSet
 from gmlp_scale.tasks.scores import squad_v1_scores, squad_v2_scores

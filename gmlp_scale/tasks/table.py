@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.distributed.world import World
-from gmlp_scale.models.finetuning_heads import LabelledBatch, SpanBatch
+from gmlp_scale.models.task_heads import LabelledBatch, SpanBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask, RegressionTask
 from gmlp_scale.tasks.evaluate import shown
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask

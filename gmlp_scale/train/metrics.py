@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gmlp_scale.distributed.world import StopSignalled, World
-from gmlp_scale.plan.devices import GPUS
+from gmlp_scale.plan.layouts import GPUS
 from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.tasks.task import BatchLoader, Task
 from gmlp_scale.train.schedule import Schedule

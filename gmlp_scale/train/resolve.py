@@ -8,8 +8,7 @@ from typing import Any
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import engines_that
-from gmlp_scale.plan.micro_batch import largest_micro_batch_size
-from gmlp_scale.plan.precision import faster_precision
+from gmlp_scale.plan.auto import faster_precision, largest_micro_batch_size
 from gmlp_scale.recipe.config import AnyPretraining, ConfigError, RunConfig, split_step
 from gmlp_scale.recipe.reader import read_recipe_file
 from gmlp_scale.storage.files import read_file, redacted

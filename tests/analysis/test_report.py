@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import fsspec
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gmlp_scale.analysis import run_report
-from gmlp_scale.analysis.curves import MOST_POINTS
+from gmlp_scale.analysis.curves import BOTTOM, MOST_POINTS, TOP, short, stretches, y_axis
 from gmlp_scale.checkpoint.saved_run import read_recipe
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.sinks import EventsFile, read_metrics
@@ -229,3 +229,24 @@ def _oklab(rgb: np.ndarray) -> np.ndarray:
         [0.0259040371, 0.7827717662, -0.8086757660],
     ]
     return np.array(to_lab) @ np.cbrt(np.array(to_lms) @ rgb)
+
+
+def test_long_curves_keep_their_ends_and_their_extremes():
+    values = [(step, math.sin(step / 50) + (9 if step == 777 else 0)) for step in range(1, 1002)]
+    points = stretches(values)
+    assert len(points) <= MOST_POINTS and points[-1].step == 1001
+    assert max(point.high for point in points) == values[776][1]
+    assert min(point.low for point in points) == min(value for _, value in values)
+    assert all(point.low <= point.mean <= point.high for point in points)
+    assert [tuple(point) for point in stretches(values[:2])] == [(s, v, v, v) for s, v in values[:2]]
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (3.02, 3.05), (20, 30000), (1e-9, 4e8), (7e-4, 2e-3)])
+def test_axes_have_round_numbers_within_them(low, high, is_log):
+    axis = y_axis([low, high], is_log=is_log, from_zero=False)
+    ticks = axis.ticks()
+    assert 1 <= len(ticks) <= 8 and all(axis.low <= tick <= axis.high for tick in ticks)
+    assert all(TOP <= axis.at(value) <= BOTTOM for value in (low, high, *ticks))
+    assert len({short(tick) for tick in ticks}) == len(ticks)
+    assert all(a < b for a, b in pairwise(ticks))

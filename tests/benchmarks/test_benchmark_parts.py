@@ -23,7 +23,7 @@ from gmlp_scale.distributed.world import start_world
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
-from gmlp_scale.trial.random_step import new_engine, random_batch
+from gmlp_scale.train.trial import new_engine, random_batch
 from tests.benchmarks.smoke_recipe import SMOKE, tiny_run
 from tests.forked import CONTEXT, Script, fork, fork_server
 from tests.hosts.hosts import has_ended, wait_until

@@ -9,10 +9,10 @@ from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import ENGINES, SHARDED_ENGINES, Fsdp2Config
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.plan.describe import meta_model
-from gmlp_scale.plan.engine_bytes import COLLECTIVES, carried_bytes, state_bytes
+from gmlp_scale.plan.rank_bytes import COLLECTIVES, carried_bytes, state_bytes
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
-from gmlp_scale.trial.carried_bytes import ByteCounts, count_fake_step, count_step
+from gmlp_scale.train.trial import ByteCounts, count_fake_step, count_step
 from tests.benchmarks.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
 

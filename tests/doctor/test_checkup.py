@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.doctor import checkup, machines, places, training
+from gmlp_scale.doctor import checkup, measurements
 from gmlp_scale.doctor.checkup import Checkup
-from gmlp_scale.engine import Fsdp2Engine
-from gmlp_scale.engine import collective_check as known_sums
+from gmlp_scale.engine import Fsdp2Engine, collective_check
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.storage.files import list_files
 from gmlp_scale.storage.run_folder import claimed
@@ -36,13 +35,13 @@ def small(monkeypatch):
 def untrained(small, monkeypatch):
     """Without the training, where it is not what the fault is about."""
     for name in ("self_test", "try_recipe"):
-        monkeypatch.setattr(training, name, lambda run, world: (1.0, "not tried"))
+        monkeypatch.setattr(measurements, name, lambda run, world: (1.0, "not tried"))
 
 
 def hurry(set_value) -> None:
-    set_value(places, "WRITTEN_BYTES", 2**20)
-    set_value(places, "UPLOADED_BYTES", 2**10)
-    set_value(places, "LOADING_SECONDS", 0.01)
+    set_value(measurements, "WRITTEN_BYTES", 2**20)
+    set_value(measurements, "UPLOADED_BYTES", 2**10)
+    set_value(measurements, "LOADING_SECONDS", 0.01)
     set_value(checkup, "SIZES_BYTES", {"cpu": (2**10, 2**14)})
 
 
@@ -78,7 +77,7 @@ def test_a_long_check_is_announced_before_it_begins(untrained, recipe, monkeypat
         return 1.0, "not tried"
 
     announced = []
-    monkeypatch.setattr(training, "self_test", self_test)
+    monkeypatch.setattr(measurements, "self_test", self_test)
     examine(monkeypatch, capsys, *recipe)
     assert announced == ["trying   gradients    two steps of 2 blocks, by all ranks together and by each alone"]
 
@@ -172,13 +171,13 @@ def _examine_on_ranks(recipe: list[str]) -> list[dict[str, str]]:
 
 def inject_faults() -> None:
     """A sum is wrong in one place, and a tenth of the gradients is lost."""
-    send, backward = known_sums._run, Fsdp2Engine.backward
+    send, backward = collective_check._run, Fsdp2Engine.backward
 
     def send_with_a_wrong_number(kind, given, result):
         send(kind, given, result)
         result[7] += 1
 
-    known_sums._run = send_with_a_wrong_number
+    collective_check._run = send_with_a_wrong_number
     Fsdp2Engine.backward = lambda engine, loss, is_last: backward(engine, loss * 0.9, is_last)
 
 
@@ -198,8 +197,8 @@ def test_what_is_wrong_between_ranks_is_found_with_its_rank(recipe):
 def test_a_rank_with_another_environment_is_named():
     row = {"rank": "0", "host": "a", "device": "H100", "torch": "2.13.0", "free GiB": "79.0", "of GiB": "80.0"}
     rows = [row, row | {"rank": "1"}, row | {"rank": "2", "host": "b", "torch": "2.12.0", "free GiB": "40.0"}]
-    assert machines.problems(rows[:2]) == []
-    version, memory = machines.problems(rows)
+    assert checkup._problems(rows[:2]) == []
+    version, memory = checkup._problems(rows)
     assert version.startswith("torch: most ranks have 2.13.0, rank 2 on b 2.12.0; start the run")
     assert memory.startswith("rank 2 on b: only 40.0 of 80.0 GiB of its GPU's memory are free; end the other")
-    assert machines.table(rows).splitlines()[3].split() == list(rows[2].values())
+    assert checkup._table(rows).splitlines()[3].split() == list(rows[2].values())

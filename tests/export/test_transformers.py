@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gmlp_scale.analysis.fill_mask import fill
+from gmlp_scale.analysis.predictions import fill
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.models.finetuning_heads import LabelledBatch, SpanBatch
+from gmlp_scale.models.task_heads import LabelledBatch, SpanBatch
 from gmlp_scale.tasks.question_answering import QuestionRows
 from gmlp_scale.tasks.questions import Question
 from tests.models.every_kind import KINDS, TINY

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.models import build_model
-from gmlp_scale.models.finetuning_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
+from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 from tests.models.every_kind import KINDS, tiny_config
 
 ALL = pytest.mark.parametrize("kind", KINDS)

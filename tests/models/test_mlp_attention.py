@@ -5,7 +5,7 @@ import torch
 
 from gmlp_scale.models import build_model
 from gmlp_scale.models.mlp_attention import MlpAttention
-from gmlp_scale.models.next_token import NextTokenBatch, NextTokenModel
+from gmlp_scale.models.task_heads import NextTokenBatch, NextTokenModel
 from tests.models.every_kind import TRANSFORMERS, perturb, tiny_config, tiny_model
 
 N = 12

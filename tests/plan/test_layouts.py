@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from gmlp_scale.plan.describe import describe
-from gmlp_scale.plan.devices import GPUS
-from gmlp_scale.plan.layouts import Assumptions, describe_fit, layouts, table
+from gmlp_scale.plan.layouts import GPUS, Assumptions, describe_fit, layouts, table
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
 from launch import plan

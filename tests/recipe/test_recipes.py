@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gmlp_scale.data.batch import ImageBatch, MaskedBatch, num_masked_positions
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import GmlpConfig
-from gmlp_scale.models.next_token import NextTokenBatch
-from gmlp_scale.plan.devices import GPUS
-from gmlp_scale.plan.layouts import Assumptions, describe_fit, layouts, run_seconds, steps_within_budget
+from gmlp_scale.models.task_heads import NextTokenBatch
+from gmlp_scale.plan.layouts import GPUS, Assumptions, describe_fit, layouts, run_seconds, steps_within_budget
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.tasks.characters import CharactersConfig
 from gmlp_scale.tasks.images import ImagesConfig

@@ -9,7 +9,7 @@ import sklearn.metrics
 import torch
 
 from gmlp_scale.finetune.glue import FOLDERS
-from gmlp_scale.models.finetuning_heads import LabelledBatch, label_loss
+from gmlp_scale.models.task_heads import LabelledBatch, label_loss
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.table import TASKS
 from tests.tasks.official_glue import write_glue

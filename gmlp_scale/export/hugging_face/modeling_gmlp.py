@@ -35,7 +35,7 @@ from transformers.utils import can_return_tuple
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
 from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.finetuning_heads import SequenceClassifier, SpanPredictor
+from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor
 
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:

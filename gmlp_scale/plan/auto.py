@@ -1,9 +1,10 @@
-"""Finds `train.micro_batch_size: auto`, the largest micro-batch that fits into the memory of every rank's GPU."""
+"""Decides what is `auto` in a recipe's train section: the faster precision, and the largest micro-batch that fits."""
 
 import gc
 import logging
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -11,14 +12,16 @@ from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import round_matrices
 from gmlp_scale.models import build_model
-from gmlp_scale.plan.engine_bytes import state_bytes
-from gmlp_scale.recipe.config import ConfigError, RunConfig
+from gmlp_scale.plan.rank_bytes import state_bytes
+from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, RunConfig
 
 log = logging.getLogger(__name__)
 
+MEASURING_SECONDS = 0.6
+"""How long the two blocks take turns. The pass that is under way at the end is finished."""
+NUM_TOKENS = 512
 MEMORY_MARGIN = 0.05
 """The share of a GPU's memory that stays free for the buffers of collectives and libraries, and for fragmentation."""
-
 OUT_OF_MEMORY_WORDS = (
     "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED"
 )  # fmt: skip
@@ -26,6 +29,36 @@ OUT_OF_MEMORY_WORDS = (
 and of libraries. cuBLAS is "not initialized" when its handle finds no memory."""
 HEAD_BYTES_PER_LOGIT = 12
 """Bytes at the peak of the loss, and of an evaluation."""
+
+
+def faster_precision(run: PretrainingRecipe, device: torch.device) -> str:
+    """float32 or bf16 for a run on this device. A GPU is asked whether it has bf16, a CPU is timed."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    passes = {precision: _training_pass(run, precision) for precision in ("float32", "bf16")}
+    seconds = dict.fromkeys(passes, float("inf"))
+    for training_pass in passes.values():  # the first takes longer
+        training_pass()
+    deadline = time.perf_counter() + MEASURING_SECONDS
+    while time.perf_counter() < deadline:
+        for precision, training_pass in passes.items():
+            started = time.process_time()  # of this process alone: other programs may hold the cores meanwhile
+            training_pass()
+            seconds[precision] = min(seconds[precision], time.process_time() - started)
+    fastest = min(seconds, key=seconds.__getitem__)
+    shown = ", ".join(f"{1000 * value:.1f} ms in {precision}" for precision, value in seconds.items())
+    log.info("train.precision: auto is %s (a block's forward and backward pass takes CPU time of %s)", fastest, shown)
+    return fastest
+
+
+def _training_pass(run: PretrainingRecipe, precision: str) -> Callable[[], None]:
+    """Forward and backward pass of one block."""
+    model = build_model(run.model.model_copy(update={"num_blocks": 1, "vocab_size": 1}))
+    round_matrices(model, precision)
+    num_rows = max(1, NUM_TOKENS // run.model.sequence_length)
+    shape_BND, dtype = (num_rows, run.model.sequence_length, run.model.d_model), model.embedding.weight.dtype
+    x_BND = torch.ones(shape_BND, dtype=dtype, requires_grad=True)
+    return lambda: model.blocks[0](x_BND).backward(x_BND.detach())
 
 
 def largest_micro_batch_size(run: RunConfig, world: World) -> int:
