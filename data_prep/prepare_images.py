@@ -39,16 +39,15 @@ _BAD_IMAGES_SHOWN = 3
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", required=True, metavar="SOURCE", help="the training images")
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--input", required=True, metavar="SOURCE", help="the training images")
     heldout = parser.add_mutually_exclusive_group(required=True)
     heldout.add_argument("--heldout", metavar="SOURCE", help="the images to evaluate on, of the same classes")
     heldout.add_argument("--heldout-fraction", type=float, help="of the images of --input, chosen by chance")
-    parser.add_argument(
-        "--output", required=True, metavar="SHARDS_DIR", help="a path or a URL: new, or of the same job"
-    )
-    parser.add_argument("--images-per-shard", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--max-bad-images", type=int, default=0, help="that may be left out (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    add("--output", required=True, metavar="SHARDS_DIR", help="a path or a URL: new, or of the same job")
+    add("--images-per-shard", type=int, default=128, help=default)
+    add("--max-bad-images", type=int, default=0, help=f"that may be left out {default}")
+    add("--workers", type=int, default=1, help=f"processes {default}")
     options = parser.parse_args()
     if options.max_bad_images < 0:
         parser.error(f"--max-bad-images is {options.max_bad_images}; it must be at least 0")
@@ -58,8 +57,7 @@ def main() -> int:
         parser.error(f"--heldout-fraction is {options.heldout_fraction}; it must be between 0 and 1")
     splits = _splits(options)
     listed = [tuple(ref) for source in splits.values() for ref in source.images]
-    names = ("input", "heldout", "heldout_fraction", "images_per_shard")
-    settings = {name: getattr(options, name) for name in names}
+    settings = {name: getattr(options, name) for name in ("input", "heldout", "heldout_fraction", "images_per_shard")}
     job = JobFolder(options.output)
     with job.begun(settings | {"images": xxhash.xxh3_128_hexdigest(repr(listed).encode())}):
         return _run(options, splits, job)
@@ -73,8 +71,8 @@ def _splits(options: argparse.Namespace) -> dict[str, ImageSource]:
     order = permutation(len(source.images), _ORDER_SEED)
     if options.heldout:
         heldout = open_source(options.heldout).with_classes(source.classes)
-        heldout_order = permutation(len(heldout.images), _ORDER_SEED)
-        return {"train": source.chosen(order), "heldout": heldout.chosen(heldout_order)}
+        heldout = heldout.chosen(permutation(len(heldout.images), _ORDER_SEED))
+        return {"train": source.chosen(order), "heldout": heldout}
     num_train = len(order) - round(options.heldout_fraction * len(order))
     if not 0 < num_train < len(order):
         raise InputError(f"--heldout-fraction leaves {num_train} of {len(order)} images to train on")

@@ -25,36 +25,29 @@ from gmlp_scale.storage.files import redacted
 
 def parse_options() -> JobOptions:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="SOURCE",
-        help="globs, URLs, ranges as part-{000..127}.tar, or one hf:NAME:CONFIG:SPLIT; a line of JSON is a document; "
-        "so is a text file, or each MB of a longer one",
+    add, default = parser.add_argument, "(default: %(default)s)"
+    sources = (
+        "globs, URLs, ranges as part-{000..127}.tar, or one hf:NAME:CONFIG:SPLIT; a line of JSON is a document; so is "
+        "a text file, or each MB of a longer one"
     )
+    add("--input", nargs="+", required=True, metavar="SOURCE", help=sources)
     add("--tokenizer", required=True, metavar="TOKENIZER_DIR", help="that train_tokenizer.py wrote")
     add("--sequence-length", type=int, required=True, help="tokens in a row")
     add("--output", required=True, metavar="SHARDS_DIR", help="a new folder, or that of the same job to go on with")
-    add("--heldout-fraction", type=float, help="of the documents, chosen by their text (default: %(default)s)")
-    add("--packing", choices=PACKINGS, help="rows of many documents, or of one each (default: %(default)s)")
+    add("--heldout-fraction", type=float, help=f"of the documents, chosen by their text {default}")
+    add("--packing", choices=PACKINGS, help=f"rows of many documents, or of one each {default}")
     add("--dedup", nargs="+", choices=DEDUPLICATIONS, help="drop documents that come again (default: keep them)")
     add("--decontaminate", nargs="+", metavar="FILE", help="texts that none may share 13 words with (default: none)")
-    add("--text-field", help="of each record (default: %(default)s)")
+    add("--text-field", help=f"of each record {default}")
     add("--tasks", type=int, help="(default: one for each input file)")
-    add("--workers", type=int, help="tasks that run at the same time (default: %(default)s)")
-    add("--executor", choices=("local", "slurm", "ray"), help="where tasks run (default: %(default)s)")
+    add("--workers", type=int, help=f"tasks that run at the same time {default}")
+    add("--executor", choices=("local", "slurm", "ray"), help=f"where tasks run {default}")
     add("--slurm-partition", help="needed with --executor slurm (default: none)")
-    add("--slurm-time", help="limit of one task (default: %(default)s)")
-    add("--shard-bytes", type=int, help="size of a shard (default: %(default)s)")
-    add("--max-record-bytes", type=int, help="longer records are refused (default: %(default)s)")
-    add("--max-bad-fraction", type=float, help="more bad records than this end the job (default: %(default)s)")
-    add(
-        "--max-bad-files",
-        type=int,
-        help="more broken files end the job, else they are read so far (default: %(default)s)",
-    )
+    add("--slurm-time", help=f"limit of one task {default}")
+    add("--shard-bytes", type=int, help=f"size of a shard {default}")
+    add("--max-record-bytes", type=int, help=f"longer records are refused {default}")
+    add("--max-bad-fraction", type=float, help=f"more bad records than this end the job {default}")
+    add("--max-bad-files", type=int, help=f"more broken files end the job, else they are read so far {default}")
     add("--dry-run", action="store_true", help="read a sample and print what the job would give")
     parser.set_defaults(**{field.name: field.default for field in fields(JobOptions) if field.default is not MISSING})
     return JobOptions(**vars(parser.parse_args()))

@@ -5,9 +5,9 @@ duplicates among all signatures, and a filter drops these documents in the next 
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -36,28 +36,30 @@ from gmlp_scale.prepare.read_records import Record
 _NGRAM_WORDS = 13
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A run of tasks over the whole input or, without `reads_documents`, over what the pass before wrote."""
+class Pass(NamedTuple):
+    """A run of tasks, over the whole input where its first step reads it, else over what the pass before wrote."""
 
     name: str
     steps: list[PipelineStep]
     num_tasks: int
-    reads_documents: bool
 
 
-def exact_passes(options: JobOptions) -> tuple[list[Pass], PipelineStep]:
+Readers = Callable[[str], list[PipelineStep]]  # the first steps of the pass with this name, which read and filter
+
+
+def exact_passes(options: JobOptions, readers: Readers) -> tuple[list[Pass], PipelineStep]:
     """The passes that find documents with equal normalised text, and the filter that keeps one of each."""
     folder = f"{options.job.url}/dedup/exact"
     config = ExactDedupConfig(content_getter=normalized_text)
+    signatures = ExactDedupSignature(f"{folder}/signatures", config)
     passes = [
-        Pass("exact-signatures", [ExactDedupSignature(f"{folder}/signatures", config)], options.num_tasks, True),
-        Pass("exact-find", [ExactFindDedups(f"{folder}/signatures", f"{folder}/duplicates", config)], 1, False),
+        Pass("exact-signatures", [*readers("exact-signatures"), signatures], options.num_tasks),
+        Pass("exact-find", [ExactFindDedups(f"{folder}/signatures", f"{folder}/duplicates", config)], 1),
     ]
     return passes, ExactDedupFilter(f"{folder}/duplicates", config)
 
 
-def minhash_passes(options: JobOptions) -> tuple[list[Pass], PipelineStep]:
+def minhash_passes(options: JobOptions, readers: Readers) -> tuple[list[Pass], PipelineStep]:
     """The passes that find near duplicates by MinHash (14 buckets of 8 hashes of 5-grams of words), and the filter."""
     folder = f"{options.job.url}/dedup/minhash"
     config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))  # datatrove 0.10's xxhash fails with xxhash 4
@@ -65,9 +67,9 @@ def minhash_passes(options: JobOptions) -> tuple[list[Pass], PipelineStep]:
     buckets = MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)
     clusters = MinhashDedupCluster(f"{folder}/buckets", f"{folder}/remove", config)
     passes = [
-        Pass("minhash-signatures", [signatures], options.num_tasks, True),
-        Pass("minhash-buckets", [buckets], config.num_buckets, False),
-        Pass("minhash-clusters", [clusters], 1, False),
+        Pass("minhash-signatures", [*readers("minhash-signatures"), signatures], options.num_tasks),
+        Pass("minhash-buckets", [buckets], config.num_buckets),
+        Pass("minhash-clusters", [clusters], 1),
     ]
     return passes, MinhashDedupFilter(f"{folder}/remove")
 

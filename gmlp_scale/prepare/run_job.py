@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def run_passes(options: JobOptions) -> bool:
 def _progress(one: Pass, options: JobOptions) -> Iterator[None]:
     """Show how far a pass is while the body runs: in stored bytes of the input or, if it reads no files, documents."""
     total_bytes = 0
-    if one.reads_documents:
+    if isinstance(one.steps[0], ReadDocuments):
         total_bytes = sum(stored_bytes_of_task(options, rank, one.num_tasks) for rank in range(one.num_tasks))
     key, unit = ("bytes_read", "B") if total_bytes else ("documents", "doc")
 
@@ -66,21 +65,17 @@ def _plan_passes(options: JobOptions) -> list[Pass]:
     """All passes of the job with all their steps; the last one tokenizes."""
     filters: list[PipelineStep] = []
     passes: list[Pass] = []
+
+    def readers(name_of_pass: str) -> list[PipelineStep]:
+        return [ReadDocuments(options, name_of_pass), *deepcopy(filters)]  # copies: datatrove's steps keep statistics
+
     if options.decontaminate:
         filters += [DropContaminated(options), CountDocuments(options.job, "decontaminate")]
     for kind in options.dedup:
-        finding, dedup_filter = DEDUPLICATIONS[kind](options)
-        passes += [_with_reader(one, filters, options) for one in finding]
+        finding, dedup_filter = DEDUPLICATIONS[kind](options, readers)
+        passes += finding
         filters += [dedup_filter, CountDocuments(options.job, kind)]
-    last = Pass("tokenizing", [WriteShards(options)], options.num_tasks, reads_documents=True)
-    return [*passes, _with_reader(last, filters, options)]
-
-
-def _with_reader(one: Pass, filters: list[PipelineStep], options: JobOptions) -> Pass:
-    """The pass with a reader and the filters in front; copies of them, since datatrove's steps keep statistics."""
-    if not one.reads_documents:
-        return one
-    return replace(one, steps=[ReadDocuments(options, one.name), *deepcopy(filters), *one.steps])
+    return [*passes, Pass("tokenizing", [*readers("tokenizing"), WriteShards(options)], options.num_tasks)]
 
 
 class _LocalExecutor(LocalPipelineExecutor):

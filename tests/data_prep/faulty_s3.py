@@ -54,26 +54,22 @@ class FaultyS3:
                 is_lost = self.command in ("PUT", "POST", "DELETE") and not s3.before_change()
                 if s3.is_refusing:
                     s3.refusals += 1
-                    self._answer(403, {"Content-Type": "application/xml"}, b"<Error><Code>AccessDenied</Code></Error>")
-                    return
+                    return self._refuse(403, "AccessDenied")
                 if fault == "late":
                     self.rfile.read(1)  # until the other side has waited long enough
                 if fault in ("close", "late") or is_lost:
                     self.close_connection = True
                     with contextlib.suppress(OSError):
                         self.connection.shutdown(socket.SHUT_RDWR)
-                    return
+                    return None
                 if fault == "503":
-                    self._answer(
-                        503, {"Content-Type": "application/xml"}, b"<Error><Code>ServiceUnavailable</Code></Error>"
-                    )
-                    return
+                    return self._refuse(503, "ServiceUnavailable")
                 connection = http.client.HTTPConnection(*s3._moto)
                 connection.request(self.command, self.path, body, dict(self.headers))
                 response = connection.getresponse()
                 content = response.read()
                 connection.close()
-                self._answer(response.status, dict(response.getheaders()), content, cut=fault == "cut")
+                return self._answer(response.status, dict(response.getheaders()), content, cut=fault == "cut")
 
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
 
@@ -89,6 +85,10 @@ class FaultyS3:
                     self.rfile.readline()
                     return b"".join(parts)
                 return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+            def _refuse(self, status: int, code: str) -> None:
+                content = f"<Error><Code>{code}</Code></Error>".encode()
+                self._answer(status, {"Content-Type": "application/xml"}, content)
 
             def _answer(self, status: int, headers: dict, content: bytes, cut: bool = False) -> None:
                 self.send_response_only(status)
