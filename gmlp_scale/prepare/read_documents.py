@@ -70,7 +70,7 @@ class ReadDocuments(PipelineStep):
                 counts[f"bad: {record.reason}"] += 1
                 if len(quarantine) < _MOST_QUARANTINED:
                     quarantine.append({"file": source, **vars(record)})
-                if counts["documents"] + num_bad_records(counts) >= _CHECK_AFTER_RECORDS:
+                if counts["documents"] + bad_records(counts).total() >= _CHECK_AFTER_RECORDS:
                     first = quarantine[0]
                     where = f"the first is {first['file']}, line {first['line']}: {first['reason']}"
                     check_bad_records(options, counts, where)
@@ -144,15 +144,16 @@ def _redact_task_log() -> None:
 
 def check_bad_records(options: JobOptions, counts: Counter, where: str) -> None:
     """Raise InputError where more records are bad than allowed. `where`: the end of its message."""
-    num_bad = num_bad_records(counts)
-    num_records = counts["documents"] + num_bad
-    if num_bad > options.max_bad_fraction * num_records:
-        reasons = ", ".join(f"{count} {name}" for name, count in counts.most_common() if name.startswith("bad: "))
+    bad = bad_records(counts)
+    num_records = counts["documents"] + bad.total()
+    if bad.total() > options.max_bad_fraction * num_records:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in bad.most_common())
         raise InputError(
-            f"{num_bad} of {num_records} records are bad ({reasons.replace('bad: ', '')}), more than "
-            f"--max-bad-fraction {options.max_bad_fraction}; {where}"
+            f"{bad.total()} of {num_records} records are bad ({reasons}), more than --max-bad-fraction "
+            f"{options.max_bad_fraction}; {where}"
         )
 
 
-def num_bad_records(counts: Counter) -> int:
-    return sum(count for name, count in counts.items() if name.startswith("bad: "))
+def bad_records(counts: Counter) -> Counter:
+    """The number of bad records by reason."""
+    return Counter({name.removeprefix("bad: "): counts[name] for name in counts if name.startswith("bad: ")})

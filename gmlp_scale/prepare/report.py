@@ -11,7 +11,7 @@ from gmlp_scale.data.shards import ROW_DTYPE, Manifest
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.job import JobOptions
-from gmlp_scale.prepare.read_documents import check_bad_records, num_bad_records, records_of_task
+from gmlp_scale.prepare.read_documents import bad_records, check_bad_records, records_of_task
 from gmlp_scale.prepare.read_records import Record, check_bad_files
 from gmlp_scale.prepare.write_shards import PACKINGS
 from gmlp_scale.storage.files import is_local, read_file, write_file, write_text
@@ -136,17 +136,22 @@ def _report(options: JobOptions, bad_files: list[dict]) -> dict:
     tokens, num_bytes = written["tokens"], written["bytes"]
     has_text = any(file.kind == "text" for file in options.files)
     rows = written["train rows"] + written["heldout rows"]
-    reasons = {name.removeprefix("bad: "): count for name, count in sorted(read.items()) if name.startswith("bad: ")}
+    bad = bad_records(read)
+    drops, num_documents = {}, read["documents"]
+    for name in (*["decontaminate"] * bool(options.decontaminate), *options.dedup):  # the filters, in their order
+        kept = options.job.total_counts(name)["documents"]
+        drops[name] = {"read": num_documents, "kept": kept, "dropped": num_documents - kept}
+        num_documents = kept
     return {
         "documents_read": read["documents"],
         **({"a_text_file_is": "one document, or one for each MB"} if has_text else {}),
         "bytes_read": read["bytes"],
-        "bad_files": {bad["file"]: bad["reason"] for bad in bad_files},
-        "bad_files_bytes_read": sum(bad["bytes_read"] for bad in bad_files),
-        "bad_files_bytes_lost": sum(bad["bytes_lost"] for bad in bad_files),
-        "bad_records": num_bad_records(read),
-        "bad_records_by_reason": reasons,
-        **_drops(options, read["documents"]),
+        "bad_files": {file["file"]: file["reason"] for file in bad_files},
+        "bad_files_bytes_read": sum(file["bytes_read"] for file in bad_files),
+        "bad_files_bytes_lost": sum(file["bytes_lost"] for file in bad_files),
+        "bad_records": bad.total(),
+        "bad_records_by_reason": dict(sorted(bad.items())),
+        **drops,
         "documents": written["train documents"] + written["heldout documents"],
         "heldout_documents": written["heldout documents"],
         "bytes": num_bytes,
@@ -160,16 +165,6 @@ def _report(options: JobOptions, bad_files: list[dict]) -> dict:
         "seconds_by_stage_summed_over_tasks": seconds,
         "megabytes_per_second_per_worker": round(num_bytes / 1e6 / max(1e-9, sum(seconds.values())), 3),
     }
-
-
-def _drops(options: JobOptions, num_documents: int) -> dict[str, dict[str, int]]:
-    """How many documents each filter read, kept and dropped; the filters in their order."""
-    drops = {}
-    for name in (*["decontaminate"] * bool(options.decontaminate), *options.dedup):
-        kept = options.job.total_counts(name)["documents"]
-        drops[name] = {"read": num_documents, "kept": kept, "dropped": num_documents - kept}
-        num_documents = kept
-    return drops
 
 
 def _write_manifest(options: JobOptions, tokenizer: Tokenizer) -> None:

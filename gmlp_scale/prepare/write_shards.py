@@ -36,47 +36,29 @@ class PackedRows:
         """The rows that are full, uint16 [R, N]."""
         stream = np.concatenate([np.empty(0, ROW_DTYPE), *self._waiting])
         num_rows = len(stream) // self._row_tokens
-        self._waiting = [stream[num_rows * self._row_tokens :]]
-        return _with_cls(stream[: num_rows * self._row_tokens].reshape(num_rows, self._row_tokens))
+        rows, rest = np.split(stream, [num_rows * self._row_tokens])
+        self._waiting = [rest]
+        return np.insert(rows.reshape(num_rows, self._row_tokens), 0, CLS_ID, axis=1)
 
     def take_last(self) -> np.ndarray:
         """The full rows and what is left as one padded row, uint16 [R, N]."""
-        full = self.take()
-        (rest,) = self._waiting
-        last = np.full((1 if len(rest) else 0, self._row_tokens), PAD_ID)
-        last[:, : len(rest)] = rest
-        return np.concatenate([full, _with_cls(last)])
+        num_waiting = sum(map(len, self._waiting))
+        self._waiting.append(np.full(-num_waiting % self._row_tokens, PAD_ID, ROW_DTYPE))
+        return self.take()
 
 
-class DocumentRows:
+class DocumentRows(PackedRows):
     """Rows `<cls> document <sep> <pad>...`: each row holds one document, or a part of a document that is too long."""
 
-    def __init__(self, sequence_length: int):
-        self._row_tokens = sequence_length - 2
-        self._rows: list[np.ndarray] = []
-
-    def rows_filled(self, num_tokens: int) -> int:
-        """How many rows a document of so many tokens fills."""
-        return -(-num_tokens // self._row_tokens)
+    def rows_filled(self, num_tokens: int) -> float:
+        return -(-num_tokens // (self._row_tokens - 1))
 
     def add(self, ids: np.ndarray) -> None:
-        for start in range(0, len(ids), self._row_tokens):
-            row = np.full(self._row_tokens + 1, PAD_ID)
-            part = ids[start : start + self._row_tokens]
-            row[: len(part)] = part
-            row[len(part)] = SEP_ID
-            self._rows.append(row)
-
-    def take(self) -> np.ndarray:
-        rows = np.array(self._rows).reshape(-1, self._row_tokens + 1)
-        self._rows = []
-        return _with_cls(rows)
-
-    take_last = take
-
-
-def _with_cls(rows: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.full((len(rows), 1), CLS_ID), rows], axis=1).astype(ROW_DTYPE)
+        longest = self._row_tokens - 1
+        for start in range(0, len(ids), longest):
+            part = ids[start : start + longest]
+            super().add(part)
+            self._waiting.append(np.full(longest - len(part), PAD_ID, ROW_DTYPE))
 
 
 PACKINGS = {"packed": PackedRows, "document": DocumentRows}
@@ -87,12 +69,9 @@ class SplitOutput:
 
     def __init__(self, options: JobOptions, split: str, rank: int, counts: Counter):
         self.rows = PACKINGS[options.packing](options.sequence_length)
+        stem = f"{split}-{rank:05d}"
         self._writer = ShardWriter(
-            options.output,
-            split,
-            f"{split}-{rank:05d}",
-            sequence_length=options.sequence_length,
-            rows_per_shard=options.rows_per_shard,
+            options.output, split, stem, sequence_length=options.sequence_length, rows_per_shard=options.rows_per_shard
         )
         self._split = split
         self._counts = counts

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -23,17 +22,6 @@ def cluster(tmp_path):
     cluster = ray_cluster.Cluster(initialize_head=True, head_node_args=NODE)
     yield cluster
     cluster.shutdown()
-
-
-class SlowFiles(ThreadingHTTPServer):
-    """Serves a folder to tasks only once `release` is set; lists the requests that wait, or waited, for that."""
-
-    def __init__(self, folder: Path):
-        self.release, self.ended = threading.Event(), threading.Event()
-        self.waiting = []
-        super().__init__(("127.0.0.1", 0), partial(SlowHandler, directory=str(folder)))
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_port}"
 
 
 class SlowHandler(SimpleHTTPRequestHandler):
@@ -51,7 +39,10 @@ class SlowHandler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def slow_files(corpus):
-    server = SlowFiles(corpus)
+    """Serves the corpus to tasks only once `release` is set; lists the requests that wait, or waited, for that."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowHandler, directory=str(corpus)))
+    server.release, server.ended, server.waiting = threading.Event(), threading.Event(), []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.release.set(), server.ended.set()
     server.shutdown()
@@ -65,7 +56,7 @@ def wait_for(condition: Callable[[], bool], job: subprocess.Popen) -> None:
 
 
 def test_a_job_on_ray_outlives_a_killed_node(cluster, slow_files, tokenizer_dir, corpus, tmp_path):
-    urls = [f"{slow_files.url}/{path.name}" for path in sorted(corpus.iterdir())]
+    urls = [f"http://127.0.0.1:{slow_files.server_port}/{path.name}" for path in sorted(corpus.iterdir())]
     options = ("--tokenizer", tokenizer_dir, "--sequence-length", 32, "--workers", 2)
     script = [sys.executable, REPOSITORY / "data_prep/tokenize_corpus.py", "--input", *urls, *options]
     job = subprocess.Popen(

@@ -181,7 +181,7 @@ def test_a_data_set_of_the_hub_is_streamed(corpus, tokenize, tmp_path):
 
 
 def test_an_estimate_samples_a_data_set_of_the_hub(corpus, tokenizer_dir, tmp_path):
-    """It knows the size if it has read all, or if the data set's card tells it."""
+    """It knows the size if it has read all, or if the data set's card has it."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     fork(_estimate_three_times, corpus, tokenizer_dir, tmp_path / "found.json", environment=offline).join()
     whole, without_card, with_card, message = json.loads((tmp_path / "found.json").read_text())

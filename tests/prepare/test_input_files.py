@@ -140,29 +140,22 @@ def test_no_document_of_a_tar_file_is_lost_and_metadata_is_none(members, texts, 
     assert " ".join(texts_in(tmp_path / "a.tar")) == texts
 
 
-def test_every_tar_file_that_is_cut_short_or_has_no_text_is_found(tmp_path):
-    tar_file(tmp_path / "whole.tar", MEMBERS)
-    whole = (tmp_path / "whole.tar").read_bytes()
+def test_every_tar_file_that_is_cut_short_or_damaged_or_has_no_text_is_found(tmp_path):
+    path = tmp_path / "a.tar"
+    tar_file(path, MEMBERS)
+    whole = path.read_bytes()
     end = len(whole.rstrip(b"\0"))  # after it come zeros, which end the archive
-    for length in [*range(512, end, 512), 700, end - 1]:
-        (tmp_path / "cut.tar").write_bytes(whole[:length])
+    damaged = bytearray(whole)
+    damaged[whole.index(b"002.jsonl") + 150] ^= 1
+    for content in [*(whole[:length] for length in (*range(512, end, 512), 700, end - 1)), damaged]:
+        path.write_bytes(content)
         with pytest.raises(BadFileError, match="is broken after"):
-            read(tmp_path / "cut.tar")
-    tar_file(tmp_path / "a.tar", {"0.jpg": b"picture"})
-    with pytest.raises(BadFileError, match=r"no member of it ends in \.txt, \.json, \.jsonl"):
-        read(tmp_path / "a.tar")
-
-
-def test_a_damaged_header_in_the_middle_is_found(tmp_path):
-    """tarfile, and so webdataset, ends the file there without a word."""
-    tar_file(tmp_path / "a.tar", MEMBERS)
-    content = bytearray((tmp_path / "a.tar").read_bytes())
-    content[content.index(b"002.jsonl") + 150] ^= 1
-    (tmp_path / "a.tar").write_bytes(content)
-    with tarfile.open(tmp_path / "a.tar") as plain:
+            read(path)
+    with tarfile.open(path) as plain:  # it, and so webdataset, ends at the damaged header without a word
         assert len(plain.getnames()) == 2
-    with pytest.raises(BadFileError, match="is broken after"):
-        read(tmp_path / "a.tar")
+    tar_file(path, {"0.jpg": b"picture"})
+    with pytest.raises(BadFileError, match=r"no member of it ends in \.txt, \.json, \.jsonl"):
+        read(path)
 
 
 def test_a_range_in_braces_names_many_files(tmp_path):
@@ -249,7 +242,7 @@ def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path, tri
             assert 0 <= error.bytes_read <= len(content)
             assert str(pickle.loads(pickle.dumps(error))) == str(error)  # it comes from a worker
             assert f"{path} is broken after {error.bytes_read:,} of {len(content):,} bytes: " in str(error)
-        else:  # such as a bit of the header that tells who wrote the file
+        else:  # such as a bit of the header that says who wrote the file
             assert [record.text for record in found] == texts
     trials("corpus files cut or damaged", len(damaged))
 
