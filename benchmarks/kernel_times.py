@@ -16,7 +16,7 @@ from benchmarks.timing import say, time_in_turns, turns_of
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
-from gmlp_scale.models.toeplitz import diagonal_sums
+from gmlp_scale.models.layers import diagonal_sums
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 

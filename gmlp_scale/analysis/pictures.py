@@ -18,7 +18,7 @@ from gmlp_scale.checkpoint.saved_run import read_recipe
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.models import kinds_with
-from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.models.layers import toeplitz
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.filters import figure_of
 

@@ -18,6 +18,7 @@ from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, count_left
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero_settings import deepspeed_settings
 from gmlp_scale.engine.zero_sharding import ShardedModel
+from gmlp_scale.fields import OfOneMachine
 
 
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
@@ -27,7 +28,7 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     """What is sharded over the ranks: 1 master and moments, 2 gradients too, 3 parameters too."""
     timeout_seconds: float = Field(600, gt=0)
     """How long a collective waits for the other ranks before the run fails. [seconds]"""
-    deepspeed_config: FilePath | None = None
+    deepspeed_config: OfOneMachine[FilePath | None] = None
     """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). It must agree with
     what the recipe decides. One that offloads the optimizer (zero_optimization.offload_optimizer) also needs
     "zero_force_ds_cpu_optimizer": false, as DeepSpeed else insists on an AdamW of its own that it compiles."""

@@ -88,10 +88,10 @@ def model_card(
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """A Markdown file of this folder with the values in it."""
+def render(template: str, *, package: str = "gmlp_scale.export", **values: Any) -> str:
+    """A Markdown file of the package with the values in it."""
     environment = Environment(
-        loader=PackageLoader("gmlp_scale.export", "."),
+        loader=PackageLoader(package, "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -41,7 +41,9 @@ from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
+from gmlp_scale.fields import Mark, marked_fields
 from gmlp_scale.models import ModelConfig
+from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import is_url, read_file
 from gmlp_scale.train.sinks import read_metrics
 
@@ -58,8 +60,7 @@ _AUTO_CLASSES = {
     "modeling_gmlp_images": {"AutoModelForImageClassification": _CLASS_OF_IMAGES},
 }
 _SPECIAL = {"pad_token_id": PAD_ID, "cls_token_id": CLS_ID, "sep_token_id": SEP_ID, "mask_token_id": MASK_ID}
-_OF_ONE_MACHINE = ("output_dir", "cache_dir", "cache_max_bytes", "deepspeed_config")
-"""Fields of a recipe that only the machine of the training can use. All have defaults."""
+_OF_ONE_MACHINE = {field.rpartition(".")[2] for field in marked_fields(Mark.OF_ONE_MACHINE, RunConfig)}
 _FOLDER = "gmlp_scale.export.hugging_face"
 _TEXT, _IMAGES = "modeling_gmlp", "modeling_gmlp_images"
 _ROOTS = {_TEXT: ("configuration_gmlp", "answering_pipeline"), _IMAGES: ("configuration_gmlp",)}
@@ -159,7 +160,7 @@ def transformers_config(model: ModelConfig, head: Head, labels: Sequence[str], *
 
 
 def without_local_places(details: Any) -> Any:
-    """A JSON-able value without the fields in _OF_ONE_MACHINE, and with the last name alone of every other path.
+    """A JSON-able value without the fields that are OfOneMachine, and with the last name alone of every other path.
 
     The places on the machine of the training mean nothing elsewhere, but a last name may: c4_512 of /data/c4_512 names
     the data. URLs stay.

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks
-from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
 FUSED_GATING: Gating = "multiplicative_split"

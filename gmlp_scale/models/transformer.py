@@ -20,8 +20,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention
-from gmlp_scale.models.layers import NumBlocks
-from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.models.layers import NumBlocks, toeplitz
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128

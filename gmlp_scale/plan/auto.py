@@ -97,15 +97,6 @@ def _fits(run: RunConfig, world: World, num_rows: int) -> bool:
     return fits
 
 
-def _bytes_beside_states(run: RunConfig) -> int:
-    """What a run keeps beside its states and an attempt does not: CUDA graphs do not lend the blocks' memory to the
-    head."""
-    if run.train.compile != "reduce-overhead":
-        return 0
-    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
-    return HEAD_BYTES_PER_LOGIT * run.train.micro_batch_size * num_masked * run.model.vocab_size
-
-
 def _run_micro_batches(run: RunConfig, world: World) -> None:
     """Trains and evaluates a plain model, with memory set aside for the engine's other states and the margin."""
     device, num_rows, precision = world.device, run.train.micro_batch_size, run.train.precision
@@ -117,10 +108,13 @@ def _run_micro_batches(run: RunConfig, world: World) -> None:
     round_matrices(model, precision).set_recompute(run.train.recompute)
     own_states = 2 * sum(parameter.nbytes for parameter in model.parameters())  # parameters and gradients
     margin = MEMORY_MARGIN * torch.cuda.get_device_properties(device).total_memory
-    room = max(0, sum(states.values()) - own_states) + _bytes_beside_states(run) + margin
+    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
+    # A run keeps this too, and an attempt does not: CUDA graphs do not lend the blocks' memory to the head.
+    has_graphs = run.train.compile == "reduce-overhead"
+    head_bytes = HEAD_BYTES_PER_LOGIT * num_rows * num_masked * run.model.vocab_size if has_graphs else 0
+    room = max(0, sum(states.values()) - own_states) + head_bytes + margin
     reserved = torch.empty(int(room), dtype=torch.uint8, device=device)
 
-    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
     token_ids_BN = torch.randint(run.model.vocab_size, (num_rows, run.model.sequence_length), device=device)
     positions_BM = torch.arange(num_masked, device=device).expand(num_rows, -1)
     labels_BM = token_ids_BN.gather(1, positions_BM)

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from gmlp_scale.export.card import render
 from gmlp_scale.science.claims import ALIKE, PARTS, QUANTITIES, RATES, Quantity, p_value, verdict
 from gmlp_scale.science.runs import HELDOUT_ROWS, Table, arguments
 
@@ -28,20 +28,17 @@ def document(table: Table) -> str:
                     "picture": dense_rate and table.run("gmlp_dense", dense_rate, 0).name,
                 }
             )
-    here = PackageLoader("gmlp_scale.science", ".")
-    text = (
-        Environment(loader=here, trim_blocks=True, undefined=StrictUndefined)
-        .get_template("page.md")
-        .render(
-            tokens=f"{run.tokens_per_step.before(run.train.num_steps):,}",
-            in_precision=f" in {precision}" if precision else "",
-            seeds=table.num_seeds,
-            heldout_rows=f"{HELDOUT_ROWS:,}",
-            alike=f"{ALIKE:.3f}",
-            rates=", ".join(f"{rate:g}" for rate in RATES),
-            parts=parts,
-            commands=[_command(model, rate, overrides) for model, rate in rates.items() if rate],
-        )
+    text = render(
+        "page.md",
+        package="gmlp_scale.science",
+        tokens=f"{run.tokens_per_step.before(run.train.num_steps):,}",
+        in_precision=f" in {precision}" if precision else "",
+        seeds=table.num_seeds,
+        heldout_rows=f"{HELDOUT_ROWS:,}",
+        alike=f"{ALIKE:.3f}",
+        rates=", ".join(f"{rate:g}" for rate in RATES),
+        parts=parts,
+        commands=[_command(model, rate, overrides) for model, rate in rates.items() if rate],
     )
     return text.rstrip() + "\n"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.models.layers import toeplitz
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Exports as programs of torch.export and as ONNX files, for any batch and any length."""
+"""Exports as programs of torch.export and as ONNX files, for any batch and any length; and docs/exports.md."""
 
 import re
 from pathlib import Path
@@ -73,3 +73,12 @@ def test_the_documented_onnx_file(tiny_export, tmp_path, monkeypatch):
     names = {}
     exec(recipe.replace("exports/gmlp_base", "./amlp"), names)
     assert_file_runs_as_the_model("model.onnx", names["model"])
+
+
+def test_every_row_of_what_holds_in_the_page_has_its_test():
+    table = PAGE.read_text().partition("| what holds |")[2].partition("\n\n")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    assert len(rows) > 20
+    for row in rows:
+        (file, test), *others = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)
+        assert not others and f"def {test}(" in Path(__file__).with_name(file).read_text(), row

@@ -1,8 +1,9 @@
-"""Training the classes of an export: their losses, gradients, and gradient checkpointing."""
+"""The weights of every class of an export: trained, saved, loaded, tied, resized, in another head, cast and moved."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.utils import is_accelerate_available
 
 from gmlp_scale.export.hugging_face.modeling_gmlp import (
     GmlpScaleForMaskedLM,
@@ -11,11 +12,13 @@ from gmlp_scale.export.hugging_face.modeling_gmlp import (
     GmlpScaleForTokenClassification,
     GmlpScaleModel,
 )
-from tests.export.tiny_heads import HEADS_AND_KINDS, IDS, SHORT, labels_for, tiny_head
-from tests.models.every_kind import FAMILIES, MASKS_PADDING
+from tests.export.tiny_heads import HEADS, HEADS_AND_KINDS, IDS, SHORT, labels_for, tiny_head, tiny_head_config
+from tests.models.every_kind import FAMILIES, MASKS_PADDING, TINY
 
 FLOATS = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -0.5], [0.0, 1.0, 1.5]])
 CLASSES = torch.tensor([2, 0, 1])
+EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
+VOCAB_SIZE = TINY["vocab_size"]
 
 
 @pytest.mark.parametrize(
@@ -114,3 +117,140 @@ def test_gradient_checkpointing_computes_blocks_twice_and_gives_the_same_gradien
     assert checkpointed.keys() == plain.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=0, atol=1e-6)
+
+
+def outputs(model, ids=IDS, **given) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.stack(model(ids, **given, return_dict=False)[: 2 if hasattr(model.model, "spans") else 1])
+
+
+@EVERY_HEAD
+def test_a_saved_model_is_loaded_with_the_same_outputs(head, tmp_path):
+    model = tiny_head(head)
+    model.save_pretrained(tmp_path)
+    loaded, report = head.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(outputs(loaded), outputs(model))
+    assert not loaded.training
+    model.load_state_dict(loaded.state_dict())
+
+
+def test_the_output_matrix_is_the_embedding(tmp_path):
+    model = tiny_head(GmlpScaleForMaskedLM)
+    model.save_pretrained(tmp_path)
+    loaded = GmlpScaleForMaskedLM.from_pretrained(tmp_path)
+    for tied in (model, loaded):
+        assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
+    assert loaded.num_parameters() == GmlpScaleModel(tiny_head_config()).num_parameters()
+    embedding = torch.nn.Embedding(VOCAB_SIZE, TINY["d_model"])
+    loaded.set_input_embeddings(embedding)
+    loaded.tie_weights()
+    assert loaded.lm_head.weight is embedding.weight
+    with torch.no_grad():
+        expected = loaded.model.norm(loaded.model.encode(IDS)) @ embedding.weight.T
+    torch.testing.assert_close(outputs(loaded)[0], expected)
+
+
+def test_an_output_matrix_of_its_own_is_kept(tmp_path):
+    model = tiny_head(GmlpScaleForMaskedLM, tie_word_embeddings=False)
+    assert not torch.equal(model.lm_head.weight, model.model.embedding.weight)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(GmlpScaleForMaskedLM.from_pretrained(tmp_path)), outputs(model))
+
+
+@pytest.mark.parametrize("num_tokens", [VOCAB_SIZE + 9, VOCAB_SIZE - 9])
+@EVERY_HEAD
+def test_the_embedding_is_resized(head, num_tokens, tmp_path):
+    model = tiny_head(head)
+    ids, before = IDS.clamp(max=num_tokens - 1), model.get_input_embeddings().weight.clone()
+    expected = outputs(model, ids)
+    model.resize_token_embeddings(num_tokens)
+    kept = min(num_tokens, VOCAB_SIZE)
+    assert model.config.vocab_size == num_tokens == len(model.get_input_embeddings().weight)
+    assert torch.equal(model.get_input_embeddings().weight[:kept], before[:kept])
+    found = outputs(model, ids)
+    if head is GmlpScaleForMaskedLM:
+        assert found.shape[-1] == num_tokens and model.lm_head.weight is model.model.embedding.weight
+        found, expected = found[..., :kept], expected[..., :kept]
+    torch.testing.assert_close(found, expected)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(head.from_pretrained(tmp_path), ids), outputs(model, ids))
+
+
+def test_the_embedding_is_resized_to_a_multiple():
+    model = tiny_head(GmlpScaleForMaskedLM)
+    model.resize_token_embeddings(VOCAB_SIZE + 1, pad_to_multiple_of=16)
+    assert outputs(model).shape[-1] == model.config.vocab_size == 48
+
+
+@EVERY_HEAD
+def test_a_new_head_on_a_trunk_starts_as_a_new_layer_does(head, tmp_path):
+    trunk = tiny_head(GmlpScaleModel)
+    trunk.save_pretrained(tmp_path)
+    model = head.from_pretrained(tmp_path)
+    found = dict(model.named_parameters())
+    for name, weight in trunk.named_parameters():
+        assert torch.equal(found.pop(name), weight), name
+    for name, weight in found.items():
+        assert weight.abs().max() == 0 if name.endswith("bias") else 0 < weight.std() < 0.05, name
+
+
+def test_a_head_s_trunk_is_loaded_alone(tmp_path):
+    model = tiny_head(GmlpScaleForTokenClassification)
+    model.save_pretrained(tmp_path)
+    trunk = dict(GmlpScaleModel.from_pretrained(tmp_path).named_parameters())
+    assert trunk.keys() == {f"model.{name}" for name, _ in model.model.named_parameters()}
+    assert all(torch.equal(trunk[f"model.{name}"], weight) for name, weight in model.model.named_parameters())
+
+
+@pytest.mark.parametrize("head", [GmlpScaleForSequenceClassification, GmlpScaleForTokenClassification])
+def test_another_number_of_classes_is_refused_or_given_a_new_layer(head, tmp_path):
+    model = tiny_head(head)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        head.from_pretrained(tmp_path, num_labels=5)
+    other = head.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert outputs(other).shape[-1] == 5
+    assert torch.equal(other.model.norm.weight, model.model.norm.weight)
+
+
+@pytest.mark.parametrize(("head", "kind"), HEADS_AND_KINDS)
+def test_a_model_is_cast(head, kind, tmp_path):
+    model = tiny_head(head, kind)
+    expected = outputs(model)
+    torch.testing.assert_close(outputs(model.double()).float(), expected)
+    model.float().save_pretrained(tmp_path)
+    half = head.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for dtype, tolerance in ((torch.bfloat16, 0.5), (torch.float16, 0.1)):
+        assert {parameter.dtype for parameter in half.to(dtype).parameters()} == {dtype}
+        found = outputs(half).float()
+        assert (found - expected).abs().max() < tolerance
+        assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
+
+
+@EVERY_HEAD
+def test_a_model_moves_to_the_meta_device_and_back(head):
+    model = tiny_head(head)
+    expected, weights = outputs(model), {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.to("meta")
+    assert outputs(model, IDS.to("meta")).shape == expected.shape
+    model.load_state_dict(weights, assign=True)
+    assert torch.equal(outputs(model), expected)
+    with torch.device("meta"):
+        assert {parameter.device.type for parameter in head(tiny_head_config()).parameters()} == {"meta"}
+
+
+@pytest.mark.skipif(not is_accelerate_available(), reason="device_map needs accelerate")
+@pytest.mark.parametrize("kind", ["amlp", "bert-absolute", "bert-relative", "dot-product"])
+def test_a_device_map_places_whole_blocks_and_the_disk_holds_some(kind, tmp_path):
+    model = tiny_head(GmlpScaleForMaskedLM, kind)
+    model.save_pretrained(tmp_path)
+    auto = GmlpScaleForMaskedLM.from_pretrained(tmp_path, device_map="auto")
+    assert torch.equal(outputs(auto, IDS[:, :SHORT]), outputs(model, IDS[:, :SHORT]))
+    places = {"model.embedding": "cpu", "model.blocks.0": "disk", "model.blocks.1": "cpu", "model.norm": "disk"}
+    places |= {"lm_head": "cpu"} | ({"model.positions": "disk"} if model.model.positions is not None else {})
+    spread = GmlpScaleForMaskedLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "disk")
+    assert {parameter.device.type for parameter in spread.model.blocks[0].parameters()} == {"meta"}
+    found = outputs(spread, IDS[:, :SHORT], output_attentions=True)
+    assert torch.equal(found, outputs(model, IDS[:, :SHORT]))
+    assert spread._no_split_modules == {type(model.model.blocks[0]).__name__}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmlp_scale.kernels.spatial_gating_unit import spatial_gating_unit
-from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.models.layers import toeplitz
 
 INPUTS = ("z", "gain", "norm_bias", "weight", "bias", "context", "out_weight", "out_bias")
 VECTORS = ("gain", "norm_bias", "weight", "bias", "out_bias")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
-from gmlp_scale.models.toeplitz import toeplitz
+from gmlp_scale.models.layers import toeplitz
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.science.claims import (
     MODELS,
