@@ -32,6 +32,16 @@ def test_links_of_readme_lead_to_files():
     assert len(links) > 15 and not [link for link in links if not (ROOT / link).is_file()]
 
 
+def test_the_reading_order_takes_an_hour():
+    """A file without a folder lies in the folder of the file before it."""
+    numbered = re.findall(r"^\d+\. (.*?): ", README, re.MULTILINE)
+    files = [Path(name) for line in numbered for name in re.findall(r"`(\S+\.py)`", line)]
+    for index, file in enumerate(files):
+        files[index] = file if file.parent.name else files[index - 1].parent / file
+    assert len(files) == 16
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 2000
+
+
 def test_every_room_is_named():
     rooms = README.partition("| room |")[2]
     names = [init.parent.name for init in (ROOT / "gmlp_scale").glob("*/__init__.py")]
