@@ -22,11 +22,7 @@ from tests.engine.trained_engines import (
 )
 from tests.gloo_ranks import run_ranks
 
-OPTIONS = {
-    "float32": {},
-    "bf16, recomputing": {"precision": "bf16", "recompute": "full"},
-    "muon": {"optimizer": MUON},
-}
+OPTIONS = {"float32": {}, "bf16, recomputing": {"precision": "bf16", "recompute": "full"}, "muon": {"optimizer": MUON}}
 
 
 AMLP_LINEARS = ("expand", "attention.qkv", "attention.out", "project")

@@ -63,10 +63,7 @@ def table(records: Iterable[list]) -> str:
         counts.setdefault((row, part), Counter()).update(trials=num_trials, lost=lost)
         if note:
             notes[f"- {row}, {part}: {note}."] = None
-    lines = [
-        "| fault | trials | found | lost | the same on plain parts |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| fault | trials | found | lost | the same on plain parts |", "|---|---|---|---|---|"]
     for row in ROWS:
         ours = counts.get((row, OURS), Counter())
         plain = [

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.engine import SHARDED_ENGINES, engine_overrides
 from tests.hosts.hosts import ROOT, Host, Job, wait_until
+from tests.whole_runs import losses
 from tests.written_shards import VOCAB_SIZE
 
 NUM_STEPS, SAVE_EVERY_STEPS, GLOBAL_BATCH_SIZE = 60, 10, 8
-TIMEOUT_SECONDS = 10
+FAULT_STEP = 12
+NEVER = f"checkpoint.save_every_steps={10 * NUM_STEPS}"
 RECIPE = [
     "--config", "configs/pretrain/smoke.yaml", "name=run", "model.num_blocks=2", "model.d_model=16", "model.d_ffn=32",
     "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}", f"train.num_steps={NUM_STEPS}",
@@ -25,20 +28,21 @@ ENVIRONMENT = {
 }
 
 
-def arguments(engine: str, num_ranks: int, shards: Path, output_dir: Path, *more: str) -> list[str]:
-    """Of launch/pretrain.py. Every rank adds up two micro-batches where it has two rows."""
-    micro_batch_size = max(1, GLOBAL_BATCH_SIZE // num_ranks // 2)
-    where = [f"data.shards={shards}", f"output_dir={output_dir}", f"train.micro_batch_size={micro_batch_size}"]
-    return [*RECIPE, *ENGINES[engine], *where, *more]
+class Torchrun:
+    """An agent of torchrun on every host. The first host has the rendezvous."""
 
+    def __init__(self, login: Host, hosts: list[Host]):
+        self.hosts = hosts
 
-def torchrun(hosts: list[Host], num_ranks: int, arguments: list[str], port: int = 29400) -> list[Job]:
-    """`num_ranks` on each host, by an agent on each. The first host has the rendezvous."""
-    words = [
-        "torchrun", "--nnodes", len(hosts), "--nproc_per_node", num_ranks, "--rdzv_backend", "c10d",
-        "--rdzv_endpoint", f"{hosts[0].name}:{port}", "--rdzv_id", "run", "launch/pretrain.py", *arguments,
-    ]  # fmt: skip
-    return [host.start(*words, environment=ENVIRONMENT) for host in hosts]
+    def serve(self, host: Host) -> None:
+        """A host that is back needs nothing."""
+
+    def start(self, num_ranks: int, arguments: list[str]) -> list[Job]:
+        words = [
+            "torchrun", "--nnodes", len(self.hosts), "--nproc_per_node", num_ranks, "--rdzv_backend", "c10d",
+            "--rdzv_endpoint", f"{self.hosts[0].name}:29400", "--rdzv_id", "run", "launch/pretrain.py", *arguments,
+        ]  # fmt: skip
+        return [host.start(*words, environment=ENVIRONMENT) for host in self.hosts]
 
 
 class Ssh:
@@ -63,13 +67,13 @@ class Ssh:
         host.call("mkdir", "-p", "/run/sshd")
         host.start("/usr/sbin/sshd", "-D", "-e", "-f", host.folder / "sshd_config").wait_for("Server listening on 0")
 
-    def deepspeed(self, num_ranks: int, arguments: list[str]) -> Job:
+    def start(self, num_ranks: int, arguments: list[str]) -> list[Job]:
         hostfile = self.login.folder / "hostfile"
         hostfile.write_text("".join(f"{host.name} slots={num_ranks}\n" for host in self.hosts))
         # The variables that DeepSpeed gives the hosts stand in a file of the user's home folder.
         (self.login.folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")
         words = ["deepspeed", "--hostfile", hostfile, "--launcher", "pdsh", "launch/pretrain.py", *arguments]
-        return self.login.start(*words, environment=ENVIRONMENT | {"HOME": str(self.login.folder)})
+        return [self.login.start(*words, environment=ENVIRONMENT | {"HOME": str(self.login.folder)})]
 
 
 class Slurm:
@@ -115,21 +119,19 @@ class Slurm:
     def call(self, *command: object) -> str:
         return self.login.call(*command, environment=self.environment)
 
-    def sbatch(self, num_ranks: int, arguments: list[str], name: str = "job") -> "SlurmJob":
-        """launch/slurm/pretrain.sbatch as it is, but for smaller nodes."""
-        return self._submit("pretrain", ["--ntasks-per-node", num_ranks, "--gpus-per-node", num_ranks], arguments, name)
-
-    def sbatch_elastic(self, least: int, arguments: list[str]) -> "SlurmJob":
-        """launch/slurm/elastic.sbatch as it is, but for nodes with one GPU. It goes on with `least` of them."""
-        words = ["--hosts", f"{least}:{len(self.hosts)}", *arguments]
-        return self._submit("elastic", ["--gpus-per-node", 1], words, "job")
-
-    def _submit(self, script: str, options: list, arguments: list[str], name: str) -> "SlurmJob":
+    def start(
+        self, num_ranks: int, arguments: list[str], *, name: str = "job", least: int | None = None
+    ) -> list["SlurmJob"]:
+        """launch/slurm/pretrain.sbatch as it is, but for smaller nodes; elastic.sbatch if it may go on with `least`."""
+        script, options = "pretrain", ["--ntasks-per-node", num_ranks, "--gpus-per-node", num_ranks]
+        if least:
+            script, options = "elastic", ["--gpus-per-node", num_ranks]
+            arguments = ["--hosts", f"{least}:{len(self.hosts)}", *arguments]
         words = [
             "sbatch", "--parsable", "--nodes", len(self.hosts), "--cpus-per-task", 1, *options,
             "--output", self.folder / f"{name}.out", f"launch/slurm/{script}.sbatch", *arguments,
         ]  # fmt: skip
-        return SlurmJob(self, self.call(*words).strip(), self.folder / f"{name}.out")
+        return [SlurmJob(self, self.call(*words).strip(), self.folder / f"{name}.out")]
 
 
 class SlurmJob:
@@ -156,6 +158,50 @@ class SlurmJob:
         going = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
         wait_until(lambda: not self.state().startswith(going), lambda: f"the end of {self.state()} {self.printed()}")
         return self.state()
+
+
+class Run:
+    """The run `run`, on `num_ranks` of each host. `start` starts it, also again."""
+
+    def __init__(
+        self, launcher: str, engine: str, num_ranks: int, login: Host, hosts: list[Host], shards: Path, folder: Path
+    ):
+        self.cluster = {"torchrun": Torchrun, "deepspeed": Ssh, "sbatch": Slurm}[launcher](login, hosts)
+        self.login, self.hosts, self.num_ranks = login, hosts, num_ranks
+        self.run_dir = folder / "run"
+        # Every rank adds up two micro-batches where it has two rows.
+        micro_batch_size = max(1, GLOBAL_BATCH_SIZE // (num_ranks * len(hosts)) // 2)
+        places = [f"data.shards={shards}", f"output_dir={folder}"]
+        self.arguments = [*RECIPE, *ENGINES[engine], *places, f"train.micro_batch_size={micro_batch_size}"]
+        self.jobs: list[Job | SlurmJob] = []
+
+    def start(self, *more: str, **options) -> None:
+        self.jobs = self.cluster.start(self.num_ranks, [*self.arguments, *more], **options)
+
+    def start_and_wait(self, *more: str, **options) -> None:
+        """Until step FAULT_STEP is logged."""
+        self.start(*more, **options)
+        metrics = self.run_dir / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and max(losses(self.run_dir), default=0) >= FAULT_STEP, "the step")
+
+    def printed(self) -> str:
+        return "".join(job.printed() for job in self.jobs)
+
+    def end(self) -> list[int | str]:
+        return [job.end() for job in self.jobs]
+
+    def end_well(self) -> None:
+        assert not {*self.end()} - {0, "COMPLETED 0:0"}, self.printed()
+
+    def bring_back(self, host: Host) -> None:
+        """Boots a lost host, with what the launcher needs there."""
+        host.boot(self.login)
+        self.cluster.serve(host)
+
+    def assert_saved(self) -> None:
+        """At the step at which it was stopped, as no save was due."""
+        checkpoint, damaged = newest_checkpoint(self.run_dir / "checkpoints")
+        assert checkpoint and FAULT_STEP <= checkpoint.step < NUM_STEPS and not damaged
 
 
 # cred_expire: the seconds after which Slurm starts a requeued job again; 120 by default.

@@ -89,9 +89,9 @@ class ElasticRun:
         return [int(before) for (before, _), (_, reached) in pairwise(lines) if before and reached]
 
 
-def test_hosts_killed_and_back_again(boot, shards, tmp_path, seen):
+def test_hosts_killed_and_back_again(boot, forty_rows, tmp_path, seen):
     login, hosts = boot(NUM_HOSTS)
-    overrides = [*RECIPE, *LONG, *ENGINES["fsdp2"], f"data.shards={shards}", f"output_dir={tmp_path}"]
+    overrides = [*RECIPE, *LONG, *ENGINES["fsdp2"], f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     run = ElasticRun(login, hosts, overrides, tmp_path / "run")
     draw, without, again, redone = random.Random(0), [], [], []
     run.wait_for_ranks(NUM_HOSTS)

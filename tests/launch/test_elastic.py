@@ -17,10 +17,7 @@ OPTIONS = ["--ranks-per-host", "1", "--rendezvous", "login:29400", "--config", "
 @pytest.mark.parametrize(
     "words, message",
     [
-        (
-            ["--hosts", "2:4", "engine.kind=fsdp2"],
-            "3 ranks x micro_batch_size must divide train.global_batch_size = 8",
-        ),
+        (["--hosts", "2:4", "engine.kind=fsdp2"], "3 ranks x micro_batch_size must divide train.global_batch_size = 8"),
         *((["--hosts", bounds], f"--hosts: found {bounds}; needed: two numbers") for bounds in ("0:4", "4:2", "few")),
         (["--hosts", "2", "--ranks-per-host", "0"], "--ranks-per-host is a positive number"),
     ],
