@@ -1,6 +1,7 @@
 """Whole pretraining runs of a tiny recipe: started in this way or that, and what they logged."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -68,19 +69,28 @@ def assert_close(found: list[dict], wanted: list[dict]) -> None:
         assert row == pytest.approx(other, rel=1e-5), row["step"]
 
 
-def start(overrides: list[str], world_size: int = 1, signals: dict[int, int] | None = None) -> list[Script]:
-    """The launcher's script on real processes; `signals` gives ranks the signal that each sends itself at step 4."""
-    prepare = partial(_send_at_step_4, signals or {})
-    arguments = ["--config", SMOKE, *overrides]
+def start(
+    overrides: list[str],
+    world_size: int = 1,
+    signals: dict[int, int] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> list[Script]:
+    """The launcher's script on real processes, which call `prepare` first.
+
+    `signals` gives ranks the signal that each sends itself at step 4.
+    """
+    arguments, prepare = ["--config", SMOKE, *overrides], partial(_prepare, signals or {}, prepare)
     return [
         Script("launch/pretrain.py", arguments, environment=variables, prepare=prepare)
         for variables in rank_variables(world_size)
     ]
 
 
-def _send_at_step_4(signals: dict[int, int]) -> None:
+def _prepare(signals: dict[int, int], prepare: Callable[[], None] | None) -> None:
     torch.set_num_threads(1)
     logs.OTHERS_REPORT_AFTER_SECONDS = 0.0  # no launcher ends the others
+    if prepare:
+        prepare()
     evaluate = Pretraining.evaluate
 
     def signalled(task, engine, world, step):
@@ -96,3 +106,10 @@ def finish(ranks: list[Script]) -> str:
     codes, *outputs = zip(*[rank.end() for rank in ranks], strict=True)
     assert codes == (0,) * len(ranks), outputs
     return "".join(printed[0] for printed in outputs)
+
+
+def refused(overrides: list[str], world_size: int = 1, code: int = 2) -> str:
+    """Starts a run that every rank must refuse with this exit code; returns the first one's error."""
+    codes, _, errors = zip(*[rank.end() for rank in start(overrides, world_size)], strict=True)
+    assert codes == (code,) * world_size and "Traceback" not in "".join(errors), errors
+    return errors[0]

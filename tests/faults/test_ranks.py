@@ -1,4 +1,4 @@
-"""Ranks that are killed, run out of memory, stand still or are told to end: what the run that follows them has."""
+"""Ranks that are killed, run out of memory, stand still or are ended: what the run that follows them has."""
 
 import os
 import random
@@ -16,12 +16,11 @@ import torch
 from gmlp_scale import engine as engines
 from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.checkpoint.stores import newest_checkpoint
-from gmlp_scale.distributed import logs
 from gmlp_scale.engine import engine_overrides
 from tests.faults.disturbed import disturb
 from tests.forked import Script
-from tests.gloo_ranks import free_port, rank_variables
-from tests.whole_runs import FSDP2, ROOT, SINGLE, SMOKE, finish, logged
+from tests.gloo_ranks import free_port
+from tests.whole_runs import FSDP2, ROOT, SINGLE, SMOKE, finish, logged, start
 from tests.whole_runs import RECIPE as FULL_RECIPE
 
 pytestmark = pytest.mark.faults
@@ -45,7 +44,7 @@ def undisturbed(forty_rows, tmp_path_factory):
 
     def run(engine: str) -> Path:
         if engine not in known:
-            finish(start(engine, [f"data.shards={forty_rows}", f"output_dir={folder / engine}"]))
+            finish(start_by(engine, [f"data.shards={forty_rows}", f"output_dir={folder / engine}"]))
             known.add(engine)
         return folder / engine / "smoke"
 
@@ -72,20 +71,10 @@ def memory_group(monkeypatch):
         group.rmdir()
 
 
-def start(engine: str, overrides: list[str], fault: str | None = None, trace: Path | None = None) -> list[Script]:
+def start_by(engine: str, overrides: list[str], fault: str | None = None, trace: Path | None = None) -> list[Script]:
     world_size, of_engine = ENGINES[engine]
-    arguments = ["--config", SMOKE, *RECIPE, *of_engine, *overrides]
-    return [
-        Script("launch/pretrain.py", arguments, environment=variables, prepare=partial(_prepare, fault, trace))
-        for variables in rank_variables(world_size)
-    ]
-
-
-def _prepare(fault: str | None, trace: Path | None) -> None:
-    torch.set_num_threads(1)
-    logs.OTHERS_REPORT_AFTER_SECONDS = 0.0  # no launcher ends the others
-    if fault:
-        disturb(fault, trace)
+    prepare = partial(disturb, fault, trace) if fault else None
+    return start([*RECIPE, *of_engine, *overrides], world_size, prepare=prepare)
 
 
 def assert_same(run_dir: Path, other: Path) -> None:
@@ -107,12 +96,12 @@ def test_a_run_killed_again_and_again_ends_as_if_never_killed(
     steps = sorted(draw.sample(range(2, NUM_STEPS + 1), 3))
     for step, fault in zip(steps, ("kill", "kill", "out of memory"), strict=True):
         victim = draw.randrange(world_size)
-        ends = [rank.end() for rank in start(engine, recipe, f"{victim}:{step}:{fault}", trace)]
+        ends = [rank.end() for rank in start_by(engine, recipe, f"{victim}:{step}:{fault}", trace)]
         assert ends[victim][0] == -signal.SIGKILL, ends
         for code, _, errors in ends[:victim] + ends[victim + 1 :]:
             assert code == 1 and "Traceback" not in errors
             assert re.search(f"^rank {victim} .* in .* step \\d", errors, re.MULTILINE), errors
-    finish(start(engine, recipe))
+    finish(start_by(engine, recipe))
     assert_same(tmp_path / "smoke", undisturbed(engine))
     trials("SIGKILL of a random rank at a random step", 2)
     how = "the kernel's own kill in a cgroup of 64 MB" if memory_group else "SIGKILL, as no cgroup could be made"
@@ -161,14 +150,14 @@ def test_a_rank_that_stands_still_under_a_launcher_is_named_and_all_end(
     assert re.search(r"rank 1 \(host \S+\) does not answer; rank 0 waited in .* step 5", printed), printed
     assert seconds < TIMEOUT_SECONDS + 90  # of which 30 are the launcher's own patience with a rank that stands still
     engine = LAUNCHERS[launcher][1]
-    finish(start(engine, recipe))
+    finish(start_by(engine, recipe))
     assert_same(tmp_path / "smoke", undisturbed(engine))
     note = f"{launcher}: all gone {seconds:.0f} s after, of which {TIMEOUT_SECONDS} are the timeout"
     trials("SIGSTOP of a rank under a launcher", 1, note=note)
 
 
 @pytest.mark.parametrize("launcher, fault", [("torchrun", "end launcher"), ("deepspeed", "end process group")])
-def test_a_launcher_told_to_end_leaves_a_checkpoint(launcher, fault, forty_rows, undisturbed, tmp_path, trials):
+def test_a_launcher_with_sigterm_leaves_a_checkpoint(launcher, fault, forty_rows, undisturbed, tmp_path, trials):
     engine = LAUNCHERS[launcher][1]
     recipe, trace = [f"data.shards={forty_rows}", f"output_dir={tmp_path}"], tmp_path / "trace"
     process = launch(launcher, [*recipe, "checkpoint.save_every_steps=1000"], f"0:5:{fault}", trace)
@@ -176,7 +165,7 @@ def test_a_launcher_told_to_end_leaves_a_checkpoint(launcher, fault, forty_rows,
     checkpoint, damaged = newest_checkpoint(tmp_path / "smoke" / "checkpoints")
     assert checkpoint and 5 <= checkpoint.step < NUM_STEPS and not damaged, printed
     assert seconds < 30  # 6 to 9 on two busy cores
-    finish(start(engine, recipe))
+    finish(start_by(engine, recipe))
     steps = [[row for row in logged(run) if "train/loss" in row] for run in (tmp_path / "smoke", undisturbed(engine))]
     assert steps[0] == steps[1]
     note = f"{launcher}: all gone {seconds:.0f} s after, exit code {process.returncode}"
@@ -186,17 +175,11 @@ def test_a_launcher_told_to_end_leaves_a_checkpoint(launcher, fault, forty_rows,
 @pytest.mark.parametrize("precision, tolerance", [("float32", 1e-6), ("bf16", 1e-4)])
 def test_a_run_on_2_then_1_then_4_ranks_has_the_losses_of_one_on_2(precision, tolerance, forty_rows, tmp_path, trials):
     recipe = [f"train.precision={precision}", f"data.shards={forty_rows}"]
-    finish(start("fsdp2", [*recipe, f"output_dir={tmp_path}", "name=whole"]))
+    finish(start_by("fsdp2", [*recipe, f"output_dir={tmp_path}", "name=whole"]))
     parts = [(2, FSDP2, 4, 2), (1, SINGLE, 8, 4), (4, FSDP2, NUM_STEPS, 1)]
     for world_size, engine, stop, micro_batch_size in parts:
         overrides = [*RECIPE, *engine, *recipe, f"output_dir={tmp_path}", f"train.stop_after_step={stop}"]
-        arguments = ["--config", SMOKE, *overrides, f"train.micro_batch_size={micro_batch_size}"]
-        finish(
-            [
-                Script("launch/pretrain.py", arguments, environment=variables, prepare=partial(_prepare, None, None))
-                for variables in rank_variables(world_size)
-            ]
-        )
+        finish(start([*overrides, f"train.micro_batch_size={micro_batch_size}"], world_size))
     wanted, found = (
         {row["step"]: row for row in logged(tmp_path / name) if "train/loss" in row} for name in ("whole", "smoke")
     )

@@ -13,7 +13,7 @@ from gmlp_scale.data.loader import Loader
 from tests.damage import damaged
 from tests.faults.disturbed import disturb
 from tests.forked import Script
-from tests.whole_runs import SMOKE
+from tests.whole_runs import finish, start
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
 pytestmark = pytest.mark.faults
@@ -26,14 +26,12 @@ RECIPE = [
 ]  # fmt: skip
 
 
-def start(folder: Path, fault: str | None = None) -> Script:
-    arguments = ["--config", SMOKE, *RECIPE, f"data.shards={folder.parent}/shards", f"output_dir={folder}"]
+def start_in(folder: Path, fault: str | None = None) -> list[Script]:
     prepare = partial(_prepare, fault, folder.parent / f"trace of {folder.name}")
-    return Script("launch/pretrain.py", arguments, environment={"RANK": "0", "WORLD_SIZE": "1"}, prepare=prepare)
+    return start([*RECIPE, f"data.shards={folder.parent}/shards", f"output_dir={folder}"], prepare=prepare)
 
 
 def _prepare(fault: str | None, trace: Path) -> None:
-    torch.set_num_threads(1)
     if fault:
         disturb(fault, trace)
     elif trace.name == "trace of whole":
@@ -56,22 +54,21 @@ def _watch_memory(trace: Path) -> None:
 
 def test_ten_thousand_steps_with_a_fault_every_200(tmp_path, trials):
     write_tiny_shards(tmp_path / "shards", [500, 400], [2], sequence_length=16)
-    whole = start(tmp_path / "whole")
+    whole = start_in(tmp_path / "whole")
     draw, disturbed, damages = random.Random(0), tmp_path / "disturbed", 0
     checkpoints = disturbed / "smoke" / "checkpoints"
     for first in range(0, NUM_STEPS, STEPS_PER_FAULT):
         fault = draw.choice(["kill", "end"])
-        code, _, errors = start(disturbed, f"0:{draw.randint(first + 101, first + STEPS_PER_FAULT)}:{fault}").end()
+        (rank,) = start_in(disturbed, f"0:{draw.randint(first + 101, first + STEPS_PER_FAULT)}:{fault}")
+        code, _, errors = rank.end()
         assert code == {"kill": -signal.SIGKILL, "end": 0}[fault], errors
         if draw.random() < 0.3:
             newest = max(checkpoints.glob("step_?????????"))
             path = draw.choice(sorted(newest.iterdir()))
             path.write_bytes(damaged(draw, path.read_bytes(), draw.randrange(path.stat().st_size)))
             damages += 1
-    code, _, errors = start(disturbed).end()
-    assert code == 0, errors
-    code, _, errors = whole.end()
-    assert code == 0, errors
+    finish(start_in(disturbed))
+    finish(whole)
     last = f"smoke/checkpoints/step_{NUM_STEPS:09d}"
     found, wanted = Checkpoint.open(disturbed / last), Checkpoint.open(tmp_path / "whole" / last)
     assert found.keys == wanted.keys and all(torch.equal(found.read(key), wanted.read(key)) for key in wanted.keys)

@@ -1,15 +1,19 @@
-"""The claim on a run folder: refused while another process holds it. Other errors say what they are."""
+"""A run folder on a disk or at a URL: one job holds it, and whatever the store does, the local files go up."""
 
 import errno
 import fcntl
 import multiprocessing
 import os
+import threading
 
+import fsspec
 import pytest
 
 from gmlp_scale.errors import InputError
+from gmlp_scale.storage import files, run_folder
 from gmlp_scale.storage.claim import ClaimedError
-from gmlp_scale.storage.run_folder import claimed
+from gmlp_scale.storage.files import list_files, read_file, write_file
+from gmlp_scale.storage.run_folder import RemoteFolder, claimed
 
 
 def _claim(run_dir, messages) -> None:
@@ -57,3 +61,84 @@ def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="refused"), claimed(tmp_path / "other"):
         raise ValueError("refused")
     assert not (tmp_path / "other").exists()
+
+
+URL = "memory://runs/smoke"
+
+
+@pytest.fixture(autouse=True)
+def memory():
+    yield fsspec.filesystem("memory")
+    fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+@pytest.fixture
+def folder(quick, tmp_path):
+    return RemoteFolder(URL, tmp_path / "local")
+
+
+def contents() -> dict[str, bytes]:
+    return {name: read_file(f"{URL}/{name}") for name in list_files(URL) if not name.startswith("claims/")}
+
+
+def test_a_second_job_is_refused_and_one_that_lost_its_claim_writes_nothing(folder, tmp_path):
+    refused = f"another job writes to {URL}: process {os.getpid()} on .* or give this run another name"
+    lost = f"another job has taken {URL} over"
+    with pytest.raises(ClaimedError, match=lost), folder.held():
+        with pytest.raises(ClaimedError, match=refused):
+            RemoteFolder(URL, tmp_path / "other").held().__enter__()
+        write_file(f"{URL}/claims/000002.json", b"{}")  # as while this process stood still
+        (folder.local / "metrics.jsonl").write_text("late")
+        with pytest.raises(ClaimedError, match=lost):
+            folder.before_publish()
+    assert contents() == {}
+
+
+def test_what_changes_goes_up_while_the_run_goes_on(folder, monkeypatch):
+    monkeypatch.setattr(run_folder, "PUSH_EVERY_SECONDS", 0.01)
+    write_file(f"{URL}/metrics.jsonl", b"1\n")
+    write_file(f"{URL}/best/config.json", b"{}")
+    with folder.held():
+        assert sorted(path.name for path in folder.local.iterdir()) == ["metrics.jsonl"]
+        (folder.local / "tensorboard").mkdir()
+        (folder.local / "tensorboard/events").write_bytes(b"event")
+        with (folder.local / "metrics.jsonl").open("ab") as file:
+            file.write(b"2\n")
+        while contents().get("metrics.jsonl") != b"1\n2\n" or "tensorboard/events" not in contents():
+            threading.Event().wait(0.01)
+        for name in ("best.new/weights", "checkpoints/step_000000001.tmp-x-1/file", ".config.yaml.tmp"):
+            (folder.local / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder.local / name).write_bytes(b"not whole")
+    expected = {"metrics.jsonl": b"1\n2\n", "best/config.json": b"{}", "tensorboard/events": b"event"}
+    assert contents() == expected and not folder.local.exists()
+
+
+def test_a_store_that_fails_is_logged_once_and_ends_nothing_before_the_end(folder, memory, monkeypatch, caplog):
+    monkeypatch.setattr(files, "_WAIT_SECONDS", ())
+
+    def fail(*arguments, **options):
+        raise ConnectionResetError("reset")
+
+    with (
+        pytest.raises(OSError, match=r"writing .*metrics.jsonl failed 1 times.* The files are in .*local: copy them"),
+        folder.held(),
+    ):
+        (folder.local / "metrics.jsonl").write_bytes(b"1\n")
+        with monkeypatch.context() as patched:
+            patched.setattr(type(memory), "put_file", fail)
+            folder._try_push()
+            folder._try_push()
+        assert len(caplog.messages) == 1 and f"do not reach {URL}" in caplog.messages[0]
+        folder._try_push()
+        assert contents() == {"metrics.jsonl": b"1\n"}
+        (folder.local / "metrics.jsonl").write_bytes(b"1\n2\n")
+        monkeypatch.setattr(type(memory), "put_file", fail)
+    assert (folder.local / "metrics.jsonl").read_bytes() == b"1\n2\n", "nothing is lost"
+
+
+def test_what_an_earlier_run_left_on_this_host_is_not_taken_for_the_urls(folder):
+    folder.local.mkdir()
+    (folder.local / "metrics.jsonl").write_bytes(b"stale")
+    with folder.held():
+        assert not list(folder.local.iterdir())
+    assert contents() == {}

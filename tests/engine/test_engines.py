@@ -1,14 +1,23 @@
+"""What single engines promise: DeepSpeed's settings and groups, FSDP2's short steps, kernels, a clean end."""
+
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from torch.distributed.tensor import DTensor
 
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import ZeroConfig
+from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.errors import InputError
-from tests.engine.trained_engines import GMLP, MUON, Run, start_engine, train
+from tests.engine.trained_engines import AMLP, ENGINES, GMLP, MUON, Run, micro_batches_of, start_engine, train
 from tests.gloo_ranks import run_ranks
+from tests.triton_interpreter import run_interpreted
 
 
 def _file(tmp_path, content: dict):
@@ -111,3 +120,70 @@ def test_every_process_group_has_the_timeout_of_the_config_and_nothing_is_printe
         assert timeouts == [61] * 3  # the ranks' own, the host's, DeepSpeed's
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_a_step_records_nothing_for_autograd_and_lists_no_parameters(monkeypatch):
+    """DTensor's share of both was two thirds of a step with 144 blocks."""
+    recorded = []
+    to_local = DTensor.to_local
+
+    def watched(tensor, **options):
+        recorded.append(torch.is_grad_enabled())
+        return to_local(tensor, **options)
+
+    with start_world(60, "cpu", init_group=True) as world:
+        engine = start_engine(world, GMLP, Fsdp2Config())
+        train(engine, world, 0, 1)
+        monkeypatch.setattr(DTensor, "to_local", watched)
+        monkeypatch.setattr(engine.module, "named_parameters", None)
+        train(engine, world, 1, 2)
+        engine.close()
+    assert recorded and not any(recorded)
+
+
+def _train(engine_config: EngineConfig, kernels: str) -> dict:
+    with start_world(60, "cpu", init_group=True) as world:
+        engine = start_engine(world, AMLP.model_copy(update={"kernels": kernels}), engine_config)
+        batch = micro_batches_of(99, world)[0]
+        initial_predictions = engine.predict(batch)  # before a forward pass has shown which module reads what
+        run = train(engine, world, 0, 2)
+        predictions = torch.stack([initial_predictions, engine.predict(batch)])
+        engine.close()
+    return {"losses": run.losses, "norms": run.norms, "predictions": predictions}
+
+
+@pytest.fixture(scope="module")
+def plain_run() -> dict:
+    return run_interpreted(_train, SingleConfig(), "torch")[0]
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp2, reshard_after_forward", "zero, stage 3"])
+def test_engines_train_the_same_by_kernels(plain_run, tmp_path, engine):
+    # No parameter is small enough for ZeRO-3 to keep it gathered.
+    partition_all = tmp_path / "deepspeed.json"
+    partition_all.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    config = ENGINES[engine]
+    if engine == "zero, stage 3":
+        config = config.model_copy(update={"deepspeed_config": partition_all})
+    run = run_interpreted(_train, config, "triton", world_size=1 if engine == "single" else 2)[0]
+    assert run["losses"] == pytest.approx(plain_run["losses"], rel=1e-5)
+    assert run["norms"] == pytest.approx(plain_run["norms"], rel=1e-5)
+    torch.testing.assert_close(run["predictions"], plain_run["predictions"], rtol=1e-4, atol=1e-5)
+
+
+HERE = Path(__file__).parent
+
+
+def test_every_start_of_each_engine_ends_cleanly(trials, pytestconfig):
+    num_starts = 20 if pytestconfig.getoption("--faults") else 4
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
+    finished = subprocess.run(
+        [sys.executable, str(HERE / "start_and_end.py"), str(num_starts), *ENGINES],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    assert not finished.stderr
+    trials("starts of each engine end cleanly", num_starts * len(ENGINES))

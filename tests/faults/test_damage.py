@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, cut off while they are written or replaced by a pickle: ours and the plain parts'."""
+"""Damaged checkpoints and shards, saves that are cut off, pickles: what this project and plain parts make of it."""
 
 import pickle
 import random
@@ -6,17 +6,22 @@ import resource
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+import webdataset
 
-from tests.checkpoint.test_checkpoint_damage import Malicious
+from gmlp_scale.data.manifest import CorruptShardError
+from gmlp_scale.data.shards import Manifest, ShardRows
+from tests.checkpoint.test_format import Malicious
 from tests.damage import damaged
 from tests.faults.plain_parts import PARTS, is_whole
 from tests.faults.table import OURS
 from tests.forked import fork
 from tests.gloo_ranks import rank_variables, run_ranks
+from tests.written_shards import write_tiny_shards
 
 pytestmark = pytest.mark.faults
-NUM_DAMAGES, NUM_LIMITS = 100, 10
+NUM_DAMAGES, NUM_SHARD_DAMAGES, NUM_LIMITS = 100, 300, 10
 SLOW = {"DeepSpeed": 20}  # it takes seconds for each load
 
 
@@ -118,3 +123,26 @@ def test_a_pickle_is_not_run(part, tmp_path, trials):
     ((num_files, lost),) = run_ranks(_load_pickles, 1, part, tmp_path / "checkpoints", tmp_path / "canary")
     assert part != OURS or not lost
     trials("pickles where a file is read", num_files, lost, part=part)
+
+
+def _read_plainly(path) -> np.ndarray:
+    return np.concatenate([sample["npy"] for sample in webdataset.WebDataset(str(path), shardshuffle=False).decode()])
+
+
+def test_every_damage_of_a_shard_is_found(tmp_path, trials):
+    rows = write_tiny_shards(tmp_path, [600], sequence_length=16)["train"]
+    (shard,) = Manifest.load(tmp_path).splits.train
+    path = tmp_path / shard.name
+    good, draw, found, lost = path.read_bytes(), random.Random(0), 0, 0
+    assert (_read_plainly(path) == rows).all()
+    for _ in range(NUM_SHARD_DAMAGES):
+        path.write_bytes(damaged(draw, good, draw.randrange(len(good))))
+        with pytest.raises(CorruptShardError):
+            ShardRows(path, shard, 16)
+        try:
+            lost += not np.array_equal(_read_plainly(path), rows)
+        except Exception:
+            found += 1
+    row = "a shard's bit flipped, byte zeroed, file cut or longer"
+    trials(row, NUM_SHARD_DAMAGES)
+    trials(row, found + lost, lost, part="webdataset")
