@@ -100,6 +100,16 @@ def forty_rows(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def world(monkeypatch):
+    """That of one process on a CPU."""
+    from gmlp_scale.distributed.world import start_world
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with start_world(30, "cpu") as world:
+        yield world
+
+
+@pytest.fixture
 def trials(record_property):
     """trials(row, number of trials, lost) adds to the table of `make faults`; tests/faults/table.py has the rows."""
     from tests.faults.table import Trials

@@ -124,17 +124,18 @@ def checkpointer_on(
     return Checkpointer(checkpoints, config, details=details or {}, world=world, timeout_seconds=timeout_seconds)
 
 
-def alone(directory: Path, keep_last: int = 9, **options) -> Checkpointer:
-    return checkpointer_on(directory, FakeWorld(), keep_last=keep_last, **options)
+def alone(directory: Path, keep_last: int = 9, waits_for_room: bool = True, **options) -> Checkpointer:
+    world = FakeWorld()
+    world.is_stop_signalled = not waits_for_room
+    return checkpointer_on(directory, world, keep_last=keep_last, **options)
 
 
 def save_steps(directory: Path, steps: list[int], world_size: int = 1, **options):
     """Save the state of seed `step` as each of `steps`."""
 
     def save_all(world):
-        details = {"name": "of a test"}
-        options_of_all = {"keep_last": 9, "details": details} | options
-        checkpointer = checkpointer_on(directory, world, **options_of_all)
+        defaults = {"keep_last": 9, "details": {"name": "of a test"}}
+        checkpointer = checkpointer_on(directory, world, **defaults | options)
         for step in steps:
             checkpointer.save(FakeEngine(world.rank, world_size, seed=step), step)
         checkpointer.wait()

@@ -16,10 +16,9 @@ import torch
 
 from gmlp_scale.checkpoint import checkpointer as checkpointer_module
 from gmlp_scale.checkpoint import pieces, stores
-from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
 from gmlp_scale.checkpoint.stores import newest_checkpoint
-from gmlp_scale.distributed.world import World, start_world
+from gmlp_scale.distributed.world import start_world
 from tests.checkpoint.fake_engine import (
     SHAPES,
     FakeEngine,
@@ -134,8 +133,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path, wrong):
 
 
 def test_a_failed_save_is_forgotten_once_one_succeeds(tmp_path, monkeypatch):
-    checkpointer = alone(tmp_path)
-    checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
+    checkpointer = alone(tmp_path, waits_for_room=False)
     with monkeypatch.context() as patched:
         patched.setattr(pieces, "write_safetensors", full_disk)
         checkpointer.save(FakeEngine(seed=1), 1)
@@ -181,17 +179,17 @@ def test_the_oldest_goes_first_on_a_full_disk_if_it_may(tmp_path, monkeypatch, o
     assert_holds(newest_checkpoint(tmp_path)[0], seed=left[-1])
 
 
-def test_those_of_keep_every_steps_stay_for_good(tmp_path):
-    save_steps(tmp_path, [1, 2, 3, 4, 6, 7, 8], keep_last=2, keep_every_steps=3)
-    assert names_in(tmp_path) == [f"step_00000000{step}" for step in (3, 6, 7, 8)]
-    assert_holds(Checkpoint.open(tmp_path / "step_000000003"), seed=3)
+@pytest.mark.parametrize("keep_every_steps, left", [(None, [7, 10]), (3, [3, 6, 7, 10])])
+def test_the_newest_stay_and_those_of_keep_every_steps_for_good(tmp_path, keep_every_steps, left):
+    save_steps(tmp_path, [1, 2, 3, 4, 6, 7, 10], keep_last=2, keep_every_steps=keep_every_steps)
+    assert names_in(tmp_path) == [f"step_{step:09d}" for step in left]
+    assert_holds(Checkpoint.open(tmp_path / f"step_{left[0]:09d}"), seed=left[0])
 
 
 def test_a_full_disk_takes_none_that_stays_for_good(tmp_path, monkeypatch):
     save_steps(tmp_path, [2, 3, 4], keep_every_steps=2)
     monkeypatch.setattr(pieces, "write_safetensors", full_disk)
-    checkpointer = alone(tmp_path, keep_every_steps=2, on_full_disk="drop_oldest")
-    checkpointer.world.is_stop_signalled = True  # so that nothing waits for room
+    checkpointer = alone(tmp_path, keep_every_steps=2, on_full_disk="drop_oldest", waits_for_room=False)
     checkpointer.save(FakeEngine(seed=5), 5)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.wait()
@@ -239,11 +237,7 @@ def test_details_that_are_not_json_fail_at_once(tmp_path):
     assert names_in(tmp_path) == []
 
 
-TIMEOUT_SECONDS = 300.0  # nothing here may come near it
-
-
-def start_checkpointer(directory: Path, world: World, **config) -> Checkpointer:
-    return checkpointer_on(directory, world, timeout_seconds=TIMEOUT_SECONDS, **config)
+TIMEOUT_SECONDS = 300.0  # nothing of what follows may come near it
 
 
 def set_file_limit(num_bytes: int) -> None:
@@ -252,7 +246,7 @@ def set_file_limit(num_bytes: int) -> None:
 
 def _save_with_one_full_disk(directory: Path) -> None:
     with start_world(TIMEOUT_SECONDS, "cpu") as world:
-        saver = start_checkpointer(directory, world)
+        saver = checkpointer_on(directory, world)
         saver.save(StepEngine(world.rank, 2, 1), 1)
         saver.wait()
 
@@ -302,7 +296,7 @@ def test_a_full_disk_of_one_rank_is_reported_at_once_and_waited_for(tmp_path, tr
 
 def _lose_rank_1_in_a_save(directory: Path) -> float | None:
     world = start_world(TIMEOUT_SECONDS, "cpu")
-    saver = start_checkpointer(directory, world, asynchronous=world.rank == 1)
+    saver = checkpointer_on(directory, world, asynchronous=world.rank == 1)
     if world.rank == 1:
         stores.write_pieces = lambda folder, rank, pieces: threading.Event().wait()
         saver.save(StepEngine(1, 2, 1), 1)

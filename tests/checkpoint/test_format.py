@@ -141,11 +141,6 @@ def test_nothing_there_is_none(tmp_path):
     assert newest_checkpoint(tmp_path / "no such folder") == (None, [])
 
 
-def test_keeps_the_newest_and_only_them(tmp_path):
-    save_steps(tmp_path, [1, 2, 3, 10], keep_last=2)
-    assert names_in(tmp_path) == ["step_000000003", "step_000000010"]
-
-
 def test_leftovers_of_a_dead_run_go_at_the_start_and_nothing_else(tmp_path):
     save_steps(tmp_path, [1])
     left = ["step_000000002.tmp-0123abcd", "step_000000003.tmp-deleted", "step_000000004.damaged-0123abcd", "mine"]

@@ -10,7 +10,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gmlp_scale.distributed import logs
 from gmlp_scale.distributed.logs import command, progress_bar, report, set_up_logging
-from gmlp_scale.distributed.world import start_world
 from gmlp_scale.errors import InputError, LostRankError, UserError
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.storage.files import PlaceError
@@ -82,20 +81,12 @@ def test_torchrun_ends_its_report_with_our_error(monkeypatch, capsys, tmp_path):
     assert shown[-2] == "    seed: found 'x'; needed: a valid integer"
 
 
-def test_log_lines_name_the_rank_when_there_are_several(monkeypatch, capsys):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    log = logging.getLogger("gmlp_scale")
-    kept = log.handlers, log.propagate, log.level
-    try:
-        with start_world(30, "cpu") as world:
-            set_up_logging(world)
-            set_up_logging(world)  # twice must not double the lines
-            logging.getLogger("gmlp_scale.train").info("step 1")
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO step 1", lines[0])
-    finally:
-        log.handlers, log.propagate = kept[:2]
-        log.setLevel(kept[2])
+def test_log_lines_of_one_process_name_no_rank(world, capsys):
+    set_up_logging(world)
+    set_up_logging(world)  # twice must not double the lines
+    logging.getLogger("gmlp_scale.train").info("step 1")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO step 1", line)
 
 
 def lines_of_a_bar(monkeypatch, every_seconds: float, **options) -> list[str]:

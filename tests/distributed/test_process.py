@@ -30,33 +30,27 @@ def test_an_ignored_signal_stays_ignored(monkeypatch):
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_the_first_signal_is_told_and_an_interrupt_after_it_does_not_wait_for_the_end_of_the_step(
-    first, monkeypatch, capfd
-):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with start_world(30, "cpu") as world:
-        os.kill(os.getpid(), first)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert world.is_stop_signalled
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+def test_the_first_signal_is_logged_and_an_interrupt_after_it_does_not_wait_for_the_step(first, world, capfd):
+    os.kill(os.getpid(), first)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert world.is_stop_signalled
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == (
         f"{first.name}: stopping after this step; Ctrl-C (SIGINT) now leaves without waiting for it\n"
     )
 
 
-def test_a_signal_whose_terminal_is_gone_still_stops_the_run(monkeypatch):
+def test_a_signal_whose_terminal_is_gone_still_stops_the_run(monkeypatch, world):
     def write(*_) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(os, "write", write)
-    with start_world(30, "cpu") as world:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert world.is_stop_signalled
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert world.is_stop_signalled
 
 
-def test_only_rank_0_tells_a_signal(capfd):
+def test_only_rank_0_prints_a_signal(capfd):
     stop_signal = StopSignal([signal.SIGUSR1], rank=1)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -68,10 +62,8 @@ def test_only_rank_0_tells_a_signal(capfd):
 def _open_files(hard_limit: int) -> tuple[int, list[str]]:
     """The soft limit that a run has, and its warnings."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard_limit))
-    warnings = []
-    logging.getLogger("gmlp_scale.distributed.process").warning = lambda message, *values: warnings.append(
-        message % values
-    )
+    warnings, log = [], logging.getLogger("gmlp_scale.distributed.process")
+    log.warning = lambda message, *values: warnings.append(message % values)
     with start_world(30, "cpu"):
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0], warnings
 

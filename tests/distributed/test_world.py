@@ -1,4 +1,4 @@
-"""What the ranks of a World tell each other, and how a World starts and ends."""
+"""What the ranks of a World exchange, and how a World starts and ends."""
 
 import contextlib
 import os

@@ -78,7 +78,7 @@ class Job:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, that of a signal as a shell tells it. None while it runs."""
+        """Its exit code, that of a signal as a shell shows it. None while it runs."""
         code = self._entering.poll()
         return code if code is None or code >= 0 else 128 - code
 
@@ -129,7 +129,7 @@ class Host:
         self.call("ip", "link", "set", device, "up")
 
     def set_link(self, is_up: bool) -> None:
-        """Plugs the host's network cable in, or pulls it out: nobody is told, packets no longer come."""
+        """Plugs the host's network cable in, or pulls it out: nobody hears of it, packets no longer come."""
         self._switch._in_network("ip", "link", "set", self._port, "up" if is_up else "down")
 
     def lose(self) -> None:

@@ -64,7 +64,7 @@ class ElasticRun:
         return time.monotonic()
 
     def num_ends(self) -> int:
-        """How often ranks have said that they train no longer: told to stop for a restart, or without the others."""
+        """How often ranks have said that they train no longer: stopped for a restart, or without the others."""
         return self.printed().count("; the same command resumes")
 
     def wait_for_end(self, known: int) -> float:

@@ -1,5 +1,5 @@
 """Runs by torchrun, deepspeed and sbatch have the losses of one process. When hosts or ranks are lost, cut off or
-stand still, the others end in time and name them. When a rank or a launcher is told to stop, every rank saves.
+stand still, the others end in time and name them. When a rank or a launcher gets SIGTERM, every rank saves.
 """
 
 import os

@@ -59,9 +59,8 @@ def test_the_image_installs_what_a_run_needs_and_nothing_of_the_tests():
     (extras,) = re.findall(r"--constraint requirements-dev.lock (.*)", dockerfile)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed, optional = project["dependencies"], project["optional-dependencies"]
-    assert extras.split() == sorted(
-        package for extra in ("s3", "wandb", "images", "plot") for package in optional[extra]
-    )
+    in_image = [package for extra in ("s3", "wandb", "images", "plot") for package in optional[extra]]
+    assert extras.split() == sorted(in_image)
     run, dev = (_locked(ROOT / name) for name in ("requirements.lock", "requirements-dev.lock"))
     assert {"setuptools", *map(_name, needed)} <= run and not run & dev
     assert {_name(package) for extra in optional.keys() - {"gs"} for package in optional[extra]} <= dev
@@ -94,12 +93,12 @@ def test_kubernetes_starts_one_pod_for_each_host(dry_run, elastic_start):
     assert {volume["name"]: volume for volume in pod["volumes"]}["shared-memory"]["emptyDir"]["medium"] == "Memory"
 
     assert container["command"] == ["python", "launch/elastic.py"]
-    code, told, words = elastic_start([*container["command"][1:], *container["args"]])
+    code, options, words = elastic_start([*container["command"][1:], *container["args"]])
     assert code == 75  # it has not trained, so the Job starts it again
     num_hosts = job["spec"]["completions"]
-    assert told["--nnodes"] == f"{num_hosts}:{num_hosts}" and job["spec"]["parallelism"] == num_hosts
-    assert told["--nproc-per-node"] == str(num_gpus)
-    assert told["--rdzv-endpoint"] == f"{job['metadata']['name']}-0.{pod['subdomain']}:29400"
+    assert options["--nnodes"] == f"{num_hosts}:{num_hosts}" and job["spec"]["parallelism"] == num_hosts
+    assert options["--nproc-per-node"] == str(num_gpus)
+    assert options["--rdzv-endpoint"] == f"{job['metadata']['name']}-0.{pod['subdomain']}:29400"
     assert "parameters              130,073,552" in dry_run(words, num_hosts * num_gpus)
 
 
@@ -112,18 +111,16 @@ def test_skypilot_starts_torchrun_on_every_node(dry_run, tmp_path):
     torchrun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(0o755)
     of_the_node = {
-        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
-        "SKYPILOT_NUM_GPUS_PER_NODE": str(num_gpus),
-        "SKYPILOT_NODE_RANK": "1",
-        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
-    }
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": str(num_gpus),
+        "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+    }  # fmt: skip
     environment = os.environ | task["envs"] | of_the_node
     script = ["bash", "-euo", "pipefail", "-c", task["run"]]
     done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True)
     words = done.stdout.splitlines()
     first = words.index("launch/pretrain.py")
-    told = dict(zip(words[:first:2], words[1:first:2], strict=True))
-    assert told == {
+    options = dict(zip(words[:first:2], words[1:first:2], strict=True))
+    assert options == {
         "--nnodes": "2", "--nproc_per_node": "8", "--node_rank": "1", "--master_addr": "10.0.0.7",
         "--master_port": "29400",
     }  # fmt: skip
@@ -140,14 +137,9 @@ def start_under_slurm(tmp_path):
     script SIGUSR1 first, as `scancel --signal=USR1 --full` does, which must not end it.
     """
     variables = {
-        "SLURM_CPUS_PER_TASK": "8",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_NTASKS": "16",
-        "SLURM_JOB_ID": "123456",
-        "SLURM_GPUS_ON_NODE": "8",
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-    }
+        "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "16",
+        "SLURM_JOB_ID": "123456", "SLURM_GPUS_ON_NODE": "8", "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }  # fmt: skip
     for name, text in {
         # More names than a pipe holds.
         "scontrol": '[[ $1 == show ]] || exec echo "scontrol $*"; seq --format "node%.0f" 20000',
@@ -190,12 +182,12 @@ def test_slurm_starts_the_elastic_launcher_on_each_node(start_under_slurm, dry_r
     recipe = ["--config", "configs/pretrain/gmlp_base.yaml", "train.micro_batch_size=8"]
     done = start_under_slurm("elastic.sbatch", "--hosts", "1:2", *recipe)
     assert done.returncode == 0, done
-    *options, started = done.stdout.splitlines()
-    assert {"--no-kill", "--cpus-per-task=8", "--cpu-bind=cores"} <= set(options)
+    *of_srun, started = done.stdout.splitlines()
+    assert {"--no-kill", "--cpus-per-task=8", "--cpu-bind=cores"} <= set(of_srun)
     words = started.split()
-    code, told, words = elastic_start(words[words.index("launch/elastic.py") :])
-    assert code == 0 and told["--nnodes"] == "1:2" and told["--nproc-per-node"] == "8"
-    assert told["--rdzv-endpoint"] == "node1:23456"
+    code, options, words = elastic_start(words[words.index("launch/elastic.py") :])
+    assert code == 0 and options["--nnodes"] == "1:2" and options["--nproc-per-node"] == "8"
+    assert options["--rdzv-endpoint"] == "node1:23456"
     assert "parameters              130,073,552" in dry_run(words, 16)
 
 

@@ -1,6 +1,6 @@
 """launch/gpu_proof.sh without a GPU: its order, its limits and its report, and two parts at tiny shapes.
 
-It shows that the script runs and tells the truth about what it ran; nothing of what a GPU would compute.
+It shows that the script runs and reports truly what it ran; nothing of what a GPU would compute.
 """
 
 import json
@@ -44,7 +44,7 @@ def stub(tmp_path) -> str:
     return str(path)
 
 
-def test_a_failing_part_stops_no_other_and_all_is_told(stub, tmp_path):
+def test_a_failing_part_stops_no_other_and_all_is_reported(stub, tmp_path):
     """No part is real: a stub stands for Python, and leaves at once."""
     code, parts, report = prove(tmp_path / "out", str(tmp_path / "out"), PYTHON=stub, GPU_PROOF_SECONDS="100000")
     assert code == 1

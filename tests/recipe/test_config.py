@@ -10,8 +10,7 @@ import yaml
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config, load_run_config, package_recipes, read_recipe_file
-
-SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
+from tests.whole_runs import SMOKE
 
 
 def mistakes(path, *overrides) -> list[str]:
@@ -85,10 +84,7 @@ def test_missing_field_is_named(tmp_path):
             "train.time_budget_seconds=60 optimizer.schedule=stable optimizer.decay_steps=19",
             "with optimizer.decay_steps = 19; needed: optimizer.decay_steps of at most train.num_steps - 2",
         ),
-        (
-            "train.time_budget_seconds=60",
-            "train.time_budget_seconds: found 60; needed: null, or optimizer.schedule=",
-        ),
+        ("train.time_budget_seconds=60", "train.time_budget_seconds: found 60; needed: null, or optimizer.schedule="),
         ("data.masked_fraction=1.5", "data.masked_fraction: found 1.5; needed: a number between 0 and 1, or a list"),
         ("data.masked_fraction=[[0,0.2],[5,0]]", "data.masked_fraction: found [[0, 0.2], [5, 0]]; needed"),
         ("data.masked_fraction=[[0,0.2],[20,0.1]]", "data.masked_fraction: found a change at step 20"),

@@ -29,26 +29,23 @@ def steps_of(path) -> set[str]:
     return {event["name"] for event in events if event["name"].startswith("work of")}
 
 
-def test_the_chosen_steps_are_in_the_trace_and_no_others(tmp_path):
-    with start_world(30, "cpu") as world:
-        both = {"work of step 2", "work of step 3"}
-        assert loop(tmp_path / "whole", (2, 3), world) == {"steps_2_to_3.trace.json.gz": both}
-        stopped = loop(tmp_path / "stopped", (2, 4), world, stop_step=3)
-        assert stopped == {"steps_2_to_3.trace.json.gz": both}
-        resumed = loop(tmp_path / "resumed", (2, 3), world, start_step=2)
-        assert resumed == {"steps_3_to_3.trace.json.gz": {"work of step 3"}}
-        assert loop(tmp_path / "later", (2, 3), world, start_step=3) == {}
-        assert loop(tmp_path / "none", None, world) == {}
+def test_the_chosen_steps_are_in_the_trace_and_no_others(tmp_path, world):
+    both = {"steps_2_to_3.trace.json.gz": {"work of step 2", "work of step 3"}}
+    assert loop(tmp_path / "whole", (2, 3), world) == both
+    assert loop(tmp_path / "stopped", (2, 4), world, stop_step=3) == both
+    resumed = loop(tmp_path / "resumed", (2, 3), world, start_step=2)
+    assert resumed == {"steps_3_to_3.trace.json.gz": {"work of step 3"}}
+    assert loop(tmp_path / "later", (2, 3), world, start_step=3) == {}
+    assert loop(tmp_path / "none", None, world) == {}
 
 
 def test_the_other_ranks_record_nothing(tmp_path):
     assert loop(tmp_path, (1, 2), SimpleNamespace(is_main=False, device=torch.device("cpu"))) == {}
 
 
-def test_a_disk_that_refuses_the_trace_ends_no_training(tmp_path, caplog):
+def test_a_disk_that_refuses_the_trace_ends_no_training(tmp_path, world, caplog):
     (tmp_path / "profile").write_text("a file")
-    with start_world(30, "cpu") as world:
-        assert loop(tmp_path / "profile", (1, 2), world) == {}
+    assert loop(tmp_path / "profile", (1, 2), world) == {}
     assert "the profile of steps 1 to 2 cannot be written" in caplog.text
 
 

@@ -23,9 +23,9 @@ from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.step_reports import LAG_ON_GPU, StepReports
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import FAMILIES, KINDS
+from tests.whole_runs import SMOKE
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
 
-SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
 NUM_STEPS = 5
 RECIPE = [
     "model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}",
@@ -259,10 +259,8 @@ def test_all_ranks_stop_at_the_same_step_with_all_reports_read(lag):
 
 
 @pytest.mark.parametrize("loss, norm", [(float("nan"), 1.0), (1.0, float("inf"))])
-def test_a_report_knows_that_it_is_not_finite(monkeypatch, loss, norm):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with start_world(30, "cpu") as world:
-        reports = StepReports(world, lambda: (0.0, 0.0), began=0.0)
-        reports.send(7, torch.tensor(loss), torch.tensor(norm), 0.5)
-        (report,) = reports.read(until_step=7)
+def test_a_report_knows_that_it_is_not_finite(world, loss, norm):
+    reports = StepReports(world, lambda: (0.0, 0.0), began=0.0)
+    reports.send(7, torch.tensor(loss), torch.tensor(norm), 0.5)
+    (report,) = reports.read(until_step=7)
     assert (report.step, report.learning_rate, report.is_finite, reports.is_stop) == (7, 0.5, False, False)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.piecewise import Piecewise
@@ -16,12 +15,6 @@ from gmlp_scale.train.metrics import Metrics, StartUp, _duration, peak_tflops
 from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.time_budget import build_schedule
-
-
-@pytest.fixture
-def world():
-    with start_world(timeout_seconds=10, device="cpu") as world:
-        yield world
 
 
 def make_metrics(run_dir, world, start_step, *, tokens=512, **changes) -> Metrics:

@@ -2,7 +2,6 @@
 
 import itertools
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train import loop
 from gmlp_scale.train.recheck import RecheckError, checksum, recheck
 from gmlp_scale.train.run import pretrain
-from gmlp_scale.train.sinks import read_metrics
 from tests.engine.trained_engines import (
     AMLP,
     BERT,
@@ -25,9 +23,7 @@ from tests.engine.trained_engines import (
     train,
 )
 from tests.gloo_ranks import run_ranks
-from tests.written_shards import VOCAB_SIZE, write_tiny_shards
-
-SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
+from tests.whole_runs import RECIPE, SMOKE, losses
 
 BITS = (0, 5, 15)  # of a 2-byte or 4-byte number: also the one that changes it least
 
@@ -170,10 +166,7 @@ def test_the_rank_with_other_weights_than_most_is_named():
         recheck(Engine(), _Ranks([5, 5, 6, 5]), None, seed=0, step=1)
 
 
-def test_a_run_rechecks_as_often_as_asked_and_is_the_same_run(tmp_path, monkeypatch):
-    write_tiny_shards(tmp_path / "shards", [17], [12], sequence_length=32)
-    tiny = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", f"model.vocab_size={VOCAB_SIZE}"]
-    tiny += ["train.num_steps=5", "optimizer.warmup_steps=1", "train.log_every_steps=1", "train.num_evaluation_rows=2"]
+def test_a_run_rechecks_as_often_as_asked_and_is_the_same_run(forty_rows, tmp_path, monkeypatch):
     steps = []
 
     def recorded(*arguments):
@@ -182,16 +175,8 @@ def test_a_run_rechecks_as_often_as_asked_and_is_the_same_run(tmp_path, monkeypa
 
     monkeypatch.setattr(loop, "recheck", recorded)
     for every in ("null", "2"):
-        fields = [
-            f"data.shards={tmp_path}/shards",
-            f"output_dir={tmp_path / every}",
-            f"train.recheck_every_steps={every}",
-        ]
-        pretrain(load_run_config(SMOKE, [*tiny, *fields]))
+        fields = ["train.num_steps=5", f"train.recheck_every_steps={every}", f"output_dir={tmp_path / every}"]
+        pretrain(load_run_config(SMOKE, [*RECIPE, *fields, f"data.shards={forty_rows}"]))
     assert steps == [2, 4]
-    without, rechecked = (_losses(tmp_path / every / "smoke") for every in ("null", "2"))
+    without, rechecked = (losses(tmp_path / every / "smoke") for every in ("null", "2"))
     assert len(without) == 5 and rechecked == without
-
-
-def _losses(run_dir: Path) -> list[float]:
-    return [line["train/loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in line]

@@ -1,4 +1,4 @@
-"""Steps that are not finite or far above the others: told, left out or refused, alike on all ranks and on resume."""
+"""Steps that are not finite or far above the others: logged, left out or refused, alike on all ranks and on resume."""
 
 import json
 import math
@@ -109,13 +109,6 @@ def _guard(tmp_path, world, **settings) -> StepGuard:
     return StepGuard(recipe, config, world, {"recent_losses": recent_losses})
 
 
-@pytest.fixture
-def world(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with start_world(10, "cpu") as world:
-        yield world
-
-
 def _see(guard: StepGuard, step: int, loss: float, norm: float = 1.0) -> torch.Tensor:
     marked = guard.marked(torch.tensor(loss), torch.tensor(loss), step)
     guard.see(StepReport(step, loss, norm if marked.isfinite() else math.nan, 1e-3, losses=(loss,)))
@@ -123,7 +116,7 @@ def _see(guard: StepGuard, step: int, loss: float, norm: float = 1.0) -> torch.T
 
 
 @pytest.mark.parametrize("on_spike, is_marked", [("log", False), ("skip", True)])
-def test_a_spike_is_told_with_its_place(on_spike, is_marked, monkeypatch, tmp_path, world, caplog):
+def test_a_spike_is_logged_with_its_place(on_spike, is_marked, monkeypatch, tmp_path, world, caplog):
     batch_sizes = [(0, 8), (200, 16)]
     guard = _guard(tmp_path, world, on_spike=on_spike, global_batch_size=batch_sizes)
     monkeypatch.setattr("gmlp_scale.train.step_guard.log.propagate", True, raising=False)

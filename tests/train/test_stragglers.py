@@ -1,4 +1,4 @@
-"""Which rank holds the others up, told from what each times by itself: a step takes all of them equally long."""
+"""Which rank holds the others up, found from what each times by itself: a step takes all of them equally long."""
 
 import logging
 import os
@@ -15,7 +15,6 @@ from gmlp_scale.train.step_reports import StepReport
 from gmlp_scale.train.stragglers import HeadClock, Stragglers, alone
 from tests.gloo_ranks import run_ranks
 from tests.whole_runs import RECIPE, SMOKE
-from tests.written_shards import write_tiny_shards
 
 
 def _train_with_a_slow_rank(overrides: list[str]) -> list[str]:
@@ -39,9 +38,8 @@ def _train_with_a_slow_rank(overrides: list[str]) -> list[str]:
     return lines
 
 
-def test_a_slow_rank_is_named_though_all_ranks_need_equally_long(tmp_path):
-    write_tiny_shards(tmp_path / "shards", [40], [2], sequence_length=32)
-    places = [f"data.shards={tmp_path / 'shards'}", f"output_dir={tmp_path}"]
+def test_a_slow_rank_is_named_though_all_ranks_need_equally_long(forty_rows, tmp_path):
+    places = [f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
     quiet = ["train.evaluate_every_steps=100", "checkpoint.save_every_steps=100", "train.num_evaluation_rows=2"]
     main, other = run_ranks(_train_with_a_slow_rank, 2, [*RECIPE, *places, *quiet, "engine.kind=fsdp2"])
     assert other == []
@@ -58,14 +56,14 @@ def test_a_slow_rank_is_named_though_all_ranks_need_equally_long(tmp_path):
         ([1, 1], [0.3, 0.3], 0.3, [0.3, 0.3]),
         ([0, 0], [0, 0], 0.3, [0, 0]),
     ],
-    ids=["computes slowly", "waits for batches", "both", "all wait", "no GPU has told yet"],
+    ids=["computes slowly", "waits for batches", "both", "all wait", "no GPU has answered yet"],
 )
 def test_what_each_rank_alone_would_need(compute, waits, step_seconds, expected):
     assert alone(compute, waits, step_seconds) == pytest.approx(expected)
 
 
 class Model(nn.Module):
-    """Its forward pass takes 5 s up to the norm and then as long as it is told, by a clock of its own."""
+    """Its forward pass takes 5 s up to the norm and then as long as asked, by a clock of its own."""
 
     def __init__(self):
         super().__init__()
