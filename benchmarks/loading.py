@@ -15,12 +15,11 @@ import numpy as np
 
 from benchmarks.timing import Contender, Turn, say, time_in_turns
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
-from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.hashing import hash64
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
-from gmlp_scale.data.open_shards import OpenShards
+from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, ShardFiles, Splits
 from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardWriter
+from gmlp_scale.data.source import OpenShards
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import write_text
 from gmlp_scale.tasks.pretraining import build_loader

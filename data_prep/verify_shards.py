@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from gmlp_scale.data.batch import CLS_ID
-from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, unpack_images
-from gmlp_scale.data.manifest import MANIFEST_NAME, CorruptShardError, Shard, read_verified
+from gmlp_scale.data.manifest import MANIFEST_NAME, CorruptShardError, Shard, ShardFiles, read_verified
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.tokenizer import MODEL_NAME
 from gmlp_scale.distributed.logs import command, progress_bar

@@ -7,14 +7,14 @@ torchrun --nproc_per_node 8 launch/finetune.py --config configs/finetune/squad_v
 """
 
 import argparse
+import itertools
 import sys
 
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.distributed.world import World, launched_world_size
+from gmlp_scale.distributed.world import launched_world_size
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import finetune
+from gmlp_scale.finetune.finetuning import finetune, read_inputs
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
-from gmlp_scale.finetune.inputs import read_inputs
 from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
@@ -56,20 +56,27 @@ def main() -> int:
         parser.error("--from-mnli needs --glue")
     if options.grid:
         _refuse_fields_of_grid(options.config, options.overrides)
-    world_size = options.ranks or launched_world_size()
+    world_size, is_sweep = options.ranks or launched_world_size(), options.glue or options.grid or options.seeds > 1
     if options.glue:
         runs = glue_runs(options.config, options.overrides, options.glue)
     else:
         runs = [load_config(FinetuneConfig, options.config, options.overrides)]
-    for run in runs:
-        for one in _first_runs(run, options):
-            one.rows_per_rank(world_size)
+    first_runs = [members(run, grid=options.grid) if is_sweep else [run] for run in runs]  # they wait for no scores
+    for run in itertools.chain(*first_runs):
+        run.rows_per_rank(world_size)
     if options.dry_run:
-        for run in runs:
-            print(describe(_first_runs(run, options), options.seeds, read_inputs(run), world_size))
+        for run, first in zip(runs, first_runs, strict=True):
+            print(describe(first, options.seeds, read_inputs(run), world_size))
         return 0
     with start_world_of(runs[0]) as world:
-        _finetune(runs, world, options)
+        if options.glue:
+            table = run_glue(runs, world, num_seeds=options.seeds, grid=options.grid, from_mnli=options.from_mnli)
+            if table and world.is_main:
+                print(to_markdown(table), end="")
+        elif is_sweep:
+            sweep(runs[0], read_inputs(runs[0]), world, num_seeds=options.seeds, grid=options.grid)
+        else:
+            finetune(runs[0], read_inputs(runs[0]), world)
     return 0
 
 
@@ -83,28 +90,6 @@ def _refuse_fields_of_grid(recipe: str, overrides: list[str]) -> None:
     ]
     if mistakes:
         raise ConfigError(recipe, mistakes)
-
-
-def _is_sweep(options: argparse.Namespace) -> bool:
-    return bool(options.glue or options.grid or options.seeds > 1)
-
-
-def _first_runs(run: FinetuneConfig, options: argparse.Namespace) -> list[FinetuneConfig]:
-    """The runs that do not wait for the scores of others."""
-    return members(run, grid=options.grid) if _is_sweep(options) else [run]
-
-
-def _finetune(runs: list[FinetuneConfig], world: World, options: argparse.Namespace) -> None:
-    if options.glue:
-        table = run_glue(runs, world, num_seeds=options.seeds, grid=options.grid, from_mnli=options.from_mnli)
-        if table and world.is_main:
-            print(to_markdown(table), end="")
-        return
-    inputs = read_inputs(runs[0])
-    if _is_sweep(options):
-        sweep(runs[0], inputs, world, num_seeds=options.seeds, grid=options.grid)
-    else:
-        finetune(runs[0], inputs, world)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ CONFINED = {
     "triton": ("gmlp_scale.kernels", "benchmarks.compiled_kernels"),
     "webdataset": ("gmlp_scale.data.image_shards", "benchmarks"),
     "kornia": ("gmlp_scale.data.augmentation",),
-    "filelock": ("gmlp_scale.storage.run_folder", "gmlp_scale.data.cache"),
+    "filelock": ("gmlp_scale.storage.run_folder", "gmlp_scale.data.manifest"),
     "pickle": (),
     "dill": (),
 }

@@ -56,6 +56,13 @@ def prepare(*arguments: object) -> int:
         return prepare_images.main()
 
 
+def write_image_shards(folder: Path) -> Path:
+    """18 training and 6 held-out images in shards of 5."""
+    source, shards = write_image_folder(folder / "photos"), folder / "shards"
+    prepare("--input", source, "--heldout-fraction", 0.25, "--output", shards, "--images-per-shard", 5)
+    return shards
+
+
 def stored_images(shards: Path) -> dict[str, list[StoredImage]]:
     """All images of a folder of shards, by split, in their order."""
     manifest = ImageManifest.load(shards)

@@ -21,8 +21,7 @@ from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.folder import export_checkpoint
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import finetune
-from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.finetuning import finetune, read_inputs
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config, package_recipes
 from gmlp_scale.storage.files import redacted

@@ -1,17 +1,21 @@
-"""The `data` section of a pretraining recipe, and the manifests of its sources."""
+"""The `data` section of a pretraining recipe, the manifests of its sources, and what checkpoints keep of both."""
 
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.manifest import ShardError
-from gmlp_scale.data.mixture import SourceConfig, with_names
+from gmlp_scale.data.mixture import SourceConfig, changing_steps, with_names
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.fields import FreeOnResume, OfOneMachine
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 _CACHE_MAX_BYTES = 500_000_000_000
+_OF_ALL = ("tokenizer_sha256", "sequence_length", "vocab_size", "packing")
+"""Facts that all sources of a mixture share."""
 
 
 def _is_fraction(value: Any) -> bool:
@@ -124,3 +128,76 @@ def _check_fit(folder: str, manifest: Manifest, config: DataConfig, sequence_len
             f"the shards at {folder} do not fit the recipe: {'; '.join(mistakes)}. "
             "Change the recipe, or write other shards with data_prep/tokenize_corpus.py"
         )
+
+
+def fingerprint(config: DataConfig, manifests: Sequence[Manifest], num_heldout_rows: int) -> dict[str, Any]:
+    """Facts of a run's data, JSON-able. Those of a mixture also have each source by its name."""
+    of_all = {name: getattr(manifests[0], name) for name in _OF_ALL}
+    of_all |= {"train_rows": sum(manifest.num_rows("train") for manifest in manifests)}
+    of_all |= {"heldout_rows": num_heldout_rows}
+    if not config.is_mixture:
+        return {"manifest_sha256": manifests[0].sha256, **of_all}
+    sources = {
+        source.name: {"manifest_sha256": manifest.sha256, "train_rows": manifest.num_rows("train"), **_share_of(source)}
+        for source, manifest in zip(config.sources, manifests, strict=True)
+    }
+    return of_all | {"sources": sources}
+
+
+def _share_of(source: SourceConfig) -> dict[str, Any]:
+    return source.model_dump(include={"weight", "from_step", "until_step"})
+
+
+def comparable(details: dict[str, Any]) -> dict[str, Any]:
+    """The facts in a checkpoint's details, or a run's, with a line for each source; a single source is one of weight 1.
+
+    details: the `config` and the fingerprint, as `data`.
+    """
+    lines = {}
+    for place, (name, facts) in enumerate(_sources(details).items()):
+        until = "the end" if facts["until_step"] is None else f"step {facts['until_step']}"
+        lines[name] = (
+            f"weight {facts['weight']:.15g} from step {facts['from_step']} to {until}, place {place} of the list, "
+            f"{facts['train_rows']:,} rows, manifest {facts['manifest_sha256'][:12]}"
+        )
+    return {name: details["data"][name] for name in _OF_ALL} | {"sources": lines}
+
+
+def changes_of_earlier_rows(before: dict[str, Any], now: dict[str, Any], step: int) -> Iterable[str]:
+    """A line if the sources of `now` would have given other rows than those of `before` to a step below `step`."""
+    old, new = _sources(before), _sources(now)
+    for earlier in changing_steps(map(_config, [*old.values(), *new.values()])):
+        shares = _shares(old, earlier), _shares(new, earlier)
+        if earlier < step and shares[0].keys() != shares[1].keys():
+            found, wanted = ("; ".join(sources.values()) for sources in reversed(shares))
+            yield (
+                f"data.shards: gives step {earlier} {found}; needed: {wanted}, as before the checkpoint. A source "
+                f"keeps its place in the list and its weight; a new one comes last, with from_step of at least {step}, "
+                f"and one that ends gets an until_step of at least {step}"
+            )
+            return
+
+
+def _sources(details: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    data = details["data"]
+    if "sources" in data:
+        return data["sources"]
+    (alone,) = with_names([SourceConfig(shards=details["config"]["data"]["shards"], weight=1)])
+    facts = {name: data[name] for name in ("manifest_sha256", "train_rows")}
+    return {alone.name: facts | _share_of(alone)}
+
+
+def _config(facts: dict[str, Any]) -> SourceConfig:
+    return SourceConfig(shards="", **{name: facts[name] for name in ("weight", "from_step", "until_step")})
+
+
+def _shares(sources: dict[str, dict[str, Any]], step: int) -> dict[tuple[int, str, Fraction], str]:
+    """What decides the rows of a step: the place, manifest and share of each active source, and a text that says so."""
+    places = enumerate(sources.items())
+    active = [(place, name, facts) for place, (name, facts) in places if _config(facts).is_active(step)]
+    total = sum(Fraction(str(facts["weight"])) for _, _, facts in active)
+    shares = {}
+    for place, name, facts in active:
+        share, manifest = Fraction(str(facts["weight"])) / total, facts["manifest_sha256"]
+        shares[place, manifest, share] = f"{float(share):.4g} of {name} (place {place}, manifest {manifest[:12]})"
+    return shares

@@ -1,24 +1,118 @@
 """The batches of images: for each step the rank's rows, decoded and augmented by worker processes some steps ahead."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from threading import Thread
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from gmlp_scale.data.augmentation import Augmentation, AugmentationConfig, centre_crop
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.image_shards import ImageManifest, ImageShards, StoredImage
-from gmlp_scale.data.manifest import ShardError
+from gmlp_scale.data.manifest import CorruptShardError, ShardError, ShardFiles
 from gmlp_scale.data.order import RowOrder
-from gmlp_scale.data.workers import made_ahead
+from gmlp_scale.distributed.process import STOP_SIGNALS
+from gmlp_scale.errors import UserError
 from gmlp_scale.fields import FreeOnResume, OfOneMachine
+
+_FAILURES = (CorruptShardError, OSError)
+"""A worker returns these errors as values, since the DataLoader would pass on the text alone of an error raised."""
+
+
+class _Made(Dataset):
+    """make(key) by key; an error of a shard or a store as a value."""
+
+    def __init__(self, make: Callable[[Any], Any]):
+        self._make = make
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._make(key)
+        except _FAILURES as error:
+            return error
+
+
+def made_ahead(
+    make: Callable[[Any], Any], keys: Iterable, *, num_workers: int, prefetch_batches: int
+) -> Generator[Any, None, None]:
+    """make(key) of each key, in order. Each worker makes `prefetch_batches` ahead; without workers, none is.
+
+    Stop signals are for the run alone: workers go on until the iterator is closed or their parent is gone.
+    Raises UserError if a worker is killed, and the error that `make` has with a shard or a store.
+    """
+    loader = DataLoader(
+        _Made(make),
+        sampler=keys,
+        batch_size=None,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,  # the workers share what is imported
+        prefetch_factor=prefetch_batches if num_workers else None,
+        worker_init_fn=_heed_parent_alone,
+        generator=torch.Generator(),  # else the DataLoader would draw from the one that dropout uses
+    )
+    others, failure = active_children(), None
+    with _our_signals():
+        batches = iter(loader)
+    workers = [child for child in active_children() if child not in others]
+    try:
+        for batch in batches:
+            if isinstance(batch, _FAILURES):
+                failure = batch
+                break
+            yield batch
+    except Exception as error:
+        # torch may raise before it knows why: the connection to a killed worker breaks first.
+        ended = wait([worker.sentinel for worker in workers], timeout=1) if workers else []
+        if not ended:
+            raise
+        (code, *_) = [worker.exitcode for worker in workers if worker.sentinel in ended]
+        raise UserError(
+            f"a process that decodes images ended with exit code {code}; -9 is a kill, mostly for want of memory. "
+            "Lower data.num_workers (--workers of an evaluation) or data.prefetch_batches, or give the job more memory"
+        ) from error
+    if failure:
+        del batches, loader  # the error's traceback would keep them, and so the workers
+        raise failure
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Start workers within it: they inherit that stop signals are blocked, and torch's SIGCHLD handler is undone.
+
+    That handler raises wherever the main thread is when a worker dies, even within a save. Without it torch notices the
+    death when it waits for the worker, within 5 s.
+    """
+    on_child = signal.getsignal(signal.SIGCHLD)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if signal.getsignal(signal.SIGCHLD) != on_child:
+            signal.signal(signal.SIGCHLD, on_child)
+
+
+def _heed_parent_alone(worker: int) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent sends SIGTERM, as it does to workers that are left when it exits."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -49,16 +143,16 @@ class ImageLoader:
         image_size: int,
         num_classes: int,
     ):
-        self.manifest = ImageManifest.load(config.shards)
-        check_images_fit(self.manifest, config.shards, num_classes)
+        self.manifest = load_image_manifest(config.shards, num_classes)
         self.wait_seconds = 0.0
         """How long the caller of `steps` has waited for batches so far."""
-        self._config, self._augmentation, self._plan, self._image_size = config, augmentation, plan, image_size
+        self._augmentation, self._plan, self._image_size = augmentation, plan, image_size
         files, splits = ShardFiles(config.shards, config.cache_dir), self.manifest.splits
         self._order = RowOrder.of_shards(splits.train, group_bytes=config.shuffle_group_bytes, seed=plan.seed)
         # The rows of one step may be of two groups.
         self._train = ImageShards(files, splits.train, num_classes, num_open=self._order.shards_per_group + 8)
         self._heldout = ImageShards(files, splits.heldout, num_classes, num_open=1)
+        self._made_ahead = partial(made_ahead, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[ImageBatch]]:
         """The micro-batches of each step of [start_step, stop_step)."""
@@ -94,10 +188,6 @@ class ImageLoader:
         self._train.close()
         self._heldout.close()
 
-    def _made_ahead(self, make: Callable[[np.ndarray], ImageBatch], keys: Iterable[np.ndarray]) -> Generator:
-        config = self._config
-        return made_ahead(make, keys, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches)
-
     def _augmented(self, augmentation: Augmentation, positions_B: np.ndarray) -> ImageBatch:
         """Training images by their positions in the order."""
         rows = self._order.locate(positions_B)
@@ -117,8 +207,9 @@ def _batch(images: list[Tensor], stored: list[StoredImage]) -> ImageBatch:
     return ImageBatch(torch.stack(images), labels_B, labels_B, torch.ones(len(stored)))
 
 
-def check_images_fit(manifest: ImageManifest, folder: str, num_classes: int) -> None:
+def load_image_manifest(folder: str, num_classes: int) -> ImageManifest:
     """Raises ShardError if the shards do not fit a recipe with `num_classes` classes."""
+    manifest = ImageManifest.load(folder)
     found = len(manifest.classes)
     mistakes = [f"model.vocab_size is {num_classes}, the shards have {found} classes"] if found != num_classes else []
     mistakes += [f"the shards have no {split} images" for split, rows in manifest.total_rows.items() if not rows]
@@ -127,3 +218,4 @@ def check_images_fit(manifest: ImageManifest, folder: str, num_classes: int) -> 
             f"the shards at {folder} do not fit the recipe: {'; '.join(mistakes)}. Change the recipe, or write other "
             "shards with data_prep/prepare_images.py"
         )
+    return manifest

@@ -23,8 +23,7 @@ import numpy as np
 import xxhash
 from pydantic import Field, model_validator
 
-from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardList, Split, Splits, read_verified
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardFiles, ShardList, Split, Splits, read_verified
 from gmlp_scale.data.order import first_rows, places_in_shards
 
 _NOTE = np.dtype([("offset", "i8"), ("size", "i8"), ("label", "i8"), ("checksum", "u8")])

@@ -15,12 +15,11 @@ import numpy as np
 
 from gmlp_scale.data.batch import IGNORED, MaskedBatch, num_masked_positions
 from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.data_config import DataConfig, load_manifests
-from gmlp_scale.data.fingerprint import fingerprint
+from gmlp_scale.data.data_config import DataConfig, fingerprint, load_manifests
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.masking import mask_rows
 from gmlp_scale.data.mixture import Mixture, Pattern
-from gmlp_scale.data.source import BatchAddresses, RowSource, Source, locate_rows, read_rows
+from gmlp_scale.data.source import BatchAddresses, HeldoutRows, RowSource, Source, locate_rows, read_rows
 
 
 class Loader:
@@ -110,7 +109,7 @@ class Loader:
             raise ShardError("the shards have no held-out rows: write them with tokenize_corpus.py --heldout-fraction")
         num_rows = min(num_rows, self.num_heldout_rows)
         with ExitStack() as stack:
-            opened = [stack.enter_context(closing(source.open_heldout())) for source in self.sources]
+            opened = [stack.enter_context(closing(HeldoutRows(source))) for source in self.sources]
             for positions in self.plan.heldout(num_rows):
                 is_filler = positions >= num_rows
                 positions[is_filler] = 0
@@ -121,7 +120,7 @@ class Loader:
 
     def fingerprint(self) -> dict[str, Any]:
         """Facts of the data that a resumed run must find again."""
-        return fingerprint(self.sources, self.num_heldout_rows, self.config.is_mixture)
+        return fingerprint(self.config, [source.manifest for source in self.sources], self.num_heldout_rows)
 
     def close(self) -> None:
         """Ends the threads behind `steps`."""

@@ -33,7 +33,7 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid"):
     must be whole numbers of every million rows or fewer: 0.7 and 0.3, or 1563 and 241. [no unit]"""
     name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
     """The source in tags and records, as in data/epoch/NAME. null: the last part of its folder's path, or as many parts
-    as tell it from the other sources, such as own/shards."""
+    as set it apart from the others, such as own/shards."""
     from_step: int = Field(default=0, ge=0)
     """The source gives rows from this many finished steps on. [steps]"""
     until_step: int | None = Field(default=None, gt=0)

@@ -1,20 +1,181 @@
-"""The rows of one source: one folder of shards, its order, its epochs and its masks. And of several, row by row."""
+"""The rows of one source: one folder of shards, its order, its epochs and its masks. And of several, row by row.
 
-from collections.abc import Sequence
+Threads open the shards. A corrupt one is replaced by the next, or refused.
+"""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.data_config import DataConfig
-from gmlp_scale.data.manifest import CorruptShardError, Shard
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError, ShardFiles
 from gmlp_scale.data.mixture import source_seed
-from gmlp_scale.data.open_shards import OpenShards, SkipCorruptShards
 from gmlp_scale.data.order import RowAddresses, RowOrder, first_rows, places_in_shards
-from gmlp_scale.data.shards import ROW_DTYPE, Manifest
+from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardRows
+from gmlp_scale.storage.growing_file import SharedLines
+
+log = logging.getLogger(__name__)
 
 _HELDOUT_SEED = 0
+_SHARDS_AT_A_TIME = 8
+"""Opened by threads: copying and hashing release Python's lock, and a first batch may open dozens of shards."""
+
+
+class SkipCorruptShards:
+    """Allows up to `max_shards` corrupt shards; each is recorded in the file `record`, which all ranks share.
+
+    A resumed run skips the recorded shards from its first step on, also those that were written again meanwhile. So it
+    has the rows of a run that never stopped, on any number of ranks, if the shards were corrupt when they were first
+    read. One that was sound until some step, or failed for one rank only, is skipped at the repeated steps by all.
+
+    prefix: stands before the names in the record, so that a mixture's sources differ.
+    """
+
+    def __init__(self, record: Path, max_shards: int, prefix: str = ""):
+        self.record, self.max_shards, self.prefix = record, max_shards, prefix
+        self._lines = SharedLines(record)
+
+    def note(self, error: CorruptShardError) -> None:
+        """Records a corrupt shard. Raises ShardError if all ranks together have now met too many."""
+        name = self.prefix + error.name
+        if name not in self._recorded(self._lines.lines()):
+            log.warning(
+                "shard %s is corrupt and skipped: %s. A resumed run skips it too: to use it again, write or copy it "
+                "again and delete its lines in %s",
+                name,
+                error.found,
+                self.record,
+            )
+            self._lines.write(json.dumps({"shard": name, "found": error.found}).encode())
+        self.names()
+
+    def names(self) -> set[str]:
+        """The names of the source's recorded shards. Raises ShardError if those of all sources are too many."""
+        recorded = self._recorded(self._lines.lines())
+        if len(recorded) > self.max_shards:
+            name, found = list(recorded.items())[-1]
+            raise ShardError(
+                f"{len(recorded)} shards are corrupt, data.max_corrupt_shards is {self.max_shards}; they are listed in "
+                f"{self.record}, the last was {name} ({found}). Write or copy them again and delete their lines there, "
+                "or raise data.max_corrupt_shards"
+            )
+        return {name.removeprefix(self.prefix) for name in recorded if name.startswith(self.prefix)}
+
+    def write(self) -> None:
+        """Adds what the record lacks since the disk was full."""
+        self._lines.write()
+
+    def close(self) -> None:
+        self.write()
+        if missing := ", ".join(self._recorded(self._lines.unwritten)):
+            log.warning("%s lacks %s, which a resumed run reads if they are sound by then", self.record, missing)
+
+    def _recorded(self, lines: Iterable[bytes]) -> dict[str, str]:
+        """What was found, by the shard's name. Lines that a full disk or a kill cut short are left out."""
+        recorded = {}
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(line)
+                recorded[entry["shard"]] = entry["found"]
+        return recorded
+
+
+class OpenShards:
+    """The shards of one split. Threads open and verify each before it is read; the `num_open` used last stay open."""
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        shards: Sequence[Shard],
+        sequence_length: int,
+        *,
+        num_open: int,
+        skip_corrupt: SkipCorruptShards | None,
+    ):
+        self._files, self._shards, self.sequence_length = files, shards, sequence_length
+        self._num_open, self._skip_corrupt = num_open, skip_corrupt
+        self._open: OrderedDict[int, Future[ShardRows]] = OrderedDict()  # the shard used last comes last
+        self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
+        recorded = skip_corrupt.names() if skip_corrupt else set()
+        self._corrupt = {index for index, shard in enumerate(shards) if shard.name in recorded}
+        if self._corrupt:
+            log.info("%d shards are skipped, as recorded in %s", len(self._corrupt), skip_corrupt.record)
+
+    def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> np.ndarray:
+        """The rows with these indices within the shards with these indices, uint16 [B, N].
+
+        If corrupt shards are skipped, the next sound shard in the manifest's order takes a corrupt one's place: ranks
+        need not talk to agree. Otherwise raises CorruptShardError.
+        """
+        wanted = np.unique(shards_B).tolist()
+        self._start_opening(wanted)
+        rows_BN = np.empty((len(row_indices_B), self.sequence_length), ROW_DTYPE)
+        for index in wanted:
+            places = np.flatnonzero(shards_B == index)
+            shard, num_rows = self._sound_shard(index)
+            rows_BN[places] = shard.read(row_indices_B[places] % num_rows)
+        self._close_oldest()
+        if self._skip_corrupt:
+            self._skip_corrupt.write()
+        return rows_BN
+
+    def open_ahead(self, shards: Sequence[int]) -> None:
+        """Starts to open the shards that the next reads may need, unless they are more than may be open."""
+        if len(shards) > self._num_open:
+            return
+        for index in self._open.keys() - shards:
+            if not self._open[index].done():  # this rank had no row to read there
+                self._open.pop(index).cancel()
+        self._start_opening(shards)
+        self._close_oldest()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._skip_corrupt:
+            self._skip_corrupt.close()
+
+    def _sound_shard(self, index: int) -> tuple[ShardRows, int]:
+        for candidate in (*range(index, len(self._shards)), *range(index)):
+            if candidate in self._corrupt:
+                continue
+            try:
+                return self._opened(candidate), self._shards[candidate].rows
+            except CorruptShardError as error:
+                if self._skip_corrupt is None:
+                    raise
+                self._skip_corrupt.note(error)
+                self._corrupt.add(candidate)
+        raise ShardError("every shard of the split is corrupt: write or copy them again")
+
+    def _start_opening(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index not in self._corrupt:
+                self._open[index] = self._open.get(index) or self._threads.submit(self._verified, self._shards[index])
+                self._open.move_to_end(index)
+
+    def _opened(self, index: int) -> ShardRows:
+        for _ in range(2):  # what could not be opened ahead is tried again
+            self._start_opening([index])
+            shard = self._open[index]
+            if shard.exception() is None:
+                break
+            del self._open[index]
+        return shard.result()
+
+    def _close_oldest(self) -> None:
+        while len(self._open) > self._num_open:
+            self._open.popitem(last=False)
+
+    def _verified(self, shard: Shard) -> ShardRows:
+        return self._files.opened(shard, lambda path: ShardRows(path, shard, self.sequence_length))
 
 
 class Source:
@@ -28,7 +189,7 @@ class Source:
     """
 
     def __init__(self, config: DataConfig, place: int, manifest: Manifest, *, seed: int, run_dir: Path):
-        self.config, self.manifest, self._place = config.sources[place], manifest, place
+        self.config, self.manifest, self.place = config.sources[place], manifest, place
         self.num_rows, self.sequence_length = manifest.num_rows("train"), manifest.sequence_length
         self.seed = source_seed(seed, place)
         """Decides the order and the masks of its rows."""
@@ -37,10 +198,10 @@ class Source:
             prefix = f"{self.config.name}/" if config.is_mixture else ""
             skip_corrupt = SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards, prefix)
         self._order = RowOrder.of_shards(shards, group_bytes=config.shuffle_group_bytes, seed=self.seed)
-        self._files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
+        self.files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
         num_open = 2 * self._order.shards_per_group + 8
         self._shards = OpenShards(
-            self._files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt
+            self.files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt
         )
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
@@ -58,15 +219,6 @@ class Source:
     def open_ahead(self, position: int, stop: int) -> None:
         """Starts to open the shards of the group at `position` and of the next one, unless that begins at `stop`."""
         self._shards.open_ahead(self._order.shards_ahead(position, stop))
-
-    def open_heldout(self) -> "HeldoutRows":
-        """Its held-out rows, to be closed by the caller."""
-        return HeldoutRows(
-            self._files,
-            self.manifest.splits.heldout,
-            self.manifest.sequence_length,
-            seed=source_seed(_HELDOUT_SEED, self._place),
-        )
 
     def token_counts(self, num_rows: int) -> np.ndarray:
         """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
@@ -86,11 +238,12 @@ class Source:
 
 
 class HeldoutRows(OpenShards):
-    """The held-out rows of one source. `seed` decides their masks, which are the same in every run."""
+    """The held-out rows of one source. Their masks are the same in every run."""
 
-    def __init__(self, files: ShardFiles, shards: Sequence[Shard], sequence_length: int, *, seed: int):
-        super().__init__(files, shards, sequence_length, num_open=1, skip_corrupt=None)
-        self.seed = seed
+    def __init__(self, source: Source):
+        shards = source.manifest.splits.heldout
+        super().__init__(source.files, shards, source.sequence_length, num_open=1, skip_corrupt=None)
+        self.seed = source_seed(_HELDOUT_SEED, source.place)
         self._first_rows = first_rows(shards)
 
     def locate(self, row_indices: np.ndarray) -> RowAddresses:

@@ -86,8 +86,9 @@ class Tokenizer:
             return []
         try:
             words_of_texts = pyarrow.compute.split_pattern(pyarrow.array(texts, pyarrow.large_string()), " ")
-        except UnicodeEncodeError as error:
-            raise InputError(_lone_surrogate(error)) from error
+        except UnicodeEncodeError:
+            _check_characters(texts)
+            raise
         ends_of_texts = words_of_texts.offsets.to_numpy()
         places_of_first_words, words = ends_of_texts[:-1], words_of_texts.values
         distinct = words.dictionary_encode()
@@ -137,8 +138,7 @@ class Tokenizer:
         try:
             encoded = self._model.encode(texts, return_type="numpy", num_threads=1)
         except (RuntimeError, TypeError) as error:
-            for text in texts:
-                _check_characters(text)
+            _check_characters(texts)
             raise AssertionError(error) from error
         for number, text in enumerate(texts):
             if _SPACE_MARK in text:
@@ -211,12 +211,12 @@ def _training_lines(text: str) -> Iterable[str]:
             yield line[start : start + _MAX_SENTENCE_CHARACTERS]
 
 
-def _check_characters(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(_lone_surrogate(error)) from error
-
-
-def _lone_surrogate(error: UnicodeEncodeError) -> str:
-    return f"the text has a lone surrogate at character {error.start}, which is no character"
+def _check_characters(texts: Iterable[str]) -> None:
+    """Raises InputError if a text cannot be encoded."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"the text has a lone surrogate at character {error.start}, which is no character"
+            ) from error

@@ -5,10 +5,12 @@ predictions/PART/     the last weights' predictions in the benchmark's official 
 scores.json           the last weights' scores on every part with labels, written last: a run that has it is done
 """
 
+import hashlib
 import json
 import logging
 import shutil
 import time
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -16,23 +18,79 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmlp_scale.checkpoint.trained import copy_weights
-from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.checkpoint.trained import TrainedModel, copy_weights, read_export
+from gmlp_scale.data.batch_plan import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.inputs import Inputs
 from gmlp_scale.models import build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
+from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.storage.files import read_file, write_text
-from gmlp_scale.tasks.table import summarize_all
+from gmlp_scale.tasks.table import TaskRows, summarize_all
+from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.run import run_task
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all runs of one model on one task's data share."""
+
+    pretrained: TrainedModel
+    rows: dict[str, TaskRows]
+    """The rows of train and of each of FinetuneConfig.parts."""
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str | int]:
+        """SHA-256 of the weights, the tokenizer and the rows to learn from, which a resumed run must find again."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.pretrained.weights.items()):
+            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        learned = {part: rows.fingerprint for part, rows in self.rows.items() if not part.startswith("test")}
+        return {
+            "weights_sha256": digest.hexdigest(),
+            "tokenizer_sha256": self.pretrained.tokenizer_sha256,
+            **{f"{part}_sha256": fingerprint for part, fingerprint in learned.items()},
+        }
+
+    @cached_property
+    def tests_fingerprint(self) -> dict[str, str]:
+        """SHA-256 of the test parts. They may be added to a finished run or changed: it then predicts them anew."""
+        return {part: rows.fingerprint for part, rows in self.rows.items() if part.startswith("test")}
+
+
+def read_inputs(run: FinetuneConfig) -> Inputs:
+    """Reads the export and every part of the data that the recipe gives.
+
+    Raises:
+        FileNotFoundError, ExportError, DataError: naming the file and what is wrong with it.
+        ConfigError: the rows are longer than the model allows.
+    """
+    pretrained = read_export(run.model)
+    longest = pretrained.config.sequence_length
+    if run.data.sequence_length > longest:
+        found = f"found {run.data.sequence_length}; the model at {run.model} takes at most {longest}"
+        raise ConfigError(run.name, [f"data.sequence_length: {found}"])
+    tokenizer = pretrained.tokenizer()
+    rows = {
+        part: run.task_row.read(
+            run.data.source(part), part, tokenizer, run.data.sequence_length, run.data.document_stride
+        )
+        for part in ("train", *run.parts)
+    }
+    for part in run.parts:
+        same_file = run.data.source(part) == run.data.train and Path(run.data.train).is_file()
+        if same_file or rows[part].fingerprint == rows["train"].fingerprint:
+            log.warning("data.%s holds the training data (%s): its score says nothing", part, run.data.source(part))
+        if not rows[part].has_labels:
+            log.info("data.%s has no labels: its predictions are written, but not scored", part)
+    return Inputs(pretrained, rows)
 
 
 def finetune(config: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
@@ -45,7 +103,7 @@ def finetune(config: FinetuneConfig, inputs: Inputs, world: World) -> dict | Non
     return task.content
 
 
-class Finetuning:
+class Finetuning(Task):
     """The Task of a finetuning recipe: it scores the dev parts, keeps the best weights, and writes the predictions.
 
     Raises:
@@ -84,14 +142,11 @@ class Finetuning:
 
     def initialise(self, model: Backbone) -> None:
         """Random weights from the seed; then, if `pretrained`, the export's trunk, whatever head that has."""
-        model.init_weights(torch.Generator().manual_seed(self.config.seed))
+        super().initialise(model)
         if self.config.pretrained:
             with torch.device("meta"):
                 trunk = build_model(self.inputs.pretrained.config, head=Backbone)
             copy_weights(model, {name: self.inputs.pretrained.weights[name] for name, _ in trunk.named_parameters()})
-
-    def epochs(self, step: int) -> dict[str, float]:
-        return {"data/epoch": self.train.batch_sizes.before(step) / self.num_rows}
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Scores by tag. Writes best/ if the dev score is the best so far."""

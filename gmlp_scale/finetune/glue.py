@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.finetuning import read_inputs
 from gmlp_scale.finetune.sweep import member, sweep, write_table
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config

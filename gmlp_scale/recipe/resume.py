@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from gmlp_scale.checkpoint.format import Checkpoint
-from gmlp_scale.data.fingerprint import changes_of_earlier_rows, comparable
+from gmlp_scale.data.data_config import changes_of_earlier_rows, comparable
 from gmlp_scale.fields import Mark, flatten, is_one_of, marked_fields
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe, RunConfig

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.data.batch import IGNORED
-from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.data.batch_plan import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.fields import FreeInBranch, FreeOnResume
@@ -26,6 +26,7 @@ from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import read_file
 from gmlp_scale.tasks.evaluate import evaluate, shown
 from gmlp_scale.tasks.records import DataError
+from gmlp_scale.tasks.task import Task
 
 
 class CharacterDataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -111,12 +112,8 @@ class Text:
             raise DataError(path, [f"has {len(ids)} characters; needed: enough for {needed}"])
 
 
-class Characters:
+class Characters(Task):
     """The Task of a CharactersConfig."""
-
-    def __init__(self, config: CharactersConfig):
-        self.config, self.train, self.optimizer = config, config.train, config.optimizer
-        self.tokens_per_step, self.flops_per_step = config.tokens_per_step, config.flops_per_step()
 
     def open_loader(self, world: World) -> EpochLoader:
         text = self.text = Text(self.config)
@@ -124,15 +121,6 @@ class Characters:
         sizes = f"{self.num_rows:,} crops and {text.heldout.num_rows:,} held out"
         self.data = f"{self.config.data.text}, {sizes}, {len(text.alphabet)} different characters"
         return EpochLoader(text.train, self.config.batch_plan(rank=world.rank, world_size=world.size))
-
-    def build_model(self) -> NextTokenModel:
-        return self.config.build_model()
-
-    def initialise(self, model: NextTokenModel) -> None:
-        model.init_weights(torch.Generator().manual_seed(self.config.seed))
-
-    def epochs(self, step: int) -> dict[str, float]:
-        return {"data/epoch": self.train.batch_sizes.before(step) / self.num_rows}
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Held-out loss, perplexity and accuracy per character, on crops that do not overlap."""
@@ -149,6 +137,3 @@ class Characters:
                 yield batch
 
         return evaluate(engine.predict, own_batches(), world, attrgetter("next_ids_BN")).by_tag()
-
-    def finish(self, engine: Engine, world: World, step: int) -> None:
-        """Does nothing: the last checkpoint is the result."""

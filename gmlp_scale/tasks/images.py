@@ -17,8 +17,7 @@ from torch import Tensor
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.batch import ImageBatch
-from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, check_images_fit
-from gmlp_scale.data.image_shards import ImageManifest
+from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, load_image_manifest
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.fields import FreeInBranch, FreeOnResume
@@ -26,6 +25,7 @@ from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe
 from gmlp_scale.tasks.evaluate import shown
+from gmlp_scale.tasks.task import Task
 
 
 class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
@@ -65,9 +65,7 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
 
     def num_rows(self) -> int:
         """Raises FileNotFoundError where there are no shards, and ShardError where they do not fit the recipe."""
-        manifest = ImageManifest.load(self.data.shards)
-        check_images_fit(manifest, self.data.shards, self.model.vocab_size)
-        return manifest.num_rows("train")
+        return load_image_manifest(self.data.shards, self.model.vocab_size).num_rows("train")
 
     def mistakes(self) -> Iterable[str]:
         yield from super().mistakes()
@@ -81,12 +79,8 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
             yield f"train.micro_batch_size: found {micro_batch_size}; needed: {needed}"
 
 
-class Images:
+class Images(Task):
     """The Task of an ImagesConfig."""
-
-    def __init__(self, config: ImagesConfig):
-        self.config, self.train, self.optimizer = config, config.train, config.optimizer
-        self.tokens_per_step, self.flops_per_step = config.tokens_per_step, config.flops_per_step()
 
     def open_loader(self, world: World) -> ImageLoader:
         config = self.config
@@ -104,21 +98,9 @@ class Images:
         self.data = f"{config.data.shards}, {sizes}, {len(loader.manifest.classes):,} classes"
         return loader
 
-    def build_model(self) -> ImageClassifier:
-        return self.config.build_model()
-
-    def initialise(self, model: ImageClassifier) -> None:
-        model.init_weights(torch.Generator().manual_seed(self.config.seed))
-
-    def epochs(self, step: int) -> dict[str, float]:
-        return {"data/epoch": self.train.batch_sizes.before(step) / self.num_rows}
-
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         batches = self._loader.heldout_batches(self.train.num_evaluation_rows)
         return {f"eval/{name}": value for name, value in evaluate_images(engine.predict, batches, world).items()}
-
-    def finish(self, engine: Engine, world: World, step: int) -> None:
-        """Does nothing: the last checkpoint is the result."""
 
 
 def evaluate_images(

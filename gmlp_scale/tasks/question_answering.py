@@ -6,8 +6,9 @@ Shape suffixes: B batch, N positions, R rows.
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,7 @@ from torch import Tensor
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.task_heads import SpanBatch, SpanPredictor
-from gmlp_scale.tasks.questions import Question, read_questions
-from gmlp_scale.tasks.records import DataSet
+from gmlp_scale.tasks.records import DataError, DataSet, Record, read_records, require_columns, text_mistake
 from gmlp_scale.tasks.scores import squad_v1_scores, squad_v2_scores
 from gmlp_scale.tasks.windows import (
     MAX_QUESTION_TOKENS,
@@ -30,8 +30,105 @@ from gmlp_scale.tasks.windows import (
     cut_windows,
 )
 
+log = logging.getLogger(__name__)
+
 NULL_THRESHOLD = 0.0
 """In v2.0, a question with null odds above this gets no answer."""
+_COLUMNS = ("id", "question", "context", "answers")
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    start: int | None
+    """Index of its first character in the context; None if the context does not hold it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+    """Empty if the question cannot be answered."""
+
+
+def read_questions(source: str, part: str, data_set: DataSet, has_unanswerable: bool) -> list[Question]:
+    """All questions of a source in its order.
+
+    If an answer does not stand at its offset, it is placed where the context holds it nearest to the offset. If the
+    context does not hold it, it has no place and counts for scoring only. A training question is left out if none of
+    its answers has a place. Warnings count these cases.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DataError: there are no questions, a column is missing, or records are wrong; it names them all.
+    """
+    questions, mistakes = [], []
+    moved, lost = [], []
+    num_left_out = 0
+    for record in read_records(source, part, data_set):
+        require_columns(source, record, [_COLUMNS])
+        if of_record := _record_mistakes(record, has_unanswerable):
+            mistakes += of_record
+            continue
+        fields = record.fields
+        answers = fields["answers"]
+        given = [Answer(*pair) for pair in zip(answers["text"], answers["answer_start"], strict=True)]
+        placed = tuple(_placed(answer, fields["context"]) for answer in given)
+        for before, after in zip(given, placed, strict=True):
+            if after.start != before.start:
+                (lost if after.start is None else moved).append(f"{record.place}: {before.text!r}")
+        if part == "train" and placed and all(answer.start is None for answer in placed):
+            num_left_out += 1
+            continue
+        questions.append(Question(fields["id"], fields["question"], fields["context"], placed))
+    if mistakes:
+        raise DataError(source, mistakes)
+    if not questions:
+        raise DataError(source, ["holds no questions that can be used"])
+    if moved:
+        log.warning("%s: %d answers stand elsewhere than at their offset; first %s", source, len(moved), moved[0])
+    if lost:
+        log.warning(
+            "%s: %d answers are not in their context, so %d questions were left out; first %s",
+            source, len(lost), num_left_out, lost[0],
+        )  # fmt: skip
+    return questions
+
+
+def _record_mistakes(record: Record, has_unanswerable: bool) -> list[str]:
+    fields, mistakes = record.fields, []
+    for column in ("id", "question", "context"):
+        if mistake := text_mistake(record.place, column, fields[column]):
+            mistakes.append(mistake)
+        elif not fields[column].strip():
+            mistakes.append(f"{record.place}: the {column} is empty")
+    answers = fields["answers"] if isinstance(fields["answers"], dict) else {}
+    texts, starts = answers.get("text"), answers.get("answer_start")
+    if not isinstance(texts, list) or not isinstance(starts, list):
+        needed = "text and answer_start, a list each"
+        return [*mistakes, f"{record.place}: answers is {fields['answers']!r}; needed: {needed}"]
+    if len(texts) != len(starts):
+        mistakes.append(f"{record.place}: {len(texts)} answers but {len(starts)} offsets")
+    if wrong := [start for start in starts if not isinstance(start, int)]:
+        mistakes.append(f"{record.place}: the offset {wrong[0]!r} is no whole number")
+    mistakes += filter(None, (text_mistake(record.place, "an answer", text) for text in texts))
+    if not texts and not has_unanswerable:
+        mistakes.append(f"{record.place}: no answer; only task squad_v2 has such questions")
+    return mistakes
+
+
+def _placed(answer: Answer, context: str) -> Answer:
+    """The answer at its offset, else where the context holds it nearest to that, else without a place."""
+    if answer.text.strip() and context.startswith(answer.text, answer.start):
+        return answer
+    places = []
+    start = context.find(answer.text) if answer.text.strip() else -1
+    while start >= 0:
+        places.append(start)
+        start = context.find(answer.text, start + 1)
+    return replace(answer, start=min(places, key=lambda place: abs(place - answer.start), default=None))
 
 
 @dataclass(frozen=True)
@@ -94,8 +191,8 @@ class QuestionRows:
             context_ids, token_ranges = encode_context(question.context)
             self.token_ranges.append(token_ranges)
             start = np.concatenate([[CLS_ID], question_ids[:MAX_QUESTION_TOKENS], [SEP_ID]])
-            places = [(answer.start, answer.stop) for answer in question.answers if answer.start is not None]
-            answer = answer_tokens(token_ranges, *places[0]) if places else None
+            placed = next((answer for answer in question.answers if answer.start is not None), None)
+            answer = placed and answer_tokens(token_ranges, placed.start, placed.start + len(placed.text))
             for window in cut_windows(len(context_ids), sequence_length - len(start) - 1, document_stride):
                 ids = np.concatenate([start, context_ids[window.first : window.stop], [SEP_ID]]).astype(np.uint16)
                 token_ids.append(np.pad(ids, (0, sequence_length - len(ids)), constant_values=PAD_ID))

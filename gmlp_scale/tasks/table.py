@@ -2,7 +2,7 @@
 
 A task of either class has
     name, data_set          the data set also names its parts
-    official_sizes          examples of the published parts, where finetune/paper.py has scores of the paper
+    official_sizes          examples of the published parts, where finetune/sweep.py has scores of the paper
     main_score              the score by which the best weights are picked, the higher the better
     head_name, class_names  what an export says of its head (export.folder)
     has_windows             whether its rows are windows of longer texts, cut with a stride

@@ -12,7 +12,7 @@ from gmlp_scale.plan.auto import faster_precision, largest_micro_batch_size
 from gmlp_scale.recipe.config import AnyPretraining, ConfigError, RunConfig, split_step
 from gmlp_scale.recipe.reader import read_recipe_file
 from gmlp_scale.storage.files import read_file, redacted
-from gmlp_scale.tasks.start_weights import with_newest_step
+from gmlp_scale.tasks.pretraining import with_newest_step
 
 
 def resolve(run: AnyPretraining, world: World) -> AnyPretraining:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import images as benchmark_images
-from gmlp_scale.data import workers
+from gmlp_scale.data import image_loader
 
 RECIPE = Path(__file__).parents[2] / "configs" / "images" / "mnist.yaml"
 
@@ -17,8 +17,8 @@ def test_both_loaders_are_measured_with_the_recipes_workers_and_micro_batches(mo
         seen.append(num_workers)
         return made(*arguments, num_workers=num_workers, **options)
 
-    seen, made = [], workers.made_ahead
-    monkeypatch.setattr("gmlp_scale.data.image_loader.made_ahead", noting)
+    seen, made = [], image_loader.made_ahead
+    monkeypatch.setattr(image_loader, "made_ahead", noting)
     words = ["benchmark_images.py", "--config", str(RECIPE), "--images", "256", "--rounds", "1"]
     path = tmp_path / "report.json"
     sizes = ["data.num_workers=2", "train.micro_batch_size=32", "data.shuffle_group_bytes=10_000_000"]

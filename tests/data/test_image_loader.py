@@ -1,4 +1,6 @@
-"""The batches of images: the same on any ranks and with any workers, from shards that are verified."""
+"""The batches of images: the same on any ranks and with any workers, from shards that are verified.
+
+Workers end with the process that started them, however that ends, although they hear no stop signals."""
 
 import errno
 import io
@@ -7,9 +9,11 @@ import shutil
 import signal
 import tarfile
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import active_children
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,23 +22,20 @@ import torch
 from gmlp_scale.data import image_shards
 from gmlp_scale.data.augmentation import AugmentationConfig
 from gmlp_scale.data.batch import ImageBatch
-from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader
+from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, made_ahead
 from gmlp_scale.data.image_shards import ImageShards, StoredImage, pack_images, unpack_images
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.errors import UserError
 from tests.data.conftest import plan_of
-from tests.written_images import prepare, stored_images, write_image_folder
+from tests.forked import fork
+from tests.written_images import stored_images, write_image_shards
 
 SIZE = 12
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """18 training and 6 held-out images in shards of 5."""
-    folder = tmp_path_factory.mktemp("images")
-    source = write_image_folder(folder / "photos")
-    prepare("--input", source, "--heldout-fraction", 0.25, "--output", folder / "shards", "--images-per-shard", 5)
-    return folder / "shards"
+    return write_image_shards(tmp_path_factory.mktemp("images"))
 
 
 def loader(shards, *, augmentation=None, num_workers=0, cache_dir=None, **changes) -> ImageLoader:
@@ -211,3 +212,39 @@ def test_mixing_needs_no_more_than_the_pair(shards):
     whole = batches(loader(shards, micro_batch_size=8), stop=2)
     assert_equal(batches(loader(shards, micro_batch_size=2), stop=2), whole)
     assert len(np.unique(whole[0].shares_B)) == 4
+
+
+_kept = []
+
+
+def _start_and_end(path: Path, how: str) -> None:
+    batches = made_ahead(lambda key: os.getpid(), range(100), num_workers=2, prefetch_batches=1)
+    pids = [next(batches), next(batches)]
+    path.write_text(" ".join(map(str, pids)))
+    match how:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "closed":
+            batches.close()
+            assert not any(is_running(pid) for pid in pids)
+        case "left open":
+            _kept.append(batches)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("closed", 0), ("left open", 0)])
+def test_workers_end_with_their_parent(how, code, tmp_path):
+    process = fork(_start_and_end, tmp_path / "pids", how)
+    process.join(60)
+    assert process.exitcode == code
+    deadline = time.monotonic() + 60
+    while any(is_running(int(pid)) for pid in (tmp_path / "pids").read_text().split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

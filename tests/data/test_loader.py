@@ -8,12 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gmlp_scale.data import open_shards
+from gmlp_scale.data import source
 from gmlp_scale.data.batch import IGNORED, MaskedBatch
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.manifest import CorruptShardError, ShardError
-from gmlp_scale.data.open_shards import OpenShards
 from gmlp_scale.data.shards import Manifest, ShardRows
+from gmlp_scale.data.source import OpenShards
 from tests.written_shards import change_manifest
 
 
@@ -117,7 +117,7 @@ def test_the_next_group_is_opened_while_one_is_read(world_size, write_shards, ma
 
     with monkeypatch.context() as patch:
         patch.setattr(OpenShards, "read", noting_read)
-        patch.setattr(open_shards, "ShardRows", lambda path, *rest: opened.append(path) or ShardRows(path, *rest))
+        patch.setattr(source, "ShardRows", lambda path, *rest: opened.append(path) or ShardRows(path, *rest))
         batches = list(loader.steps(0, 50))  # an epoch
         assert len(opened) == len(set(opened)) and (world_size > 1 or len(opened) == 40)
         batches += loader.steps(50, 100)

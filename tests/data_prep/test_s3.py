@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.cache import ShardFiles
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import CorruptShardError, ShardError

@@ -18,8 +18,7 @@ from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.task_heads import LabelledBatch, SpanBatch
-from gmlp_scale.tasks.question_answering import QuestionRows
-from gmlp_scale.tasks.questions import Question
+from gmlp_scale.tasks.question_answering import Question, QuestionRows
 from tests.models.every_kind import KINDS, TINY
 
 LENGTH = TINY["sequence_length"]

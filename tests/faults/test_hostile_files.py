@@ -10,8 +10,7 @@ import pytest
 import zstandard
 
 from gmlp_scale.checkpoint.stores import newest_checkpoint
-from gmlp_scale.data.cache import ShardFiles
-from gmlp_scale.data.manifest import ShardError
+from gmlp_scale.data.manifest import ShardError, ShardFiles
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.prepare.input_files import InputFile, find_inputs
 from gmlp_scale.prepare.read_records import BadRecord, FileReader

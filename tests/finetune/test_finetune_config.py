@@ -6,7 +6,7 @@ from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.tasks.table import TASKS
-from tests.finetune.small_recipes import RECIPES
+from tests.finetune.conftest import RECIPES
 
 
 def load(task: str, *overrides: str) -> FinetuneConfig:

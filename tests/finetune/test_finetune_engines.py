@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.finetune.finetuning import Finetuning, finetune
-from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.finetuning import Finetuning, finetune, read_inputs
 from gmlp_scale.train.run import build_engine_of
-from tests.finetune.small_recipes import sentiment_run
+from tests.finetune.conftest import sentiment_run
 from tests.gloo_ranks import run_ranks
 from tests.whole_runs import losses
 

@@ -8,7 +8,7 @@ import pytest
 from gmlp_scale.distributed import logs, world
 from gmlp_scale.train import run
 from launch import finetune as launcher
-from tests.finetune.small_recipes import RECIPES, sentiment_run
+from tests.finetune.conftest import RECIPES, sentiment_run
 
 
 @pytest.fixture
@@ -56,18 +56,6 @@ def test_the_recipe_s_device_is_asked_for(launch, monkeypatch):
     assert asked == ["cuda"]
 
 
-def test_mistakes_leave_with_2_before_anything_is_started(launch, tmp_path):
-    for arguments, found in {
-        ("train.micro_batch_size=3", "seed=-1"): "seed",
-        ("train.micro_batch_size=3",): "must divide",
-        ("--dry-run", "data.dev=nowhere.tsv"): "data.dev: nowhere.tsv does not exist",
-    }.items():
-        code, _, error = launch(*arguments)
-        assert code == 2 and found in error
-    with pytest.raises(SystemExit, match="2"):
-        launch("--seeds", "0")
-
-
 def test_grid_refuses_the_fields_that_it_sets_itself(launch):
     fields = ("optimizer.peak_learning_rate=5e-4", "train.global_batch_size=8")
     code, _, error = launch("--dry-run", "--grid", *fields)
@@ -77,34 +65,29 @@ def test_grid_refuses_the_fields_that_it_sets_itself(launch):
     assert launch("--dry-run", "--seeds", "2", *fields)[0] == 0
 
 
-def test_mistakes_that_a_start_finds_leave_with_2_and_nothing_behind(launch, tmp_path):
-    (tmp_path / "wrong.tsv").write_text("sentence\tlabel\nx\t7\n")
-    code, _, error = launch(f"data.dev={tmp_path / 'wrong.tsv'}")
-    assert code == 2 and "wrong.tsv: 1 mistake\n  line 2: label is '7'; sst2 has 0, 1" in error
-    code, _, error = launch("model=nowhere")
-    assert code == 2 and "no export at nowhere" in error
-    run = tmp_path / "run"
-    run.mkdir()
-    for file, found in (
-        ("config.yaml", f"it is a run, so export it first: launch/export.py --run {run} "),
-        ("scores.json", f"it is a finetuning run, so give its export {run}/last"),
-    ):
-        (run / file).write_text("")
-        code, _, error = launch(f"model={run}")
-        assert code == 2 and found in error
-    (tmp_path / "file").write_text("")
-    code, _, error = launch(f"output_dir={tmp_path / 'file'}")
-    assert code == 2 and "(Not a directory); set output_dir to a folder that you may write to" in error
-    assert not (tmp_path / "outputs").exists()
-
-
-def test_a_gpu_that_is_not_there_is_missed(launch, monkeypatch):
+def test_mistakes_leave_with_2_and_nothing_behind(launch, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, _, error = launch("train.device=cuda")
-    assert code == 2 and "train.device is cuda, but torch finds no CUDA device here" in error
-
-
-@pytest.mark.parametrize("task", ["mnli", "sst2", "squad_v1", "squad_v2"])
-def test_recipes_name_what_is_missing(launch, task):
-    code, _, error = launch("--dry-run", config=RECIPES / f"{task}.yaml")
-    assert code == 2 and "no export at exports/gmlp_base" in error
+    files = {"wrong.tsv": "sentence\tlabel\nx\t7\n", "run/config.yaml": "", "tuned/scores.json": "", "file": ""}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    run, tuned = tmp_path / "run", tmp_path / "tuned"
+    for arguments, found in {
+        ("train.micro_batch_size=3", "seed=-1"): "seed",
+        ("train.micro_batch_size=3",): "must divide",
+        ("--dry-run", "data.dev=nowhere.tsv"): "data.dev: nowhere.tsv does not exist",
+        (f"data.dev={tmp_path}/wrong.tsv",): "wrong.tsv: 1 mistake\n  line 2: label is '7'; sst2 has 0, 1",
+        ("model=nowhere",): "no export at nowhere",
+        (f"model={run}",): f"it is a run, so export it first: launch/export.py --run {run} ",
+        (f"model={tuned}",): f"it is a finetuning run, so give its export {tuned}/last",
+        (f"output_dir={tmp_path}/file",): "(Not a directory); set output_dir to a folder that you may write to",
+        ("train.device=cuda",): "train.device is cuda, but torch finds no CUDA device here",
+    }.items():
+        code, _, error = launch(*arguments)
+        assert code == 2 and found in error
+    for task in ("mnli", "sst2", "squad_v1", "squad_v2"):
+        code, _, error = launch("--dry-run", config=RECIPES / f"{task}.yaml")
+        assert code == 2 and "no export at exports/gmlp_base" in error
+    with pytest.raises(SystemExit, match="2"):
+        launch("--seeds", "0")
+    assert not (tmp_path / "outputs").exists()

@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from gmlp_scale.checkpoint.trained import read_export
-from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.epoch_loader import EpochLoader
+from gmlp_scale.data.batch_plan import BatchPlan, EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.single import SingleEngine
-from gmlp_scale.finetune.finetuning import Finetuning, finetune
-from gmlp_scale.finetune.inputs import read_inputs
+from gmlp_scale.finetune.finetuning import Finetuning, finetune, read_inputs
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.sinks import read_metrics
-from tests.finetune.small_recipes import sentiment_run, tiny_run
+from tests.finetune.conftest import sentiment_run, tiny_run
 
 
 def go(run, world):

@@ -8,7 +8,7 @@ import pytest
 from gmlp_scale.finetune import sweep as sweep_module
 from gmlp_scale.finetune.glue import FOLDERS, build_glue_table, to_markdown
 from launch import finetune as launcher
-from tests.finetune.small_recipes import RECIPES
+from tests.finetune.conftest import RECIPES
 from tests.tasks.official_glue import write_glue
 
 TINY = (
@@ -98,7 +98,7 @@ def test_the_usual_table():
     assert test == "| test |  |  |  |  |  |  |  | 50.0 |  |"  # only RTE's test file had labels: no average
 
 
-def test_what_is_missing_or_given_twice_is_told_at_once(launch, tmp_path):
+def test_what_is_missing_or_given_twice_is_named_at_once(launch, tmp_path):
     (tmp_path / "glue" / "RTE" / "dev.tsv").unlink()
     (tmp_path / "glue" / "CoLA" / "train.tsv").unlink()
     (tmp_path / "glue" / "QQP" / "test.tsv").unlink()  # test files are optional

@@ -11,14 +11,13 @@ import pytest
 from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.finetune import sweep as sweep_module
-from gmlp_scale.finetune.inputs import read_inputs
-from gmlp_scale.finetune.paper import published
-from gmlp_scale.finetune.sweep import build_table, members, sweep, to_markdown
+from gmlp_scale.finetune.finetuning import read_inputs
+from gmlp_scale.finetune.sweep import build_table, members, published, sweep, to_markdown
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.storage.files import read_file, upload_file
 from gmlp_scale.train.step_guard import NotFiniteError
-from tests.finetune.small_recipes import sentiment_run, write_sentiment
+from tests.finetune.conftest import sentiment_run, write_sentiment
 from tests.whole_runs import losses
 
 

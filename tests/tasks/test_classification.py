@@ -1,19 +1,24 @@
-"""Sentences and pairs: every form of file, bad input with its line, rows, scores and submissions."""
+"""Sentences and pairs: every form of file, bad input with its line, rows, scores and submissions, as GLUE's are."""
 
+import logging
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
+import sklearn.metrics
 import torch
 
+from gmlp_scale.finetune.glue import FOLDERS
+from gmlp_scale.models.task_heads import LabelledBatch, label_loss
 from gmlp_scale.tasks.classification import read_examples, truncated
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.scores import accuracy
 from gmlp_scale.tasks.table import TASKS
-from tests.tasks.official_glue import MNLI_COLUMNS
+from tests.tasks.official_glue import MNLI_COLUMNS, write_glue
 
-MNLI, SST2, COLA = TASKS["mnli"], TASKS["sst2"], TASKS["cola"]
+MNLI, SST2, COLA, STSB = (TASKS[name] for name in ("mnli", "sst2", "cola", "stsb"))
 
 
 def write(path, *lines: str):
@@ -102,6 +107,7 @@ def test_a_local_folder_of_the_hubs_form(tmp_path, monkeypatch):
     assert "datasets cannot load sst2 split train" in mistakes_of(SST2, str(folder), "train")[0]
 
 
+NO_SCORES = ("5.1", "-0.5", "nan", "much")
 NO_LABEL = "; mnli has entailment, neutral, contradiction"
 
 
@@ -126,6 +132,8 @@ NO_LABEL = "; mnli has entailment, neutral, contradiction"
         (SST2, "test", "a.tsv", ["sentence\tlabel", "good\tyes", "bad\t0"], ["line 2: label is 'yes'; sst2 has 0, 1"]),
         (SST2, "test", "a.tsv", ["sentence\tlabel", "good\t1", "bad\t-1", "dull\t-1"],
          ["2 of 3 labels are missing or -1; give all labels, or none"]),
+        (STSB, "dev", "a.tsv", ["sentence1\tsentence2\tscore", *(f"a\tb\t{score}" for score in NO_SCORES)],
+         [f"line {n}: score is '{score}'; stsb has 0 to 5" for n, score in enumerate(NO_SCORES, start=2)]),
     ],
 )  # fmt: skip
 def test_every_mistake_is_named_with_its_line(tmp_path, task, part, name, lines, mistakes):
@@ -185,3 +193,90 @@ def test_fingerprint_follows_texts_and_labels(tmp_path, tokenizer):
                enumerate((["a\t1", "b\t0"], ["a\t1", "b\t1"], ["a\t1", "c\t0"], ["a\t1", "b\t0"]))]  # fmt: skip
     prints = [SST2.read(source, "train", tokenizer, 16, None).fingerprint for source in sources]
     assert prints[0] == prints[3] and len(set(prints)) == 3
+
+
+OFFICIAL = {
+    "matthews": sklearn.metrics.matthews_corrcoef,
+    "accuracy": sklearn.metrics.accuracy_score,
+    "f1": sklearn.metrics.f1_score,
+    "pearson": lambda labels, predictions: scipy.stats.pearsonr(labels, predictions).statistic,
+    "spearman": lambda labels, predictions: scipy.stats.spearmanr(labels, predictions).statistic,
+}
+SCORES = {"cola": ["matthews"], "mrpc": ["accuracy", "f1"], "qqp": ["accuracy", "f1"], "stsb": ["pearson", "spearman"]}
+
+
+@pytest.fixture(scope="module")
+def glue(tmp_path_factory):
+    return write_glue(tmp_path_factory.mktemp("glue"))
+
+
+def read(glue, tokenizer, task: str, part: str, file: str):
+    return TASKS[task].read(str(glue / FOLDERS[task] / f"{file}.tsv"), part, tokenizer, 32, None)
+
+
+@pytest.mark.parametrize("task", FOLDERS)
+def test_official_files_are_read_and_scored(glue, tokenizer, task):
+    suffix = "_matched" if task == "mnli" else ""
+    train, dev = (read(glue, tokenizer, task, *part) for part in (("train", "train"), ("dev", f"dev{suffix}")))
+    assert train.num_examples == dev.num_examples == 12 and dev.has_labels
+    logits_RC = np.random.default_rng(0).normal(2, 1, (12, dev.summary_size)).astype(np.float32)
+    found = dev.scores(logits_RC)
+    assert [name for name in found if name != "loss"] == SCORES.get(task, ["accuracy"])
+    predictions_R = logits_RC[:, 0] if task == "stsb" else logits_RC.argmax(-1)
+    for name in found.keys() - {"loss"}:
+        assert found[name] == pytest.approx(OFFICIAL[name](dev.labels_R, predictions_R), abs=1e-6)
+    assert TASKS[task].main_score == SCORES.get(task, ["accuracy"])[0]
+
+
+@pytest.mark.parametrize("task", FOLDERS)
+def test_submissions_have_the_servers_form(glue, tokenizer, tmp_path, task):
+    suffix = "_mismatched" if task == "mnli" else ""
+    rows = read(glue, tokenizer, task, f"test{suffix}", f"test{suffix}")
+    assert not rows.has_labels
+    logits_RC = np.zeros((4, rows.summary_size), np.float32)
+    logits_RC[:, 0] = (2.0, 0.12345, 5.25, 1.0)
+    rows.write_predictions(logits_RC, tmp_path)
+    written = {"stsb": ["2.000", "0.123", "5.250", "1.000"], "mnli": ["entailment"] * 4}
+    written |= dict.fromkeys(("qnli", "rte"), ["entailment"] * 4)
+    lines = [f"{n}\t{prediction}" for n, prediction in enumerate(written.get(task, ["0"] * 4))]
+    name = "MNLI-mm" if task == "mnli" else FOLDERS[task]
+    assert (tmp_path / f"{name}.tsv").read_text().splitlines() == ["index\tprediction", *lines]
+
+
+def test_quotes_and_byte_order_marks_are_no_part_of_the_form(glue, tokenizer):
+    mrpc = read(glue, tokenizer, "mrpc", "dev", "dev")
+    assert mrpc.examples[0].texts[0].startswith('"') and mrpc.examples[0].texts[1].endswith("100 .")
+
+
+def test_broken_lines_of_qqp_are_left_out_and_counted(glue, tokenizer, caplog):
+    with caplog.at_level(logging.WARNING, logger="gmlp_scale"):
+        rows = read(glue, tokenizer, "qqp", "train", "train")
+    assert rows.num_examples == 12
+    assert "2 broken lines were left out; first line 2: found 5 columns; needed 6: id, qid1" in caplog.text
+    with pytest.raises(DataError, match="line 2: found 5 columns; needed 6"):
+        read(glue, tokenizer, "qqp", "dev", "train")
+
+
+def test_labels_as_datasets_gives_them(tmp_path, tokenizer):
+    datasets = pytest.importorskip("datasets")
+
+    def rows_of(task: str, part: str, **columns):
+        path = tmp_path / f"{task}_{part}.parquet"
+        datasets.Dataset.from_dict(columns).to_parquet(path)
+        return TASKS[task].read(str(path), part, tokenizer, 16, None)
+
+    texts = {"sentence1": ["a", "b"], "sentence2": ["b", "c"], "idx": [0, 1]}
+    assert rows_of("stsb", "dev", **texts, label=[3.8, 0.0]).labels_R.tolist() == pytest.approx([3.8, 0])
+    assert not rows_of("stsb", "test", **texts, label=[-1.0, -1.0]).has_labels
+    assert rows_of("rte", "dev", **texts, label=[1, 0]).labels_R.tolist() == [1, 0]
+    assert not rows_of("mrpc", "test", **texts, label=[-1, -1]).has_labels
+
+
+def test_sts_b_learns_by_the_squared_error(glue, tokenizer):
+    rows = read(glue, tokenizer, "stsb", "dev", "dev")
+    batch = rows.batch(np.arange(3))
+    assert isinstance(batch, LabelledBatch) and batch.labels_B.dtype == torch.float32
+    logits_BC = torch.tensor([[1.0], [2.0], [4.5]])
+    expected = ((logits_BC[:, 0] - batch.labels_B) ** 2).mean()
+    assert torch.allclose(label_loss(logits_BC, batch.labels_B), expected)
+    assert len(set(rows.labels_R.tolist())) > 2

@@ -18,7 +18,7 @@ from gmlp_scale.train.start import load_recipe
 from tests.forked import Script
 from tests.gloo_ranks import run_ranks
 from tests.whole_runs import assert_close, logged, losses
-from tests.written_images import prepare, write_image_folder
+from tests.written_images import write_image_shards
 
 RECIPE = Path(__file__).parents[2] / "configs" / "images" / "gmlp_ti.yaml"
 TINY = [
@@ -32,10 +32,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("images")
-    source = write_image_folder(folder / "photos")
-    prepare("--input", source, "--heldout-fraction", 0.25, "--output", folder / "shards", "--images-per-shard", 5)
-    return folder / "shards"
+    return write_image_shards(tmp_path_factory.mktemp("images"))
 
 
 def recipe(shards: Path, *overrides: str) -> ImagesConfig:

@@ -22,7 +22,7 @@ from gmlp_scale.models import build_model
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks import pretraining
-from gmlp_scale.tasks.start_weights import start_from
+from gmlp_scale.tasks.pretraining import start_from
 from gmlp_scale.train import resolve
 from gmlp_scale.train.run import pretrain
 from tests.analysis.pretrained_runs import RECIPE, SMOKE
@@ -188,7 +188,7 @@ def _branch(overrides: list[str]) -> tuple[list[str], str]:
     return verified, "trained"
 
 
-def test_rank_0_alone_verifies_a_branch_point_and_tells_its_damage(trunk, tmp_path):
+def test_rank_0_alone_verifies_a_branch_point_and_reports_its_damage(trunk, tmp_path):
     folder, train = trunk
     trunk_copy = shutil.copytree(folder / "trunk", tmp_path / "trunk")
     fields = ["name=verified", f"branch_from={trunk_copy}@2", "train.stop_after_step=3"]

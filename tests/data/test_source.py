@@ -6,14 +6,14 @@ import resource
 from pathlib import Path
 
 from gmlp_scale.data.manifest import CorruptShardError
-from gmlp_scale.data.open_shards import SkipCorruptShards
+from gmlp_scale.data.source import SkipCorruptShards
 from tests.gloo_ranks import run_ranks
 
 
 def _meet_three_with_little_room(record: Path, has_room_again: bool) -> tuple[list[str], list[str], set[str]]:
     """A process that may write 150 bytes meets three corrupt shards: (lines by then, warnings of writing, names)."""
     warnings: list[str] = []
-    for name in ("data.open_shards", "storage.growing_file"):
+    for name in ("data.source", "storage.growing_file"):
         logging.getLogger(f"gmlp_scale.{name}").addFilter(lambda logged: warnings.append(logged.getMessage()))
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard))
