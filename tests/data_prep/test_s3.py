@@ -9,7 +9,7 @@ import torch
 from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.loader import Loader
-from gmlp_scale.data.manifest import CorruptShardError, ShardError
+from gmlp_scale.data.manifest import CorruptShardError, ShardError, ShardFiles
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import read_file
