@@ -12,7 +12,7 @@ from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import export_checkpoint
 from gmlp_scale.train.sinks import read_metrics
 from launch.evaluate import main
-from tests.analysis.pretrained_runs import write_shards
+from tests.analysis.conftest import write_shards
 from tests.finetune.conftest import write_sentiment
 
 FIGURES = ("loss", "perplexity", "accuracy")

@@ -27,7 +27,7 @@ from gmlp_scale.export.folder import export_checkpoint, write_export
 from gmlp_scale.models import build_model
 from gmlp_scale.models.task_heads import SequenceClassifier
 from launch.plot_model import main
-from tests.analysis.pretrained_runs import SEQUENCE_LENGTH
+from tests.analysis.conftest import SEQUENCE_LENGTH
 
 NUM_BLOCKS = 2
 TEXTS = ["--text-a", "abcde $fgh$", "--text-b", "klmno"]

@@ -59,21 +59,14 @@ def test_a_seed_repeats_and_temperature_spreads(model):
     assert set(written(3, 100.0)) == set(ALPHABET)
 
 
-def test_the_launcher_writes_from_a_run(launched, tmp_path):
+def test_the_launcher_writes_from_a_run(succeeds, refuses, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     pretrain(recipe("gmlp", text, f"output_dir={tmp_path}"))
     run = ["--run", tmp_path / "gmlp", "--prompt", "boats"]
-    code, output, _ = launched(launcher.main, *run, "--length", 7)
-    assert code == 0 and output.startswith("boats") and len(output) == len("boats") + 7 + 1
-    for arguments, needed in (
-        (["--prompt", "boß"], "needed: one or more of the model's characters"),
-        *(
-            (["--temperature", value], "needed: 0, or finite and from 0.001 on")
-            for value in ("nan", "1e-42", "inf", "-1")
-        ),
-    ):
-        code, output, error = launched(launcher.main, *run, *arguments)
-        assert code == 2 and needed in error and not output
-    code, _, error = launched(launcher.main, "--run", tmp_path / "nothing")
-    assert code == 2 and "no run at" in error
+    output = succeeds(launcher.main, *run, "--length", 7)
+    assert output.startswith("boats") and len(output) == len("boats") + 7 + 1
+    refuses("needed: one or more of the model's characters", launcher.main, *run, "--prompt", "boß")
+    for value in ("nan", "1e-42", "inf", "-1"):
+        refuses("needed: 0, or finite and from 0.001 on", launcher.main, *run, "--temperature", value)
+    refuses("no run at", launcher.main, "--run", tmp_path / "nothing")

@@ -11,6 +11,7 @@ from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.checkpoint.trained import ExportError, read_export
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.export import folder as folder_module
+from launch.export import main
 from tests.models.every_kind import KINDS, TINY
 
 HEADS = [("masked_language_model", ()), ("sequence_classification", ("no", "maybe", "yes")), ("question_answering", ())]
@@ -163,20 +164,14 @@ def test_a_run_s_checkpoint_is_exported(run_dir, tmp_path, launched_export, step
     assert shown in (tmp_path / "hf" / "README.md").read_text()
 
 
-def test_user_errors_are_one_message(run_dir, tmp_path, launched_export):
+def test_user_errors_are_one_message(run_dir, tmp_path, refuses):
+    absent = f"{run_dir}/checkpoints has no checkpoint of step 7; it has those of 3, 4"
     for run, output, choice, message in (
         (tmp_path / "nowhere", tmp_path / "hf", [], f"no run at {tmp_path / 'nowhere'}: "),
-        (
-            run_dir,
-            tmp_path / "hf",
-            ["--step", 7],
-            f"{run_dir}/checkpoints has no checkpoint of step 7; it has those of 3, 4",
-        ),
+        (run_dir, tmp_path / "hf", ["--step", 7], absent),
         (run_dir, run_dir, [], f"{run_dir} is there already"),
     ):
-        code, printed, error = launched_export("--run", run, "--output", output, *choice)
-        assert (code, printed) == (2, "")
-        assert message in error
+        refuses(message, main, "--run", run, "--output", output, *choice)
     assert not (tmp_path / "hf").exists()
 
 

@@ -111,7 +111,7 @@ def test_a_picture_of_what_blocks_give_to_patches(run, launched, tmp_path):
         assert min(picture.size) > 200 and len(picture.getcolors(10**7)) > 50
 
 
-def test_mistakes_are_one_clear_message(run, launched, tmp_path):
+def test_mistakes_are_one_clear_message(run, refuses, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/a").touch()
     (tmp_path / "no.safetensors").write_bytes(b"no")
@@ -128,8 +128,7 @@ def test_mistakes_are_one_clear_message(run, launched, tmp_path):
         (["--timm", tmp_path / "no.safetensors", "--step", 1, "--output", tmp_path / "a"], "--step needs --run"),
         (["--run", run], "give --output, --output-timm or both"),
     ):
-        code, _, error = launched(export_images.main, *arguments)
-        assert code == 2 and found in error
+        refuses(found, export_images.main, *arguments)
     assert (tmp_path / "no.safetensors").read_bytes() == b"no"
     assert not (tmp_path / "a").exists()
 

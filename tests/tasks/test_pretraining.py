@@ -25,7 +25,7 @@ from gmlp_scale.tasks import pretraining
 from gmlp_scale.tasks.pretraining import start_from
 from gmlp_scale.train import resolve
 from gmlp_scale.train.run import pretrain
-from tests.analysis.pretrained_runs import RECIPE, SMOKE
+from tests.analysis.conftest import RECIPE, SMOKE
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import TINY, perturb, random_batch, tiny_config
 from tests.whole_runs import logged, losses
