@@ -40,32 +40,19 @@ ALLOWED = {
         "gmlp_scale.piecewise",
         "gmlp_scale.distributed.process",
     ),
-    "gmlp_scale.models": (
-        "gmlp_scale.models",
-        "gmlp_scale.data.batch",
-        "gmlp_scale.kernels.fused_gating",
-    ),
-    "gmlp_scale.engine": (
-        "gmlp_scale.engine",
-        "gmlp_scale.distributed.world",
-        "gmlp_scale.piecewise",
-    ),
+    "gmlp_scale.models": ("gmlp_scale.models", "gmlp_scale.data.batch", "gmlp_scale.kernels.fused_gating"),
+    "gmlp_scale.engine": ("gmlp_scale.engine", "gmlp_scale.distributed.world", "gmlp_scale.piecewise"),
     "gmlp_scale.prepare": (
         "gmlp_scale.prepare",
         "gmlp_scale.data",
         "gmlp_scale.storage",
         "gmlp_scale.distributed.logs",
     ),
-    "data_prep": (
-        "gmlp_scale.prepare",
-        "gmlp_scale.data",
-        "gmlp_scale.storage",
-        "gmlp_scale.distributed.logs",
-    ),
+    "data_prep": ("gmlp_scale.prepare", "gmlp_scale.data", "gmlp_scale.storage", "gmlp_scale.distributed.logs"),
 }
 EXCEPTIONS = {
     # Shows the rows of a recipe.
-    "data_prep.inspect_batch": ("gmlp_scale.recipe.reader", "gmlp_scale.tasks.pretraining"),
+    "data_prep.inspect_batch": ("gmlp_scale.recipe.reader", "gmlp_scale.tasks.pretraining")
 }
 
 # modules that alone may import these
@@ -82,11 +69,7 @@ CONFINED = {
         "launch.elastic",
     ),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep", "benchmarks.tokenizing"),
-    "tensorboard": (
-        "gmlp_scale.train.sinks",
-        "gmlp_scale.analysis.run_records",
-        "gmlp_scale.train.rank_server",
-    ),
+    "tensorboard": ("gmlp_scale.train.sinks", "gmlp_scale.analysis.run_records", "gmlp_scale.train.rank_server"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records",),
     "wandb": ("gmlp_scale.train.sinks",),
     "triton": ("gmlp_scale.kernels", "benchmarks.compiled_kernels"),

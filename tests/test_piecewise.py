@@ -12,9 +12,8 @@ def piecewise(pieces: list[tuple[int, int]]) -> tuple[Piecewise, list[int]]:
     """Each value for its number of steps, the last for 20 more; and the number of every step."""
     starts = [sum(length for length, _ in pieces[:index]) for index in range(len(pieces))]
     of_steps = [value for length, value in pieces for _ in range(length)]
-    return Piecewise([[start, value] for start, (_, value) in zip(starts, pieces, strict=True)]), of_steps + [
-        pieces[-1][1]
-    ] * 20
+    changing = Piecewise([[start, value] for start, (_, value) in zip(starts, pieces, strict=True)])
+    return changing, of_steps + [pieces[-1][1]] * 20
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
@@ -32,11 +31,8 @@ def test_values_and_sums_are_those_of_a_loop_over_the_steps(pieces, others, tota
 
 
 def test_a_number_is_the_same_at_every_step_and_far_sums_are_at_once():
-    assert (Piecewise(256).values, Piecewise(256).before(10**12), Piecewise(256).shown()) == (
-        (256,),
-        256 * 10**12,
-        "256",
-    )
+    same = Piecewise(256)
+    assert (same.values, same.before(10**12), same.shown()) == ((256,), 256 * 10**12, "256")
     growing = Piecewise([[0, 1024], [10_000, 4096]])
     assert growing.before(10**12) == 10_000 * 1024 + (10**12 - 10_000) * 4096
     assert growing.map(lambda rows: rows // 2).shown() == "512, then 2,048 from step 10,000"

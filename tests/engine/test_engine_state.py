@@ -14,7 +14,7 @@ from gmlp_scale.models import build_model
 from tests.engine.trained_engines import (
     AMLP,
     ENGINES,
-    MUON,
+    OPTIONS,
     SHARDED,
     SINGLE,
     SIZES,
@@ -25,13 +25,6 @@ from tests.engine.trained_engines import (
     train,
 )
 from tests.gloo_ranks import run_ranks
-
-OPTIONS = {
-    "float32": {},
-    "bf16, recomputing": {"precision": "bf16", "recompute": "full"},
-    "muon": {"optimizer": MUON},
-}
-
 
 AMLP_LINEARS = ("expand", "attention.qkv", "attention.out", "project")
 
@@ -46,7 +39,7 @@ def _stop_and_go_on(engine_configs: dict) -> dict:
     """By engine and option: the run from step 2 on, never stopped and stopped twice, and the pieces at 0 and 2."""
     results = {}
     with start_world(60, "cpu", init_group=True) as world:
-        for name, option in itertools.product(engine_configs, OPTIONS):
+        for name, option in itertools.product(engine_configs, ("float32", "bf16, recomputing", "muon")):
             engine = start_engine(world, AMLP, engine_configs[name], **OPTIONS[option])
             at_0 = _all_pieces(engine, world)
             train(engine, world, 0, 2)

@@ -18,8 +18,8 @@ from tests.engine.trained_engines import (
     BERT,
     ENGINES,
     GMLP,
-    MUON,
     OPTIMIZER,
+    OPTIONS,
     SHARDED,
     SHARDED_BUT_ZERO_3,
     SINGLE,
@@ -31,13 +31,6 @@ from tests.engine.trained_engines import (
 from tests.gloo_ranks import run_ranks
 
 MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT}
-OPTIONS = {
-    "float32": {},
-    "recompute": {"recompute": "full"},
-    "selective": {"recompute": "selective"},
-    "bf16": {"precision": "bf16"},
-    "muon": {"optimizer": MUON},
-}
 CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute"), ("amlp", "muon")]
 BF16 = [("amlp", "bf16"), ("bert", "bf16")]
 

@@ -29,6 +29,15 @@ ENGINES = {
 SINGLE = {"single": ENGINES["single"]}
 SHARDED = {name: ENGINES[name] for name in engines.SHARDED_ENGINES}
 SHARDED_BUT_ZERO_3 = {name: config for name, config in SHARDED.items() if name != "zero, stage 3"}
+OPTIONS = {
+    "float32": {},
+    "recompute": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "bf16": {"precision": "bf16"},
+    "bf16, recomputing": {"precision": "bf16", "recompute": "full"},
+    "muon": {"optimizer": MUON},
+}
+"""Of start_engine()."""
 
 
 @dataclass

@@ -27,11 +27,9 @@ def story(tmp_path_factory):
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     smoke = [
-        f"--config={ROOT}/configs/pretrain/smoke.yaml",
-        f"output_dir={folder}/outputs",
-        f"data.shards={folder}/shards",
-    ]
-    smoke += ["model.vocab_size=300", "train.log_every_steps=2", "train.num_steps=40"]
+        f"--config={ROOT}/configs/pretrain/smoke.yaml", f"output_dir={folder}/outputs", f"data.shards={folder}/shards",
+        "model.vocab_size=300", "train.log_every_steps=2", "train.num_steps=40",
+    ]  # fmt: skip
     commands = {
         "tokenizer": [
             "data_prep/train_tokenizer.py", "--input", corpus, "--vocab-size", 300, "--output", folder / "tokenizer",
