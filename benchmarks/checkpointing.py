@@ -4,12 +4,15 @@ import os
 import shutil
 import statistics
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from benchmarks.timing import say
+from benchmarks.timing import say, time_in_turns
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
@@ -20,49 +23,17 @@ from gmlp_scale.train.trial import new_engine, seconds_of
 
 
 def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
-    """The first round is not counted: its save allocates the staging buffers that later ones use again."""
-    engine = new_engine(run, world)
+    """Median seconds by name, and what ours cost over the others.
+
+    save: from the call until the checkpoint is complete on disk. stall: the part of it for which training waits.
+    load: also verifies the checkpoint and fills the engine, which torch.load does not do. The first round is not
+    counted: its save allocates the staging buffers that later ones use again.
+    """
+    engine, timed = new_engine(run, world), partial(seconds_of, device=world.device)
     buffers = {
         key: torch.empty(piece.tensor.shape, device="cpu", pin_memory=world.device.type == "cuda")
         for key, piece in engine.state()
     }
-    run.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    rounds = []
-    with tempfile.TemporaryDirectory(dir=run.run_dir.parent) as folder:  # on the disk that checkpoints go to
-        checkpointer = Checkpointer(
-            LocalCheckpoints(Path(folder) / "checkpoints"),
-            CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed
-            details={},
-            world=world,
-            timeout_seconds=run.engine.timeout_seconds,
-        )
-        for number in range(1, num_rounds + 2):
-            rounds.append(measure_round(engine, checkpointer, buffers, number, world.device))
-            say(f"round {number} of {num_rounds + 1}")
-        checkpointer.close()
-    seconds = {name: statistics.median(round_[name] for round_ in rounds[1:]) for name in rounds[0]}
-    return {
-        "bytes": sum(buffer.nbytes for buffer in buffers.values()),
-        "seconds": seconds,
-        "first_stall_seconds": rounds[0]["stall"],
-        "costs": {
-            "stall_over_copy": seconds["stall"] / seconds["copy"],
-            "save_over_torch_save": seconds["save"] / seconds["torch_save"],
-            "load_over_torch_load": seconds["load"] / seconds["torch_load"],
-        },
-    }
-
-
-def measure_round(
-    engine: Engine, checkpointer: Checkpointer, buffers: dict[str, Tensor], step: int, device: torch.device
-) -> dict[str, float]:
-    """Seconds by name.
-
-    save: from the call until the checkpoint is complete on disk. stall: the part of it for which training waits.
-    load: also verifies the checkpoint and fills the engine, which torch.load does not do.
-    """
-    directory = checkpointer.checkpoints.directory
-    file = directory.with_name("state.pt")
 
     def copy() -> None:
         for key, piece in engine.state():
@@ -74,13 +45,72 @@ def measure_round(
             opened.flush()
             os.fsync(opened.fileno())
 
-    seconds = {"copy": seconds_of(copy, device)}
-    seconds["stall"] = seconds_of(lambda: checkpointer.save(engine, step), device)
-    seconds["save"] = seconds["stall"] + seconds_of(checkpointer.wait, device)
-    seconds["torch_save"] = seconds_of(torch_save, device)
-    seconds["load"] = seconds_of(lambda: newest_checkpoint(directory)[0].load_into(engine), device)
-    seconds["torch_load"] = seconds_of(lambda: torch.load(file), device)
-    file.unlink()
-    for path in directory.iterdir():
-        shutil.rmtree(path)
-    return seconds
+    run.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    rounds = []
+    with tempfile.TemporaryDirectory(dir=run.run_dir.parent) as folder:  # on the disk that checkpoints go to
+        directory, file = Path(folder) / "checkpoints", Path(folder) / "state.pt"
+        checkpointer = Checkpointer(
+            LocalCheckpoints(directory),
+            CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed
+            details={},
+            world=world,
+            timeout_seconds=run.engine.timeout_seconds,
+        )
+        for number in range(1, num_rounds + 2):
+            seconds = {"copy": timed(copy), "stall": timed(partial(checkpointer.save, engine, number))}
+            seconds["save"] = seconds["stall"] + timed(checkpointer.wait)
+            seconds["torch_save"] = timed(torch_save)
+            seconds["load"] = timed(lambda: newest_checkpoint(directory)[0].load_into(engine))
+            seconds["torch_load"] = timed(lambda: torch.load(file))
+            rounds.append(seconds)
+            file.unlink()
+            for path in directory.iterdir():
+                shutil.rmtree(path)
+            say(f"round {number} of {num_rounds + 1}")
+        checkpointer.close()
+    seconds = {name: statistics.median(round_[name] for round_ in rounds[1:]) for name in rounds[0]}
+    others = {"stall": "copy", "save": "torch_save", "load": "torch_load"}
+    return {
+        "bytes": sum(buffer.nbytes for buffer in buffers.values()),
+        "seconds": seconds,
+        "first_stall_seconds": rounds[0]["stall"],
+        "costs": {f"{ours}_over_{other}": seconds[ours] / seconds[other] for ours, other in others.items()},
+    }
+
+
+def measure_verified_load(directory: Path, engine: Engine, world: World) -> dict:
+    """A verified load of the newest checkpoint beside a plain read of the same files.
+
+    Before each, the kernel forgets the files' pages.
+    """
+    files = sorted(newest_checkpoint(directory)[0].path.glob("*.safetensors"))
+
+    def load() -> None:
+        newest_checkpoint(directory)[0].load_into(engine)
+        world.wait_for_device()
+
+    def read() -> None:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(read_whole, files))
+
+    turns = {"load": partial(uncached_seconds, load, files), "plain read": partial(uncached_seconds, read, files)}
+    seconds = time_in_turns(turns, num_rounds=3)
+    num_bytes = sum(file.stat().st_size for file in files)
+    rates = {f"{name} bytes per second": num_bytes / spent for name, spent in seconds.items()}
+    return {"load_over_plain_read": seconds["plain read"] / seconds["load"], "bytes": num_bytes, **rates}
+
+
+def uncached_seconds(call: Callable[[], None], files: list[Path]) -> float:
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def read_whole(file: Path) -> None:
+    buffer = bytearray(2**23)
+    with file.open("rb", buffering=0) as opened:
+        while opened.readinto(buffer):
+            pass

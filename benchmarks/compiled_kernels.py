@@ -95,12 +95,8 @@ def launches_of(call: Callable[[], object]) -> list[Launch]:
 def compile_for_hopper(launch: Launch) -> CompiledKernel:
     """Compiles as Triton would: a None or a 1 in the arguments is a constant, and multiples of 16 are known as such."""
     kernel, arguments = launch.kernel, launch.arguments
-    is_constant = {
-        parameter.name: parameter.is_constexpr
-        or arguments[parameter.name] is None
-        or _is_one(arguments[parameter.name])
-        for parameter in kernel.params
-    }
+    is_one = {name: isinstance(value, int) and value == 1 for name, value in arguments.items()}
+    is_constant = {p.name: p.is_constexpr or arguments[p.name] is None or is_one[p.name] for p in kernel.params}
     source = ASTSource(
         fn=kernel,
         signature={name: "constexpr" if is_constant[name] else _type(arguments[name]) for name in kernel.arg_names},
@@ -123,20 +119,13 @@ def usage_of(compiled: CompiledKernel) -> Usage:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, spilled_bytes = (int(re.search(rf"{name}:(\d+)", printed)[1]) for name in ("REG", "STACK"))
     shared_bytes, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
-    warps_by_registers = 4 * (REGISTERS_PER_QUARTER // (32 * 8 * -(-registers // 8)))
-    programs = min(
-        warps_by_registers // num_warps,
-        SHARED_BYTES_PER_MULTIPROCESSOR // (shared_bytes + RESERVED_SHARED_BYTES),
-    )
-    return Usage(registers, spilled_bytes, shared_bytes, programs)
+    by_registers = 4 * (REGISTERS_PER_QUARTER // (32 * 8 * -(-registers // 8))) // num_warps
+    by_shared_bytes = SHARED_BYTES_PER_MULTIPROCESSOR // (shared_bytes + RESERVED_SHARED_BYTES)
+    return Usage(registers, spilled_bytes, shared_bytes, min(by_registers, by_shared_bytes))
 
 
 def _type(value: object) -> str:
     return TYPES[value.dtype if isinstance(value, Tensor) else type(value)]
-
-
-def _is_one(value: object) -> bool:
-    return isinstance(value, int) and value == 1
 
 
 def _is_multiple_of_16(value: object) -> bool:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is instal
 from benchmarks.proof_report import record, record_not_run
 from gmlp_scale.storage.files import local_path
 
-RUNS = ("engines", "recipe", "stop", "auto", "compile")
+RUNS = ("engines", "recipe", "stop", "auto", "compile")  # of proof.py, where check_NAME has the part NAME
 PACKAGES = (
     "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
     "deepspeed", "transformers", "g-mlp-pytorch", "pytest",
@@ -63,10 +63,12 @@ def main() -> int:
         case "gpu_tests":
             run_gpu_tests(report)
         case _:
-            from benchmarks.proof import CHECKS, Trial
+            from benchmarks import proof
 
             with tempfile.TemporaryDirectory() as folder:
-                CHECKS[options.part](Trial.prepare(options.config, options.overrides, Path(folder)), report)
+                trial = proof.Trial.prepare(options.config, options.overrides, Path(folder))
+                for finding in vars(proof)[f"check_{options.part}"](trial):
+                    report(finding)
     return int(has_failed)
 
 

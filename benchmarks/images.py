@@ -13,6 +13,7 @@ import io
 import os
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -80,13 +81,13 @@ def measure_image_loading(run: ImagesConfig, num_images: int, num_rounds: int) -
 
         def first_epoch() -> None:
             with closing(_ours(run, folder)) as new:
-                _take(new, num_steps)
+                deque(new.steps(0, num_steps), maxlen=0)
 
         with closing(_ours(run, folder)) as loader:
             epochs = {
-                "gmlp_scale": partial(_take, loader, num_steps),
+                "gmlp_scale": lambda: deque(loader.steps(0, num_steps), maxlen=0),
                 "gmlp_scale_first_epoch": first_epoch,
-                "plain_dataloader": _plain(run, folder),
+                "plain_dataloader": partial(deque, _plain(run, folder), maxlen=0),
             }
             turns = {name: partial(_cpu_seconds, epoch) for name, epoch in epochs.items()}
             seconds = time_in_turns(turns, num_rounds)
@@ -124,7 +125,8 @@ def _write_images(folder: Path, num_images: int, num_classes: int) -> None:
             facts = {"rows": len(part), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
             splits[split].append(Shard(name=f"{split}/{path.name}", **facts))
     classes = tuple(map(str, range(num_classes)))
-    manifest = ImageManifest(classes=classes, total_rows={"train": num_images, "heldout": 1}, splits=Splits(**splits))
+    listed = Splits(**splits)
+    manifest = ImageManifest(classes=classes, total_rows=listed.total_rows, splits=listed)
     write_text(folder / "shards" / MANIFEST_NAME, manifest.to_json())
 
 
@@ -148,11 +150,6 @@ def _ours(run: ImagesConfig, folder: Path) -> ImageLoader:
     )
 
 
-def _take(loader: ImageLoader, num_steps: int) -> None:
-    for _ in loader.steps(0, num_steps):
-        pass
-
-
 class _Files(Dataset):
     """Augmented images of a folder, as people write a Dataset."""
 
@@ -166,25 +163,23 @@ class _Files(Dataset):
         return self.augmentation.image(self.paths[index].read_bytes(), 0, index), index % self.num_classes
 
 
-def _plain(run: ImagesConfig, folder: Path) -> Callable[[], None]:
-    augmentation = Augmentation(run.augmentation, run.image_size, seed=0)
+def _plain(run: ImagesConfig, folder: Path) -> DataLoader:
+    augmentation, num_workers = Augmentation(run.augmentation, run.image_size, seed=0), run.data.num_workers
 
     def collated(samples: list[tuple[torch.Tensor, int]]) -> ImageBatch:
-        labels_B = torch.tensor([label for _, label in samples])
-        images_B3HW = torch.stack([image for image, _ in samples])
+        images, labels = zip(*samples, strict=True)
+        images_B3HW, labels_B = torch.stack(images), torch.tensor(labels)
         batch = ImageBatch(images_B3HW, labels_B, labels_B, torch.ones(len(samples)))
         return augmentation.mixed(batch, np.zeros(len(samples), np.int64), np.arange(len(samples)))
 
-    files = _Files(folder, augmentation, run.model.vocab_size)
-
-    num_workers = run.data.num_workers
-    workers = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
-
-    def take_all() -> None:
-        for _ in DataLoader(files, run.train.micro_batch_size, shuffle=True, collate_fn=collated, **workers):
-            pass
-
-    return take_all
+    return DataLoader(
+        _Files(folder, augmentation, run.model.vocab_size),
+        run.train.micro_batch_size,
+        shuffle=True,
+        collate_fn=collated,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+    )
 
 
 def _cpu_seconds(call: Callable[[], None]) -> float:

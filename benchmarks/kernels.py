@@ -19,22 +19,34 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.compiled_kernels import compile_for_hopper, launches_of, usage_of, without_kernels
-from benchmarks.kernel_times import load_recipe, measure_kernels, unit_inputs
+from benchmarks.step import DTYPES, copy_call, matrix_calls
+from benchmarks.timing import say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
+from gmlp_scale.models import AmlpConfig, GmlpConfig
+from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
+from gmlp_scale.models.layers import diagonal_sums
 from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.recipe.reader import load_run_config
 
 NUM_CALLS = 2000
+TINY = [
+    "model.sequence_length=16", "model.d_model=16", "model.d_ffn=32", "train.micro_batch_size=1",
+    "train.precision=float32",
+]  # fmt: skip
 
 
 @command
@@ -95,6 +107,172 @@ def compiled_kernels(run: RunConfig) -> list[dict]:
         }
         for launch in launches_of(partial(train_unit, inputs))
     ]
+
+
+class Piece(NamedTuple):
+    """One kernel, and the fewest operations and bytes that it needs."""
+
+    fused: Callable
+    plain: Callable
+    inputs: tuple
+    flops: int
+    num_bytes: int
+
+
+def load_recipe(path: str, overrides: list[str], *, tiny: bool) -> RunConfig:
+    """The recipe to measure, at a tiny shape if `tiny`.
+
+    Raises ConfigError or InputError if its kernels cannot be measured.
+    """
+    run = load_run_config(path, overrides)
+    if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
+        raise InputError(f"{path}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
+    if tiny:
+        return load_run_config(path, [*overrides, *TINY])
+    if run.train.micro_batch_size == "auto":
+        raise InputError(f"{path}: train.micro_batch_size: found auto; needed: a number, the rows timed here")
+    if run.train.precision == "auto":
+        raise InputError(f"{path}: train.precision: found auto; needed: float32 or bf16, the one timed here")
+    return run
+
+
+def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> dict:
+    compiled = partial(torch.compile, backend="inductor" if device.type == "cuda" else "eager")
+    matrix, (copy, copied_bytes) = matrix_calls(run, device), copy_call(device)
+    pieces = pieces_of(run, device)
+    calls = {("product", name): call for name, (call, _) in matrix.items()} | {("copy", "copy"): copy}
+    for name, piece in pieces.items():
+        forms = {"fused": piece.fused, "plain": piece.plain, "compiled": compiled(piece.plain)}
+        calls |= {(name, form): partial(function, *piece.inputs) for form, function in forms.items()}
+    for kernels in ("torch", "triton"):
+        calls["block", kernels] = block_call(run, device, kernels, lambda block: block)
+        calls["block", f"{kernels} compiled"] = block_call(run, device, kernels, compiled)
+    say(f"timing {len(calls)} calls; the first rounds compile them")
+    seconds: dict[str, dict[str, float]] = {}
+    for (name, form), median in time_in_turns(turns_of(calls, device), num_rounds).items():
+        seconds.setdefault(name, {})[form] = median
+    matrix_rate = max(flops / seconds["product"][name] for name, (_, flops) in matrix.items())
+    copy_rate = copied_bytes / seconds["copy"]["copy"]
+    report = {
+        "recipe": run.name,
+        "micro_batch_size": run.train.micro_batch_size,
+        "flops_per_second": matrix_rate,
+        "bytes_per_second": copy_rate,
+        "block_seconds": seconds["block"],
+        "kernels": {},
+    }
+    for name, piece in pieces.items():
+        forms = seconds[name]
+        floor = max(piece.flops / matrix_rate, piece.num_bytes / copy_rate)
+        report["kernels"][name] = {
+            "seconds": forms | {"floor": floor},
+            "fraction_of_floor": floor / forms["fused"],
+            "gain_of_block": (forms["compiled"] - forms["fused"]) / report["block_seconds"]["torch compiled"],
+        }
+    return report
+
+
+def block_call(run: RunConfig, device: torch.device, kernels: str, compiled: Callable) -> Callable[[], None]:
+    """Forward and backward of one block."""
+    model = run.model.model_copy(update={"kernels": kernels})
+    dtype, shape = DTYPES[run.train.precision], (run.train.micro_batch_size, model.sequence_length, model.d_model)
+    block = GmlpBlock(model).to(device, dtype)
+    torch.nn.init.normal_(block.gating.weight, std=0.01)
+    torch.nn.init.ones_(block.gating.bias)
+    x_BND = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    forward = compiled(block)
+
+    def call() -> None:
+        torch.autograd.grad(forward(x_BND), (x_BND, *block.parameters()), torch.ones_like(x_BND))
+
+    return call
+
+
+def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
+    from gmlp_scale.kernels.gate import apply_gate, apply_gate_backward
+    from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu, layer_norm_of_gelu_backward
+    from gmlp_scale.kernels.spatial_weight import spatial_matrix, spatial_weight_gradient
+
+    model, b, n, g = run.model, run.train.micro_batch_size, run.model.sequence_length, run.model.d_gate
+    k = model.d_attn if isinstance(model, AmlpConfig) else 0
+    random = partial(torch.randn, device=device, dtype=DTYPES[run.train.precision])
+    z_BNF, gain_G, _, weight, bias_N, *attention = unit_inputs(run, device)
+    v_BNG, gate_BNG, grad_BNG = (random(b, n, g) for _ in range(3))
+    mean_BN, rstd_BN = (torch.rand(b, n, device=device) + 0.5 for _ in range(2))
+    grad_z_BNF, weight_NN = torch.empty_like(z_BNF), spatial_matrix(weight, z_BNF.dtype)
+    half = v_BNG.nbytes
+    flops = 2 * b * n * n * g
+    return {
+        "LayerNorm of GELU": Piece(
+            layer_norm_of_gelu, plain_norm, (z_BNF, gain_G, gain_G, 1e-5), 0, 2 * half
+        ),
+        "spatial product and gate": Piece(
+            partial(apply_gate, keeps_gate=True), plain_gate,
+            (z_BNF, v_BNG, weight_NN, bias_N, *attention), flops + 2 * b * n * g * k, 4 * half,
+        ),
+        "gate backward": Piece(
+            apply_gate_backward, plain_gate_backward, (grad_BNG, z_BNF, gate_BNG, grad_z_BNF), 0, 5 * half
+        ),
+        "weight gradient": Piece(
+            spatial_weight_gradient, plain_weight_gradient, (grad_BNG, v_BNG, weight), flops, 2 * half
+        ),
+        "LayerNorm of GELU backward": Piece(
+            layer_norm_of_gelu_backward, plain_norm_backward,
+            (grad_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF), 0, 3 * half,
+        ),
+    }  # fmt: skip
+
+
+def unit_inputs(
+    run: RunConfig, device: torch.device | str, *, requires_grad: bool = False, batch_size: int | None = None
+) -> list[Tensor | None]:
+    """The tensors that the operator takes, in its order; vectors in float32, as in every engine.
+
+    batch_size: the recipe's micro-batch if it is None.
+    """
+    model, n, g = run.model, run.model.sequence_length, run.model.d_gate
+    k = model.d_attn if isinstance(model, AmlpConfig) else 0
+    b = batch_size or run.train.micro_batch_size
+    vector = partial(torch.randn, device=device, requires_grad=requires_grad)
+    matrix = partial(vector, dtype=DTYPES[run.train.precision])
+    weight = matrix(n, n) if model.spatial == "dense" else vector(2 * n - 1)
+    attention = [matrix(b, n, k), matrix(g, k), vector(g)] if k else [None, None, None]
+    return [matrix(b, n, 2 * g), vector(g), vector(g), weight, vector(n), *attention]
+
+
+def plain_norm(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float) -> Tensor:
+    v_BNG = z_BNF.chunk(2, dim=-1)[1]
+    return F.layer_norm(F.gelu(v_BNG), gain_G.shape, gain_G.to(v_BNG.dtype), bias_G.to(v_BNG.dtype), eps)
+
+
+def plain_gate(z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G) -> tuple[Tensor, Tensor]:
+    gate_BNG = torch.bmm(weight_NN.expand(len(v_BNG), -1, -1), v_BNG) + bias_N[:, None].to(v_BNG.dtype)
+    if context_BNK is not None:
+        gate_BNG = gate_BNG + F.linear(context_BNK, out_weight_GK, out_bias_G.to(v_BNG.dtype))
+    return F.gelu(z_BNF.chunk(2, dim=-1)[0]) * gate_BNG, gate_BNG
+
+
+def plain_gate_backward(grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF) -> tuple[Tensor, Tensor]:
+    u_BNG, grad_u_BNG = z_BNF.chunk(2, dim=-1)[0], grad_z_BNF.chunk(2, dim=-1)[0]
+    grad_gate_BNG = grad_output_BNG * F.gelu(u_BNG)
+    grad_u_BNG.copy_(torch.ops.aten.gelu_backward(grad_output_BNG * gate_BNG, u_BNG))
+    return grad_gate_BNG, grad_gate_BNG.sum(-1, dtype=torch.float32)
+
+
+def plain_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) -> Tensor:
+    """The sum over the batch of each row's product; summed over its diagonals if `like` is a Toeplitz vector."""
+    grad_NN = torch.bmm(grad_gate_BNG, v_BNG.mT).sum(0, dtype=torch.float32)
+    return grad_NN if like.ndim == 2 else diagonal_sums(grad_NN)
+
+
+def plain_norm_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF) -> Tensor:
+    gain_G = gain_G.to(z_BNF.dtype)
+    v_BNG, grad_BNG = z_BNF.chunk(2, dim=-1)[1], grad_z_BNF.chunk(2, dim=-1)[1]
+    grad_hidden_BNG, grad_gain_G, grad_bias_G = torch.ops.aten.native_layer_norm_backward(
+        grad_v_BNG, F.gelu(v_BNG), gain_G.shape, mean_BN[..., None], rstd_BN[..., None], gain_G, gain_G, [True] * 3
+    )
+    grad_BNG.copy_(torch.ops.aten.gelu_backward(grad_hidden_BNG, v_BNG))
+    return torch.stack([grad_gain_G, grad_bias_G])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ machine matter less. webdataset does not mask its rows, so our loader is also me
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -58,16 +57,15 @@ def rows_per_core_second(run: RunConfig, num_rounds: int, folder: Path) -> dict[
 def prepare_loader(name: str, run: RunConfig, shards: Path) -> tuple[Turn, dict]:
     """A turn that returns CPU seconds."""
     batches = LOADERS[name](run, shards)
-    take(batches, NUM_ROWS // ROWS_PER_BATCH)  # an epoch: every shard is opened, verified and in memory
-    return partial(take, batches, BATCHES_PER_TURN), {}
 
+    def turn(num_batches: int = BATCHES_PER_TURN) -> float:
+        started = time.process_time()
+        for _ in range(num_batches):
+            next(batches)
+        return time.process_time() - started
 
-def take(batches: Iterator, num_batches: int) -> float:
-    """The CPU seconds that the next batches take."""
-    started = time.process_time()
-    for _ in range(num_batches):
-        next(batches)
-    return time.process_time() - started
+    turn(NUM_ROWS // ROWS_PER_BATCH)  # an epoch: every shard is opened, verified and in memory
+    return turn, {}
 
 
 def random_rows(run: RunConfig, num_rows: int) -> np.ndarray:
@@ -86,13 +84,14 @@ def write_shards(run: RunConfig, rows_RN: np.ndarray, folder: Path, num_heldout:
 
 
 def write_manifest(run: RunConfig, train: Sequence[Shard], folder: Path, heldout: Sequence[Shard] = ()) -> None:
+    splits = Splits(train=tuple(train), heldout=tuple(heldout))
     manifest = Manifest(
         sequence_length=run.model.sequence_length,
         vocab_size=run.model.vocab_size,
         packing=run.data.packing,
         tokenizer_sha256="0" * 64,
-        total_rows={"train": sum(shard.rows for shard in train), "heldout": sum(shard.rows for shard in heldout)},
-        splits=Splits(train=tuple(train), heldout=tuple(heldout)),
+        total_rows=splits.total_rows,
+        splits=splits,
     )
     write_text(f"{folder}/{MANIFEST_NAME}", manifest.to_json())
 
@@ -150,15 +149,9 @@ def gmlp_scale(run: RunConfig, shards: Path) -> Iterator:
 
 def gmlp_scale_unmasked(run: RunConfig, shards: Path) -> Iterator:
     """The same rows without masks, as webdataset gives them."""
-    loader = loader_of(run, shards)
+    loader, files = loader_of(run, shards), ShardFiles(str(shards), None, max_bytes=run.data.cache_max_bytes)
     train = loader.sources[0].manifest.splits.train
-    opened = OpenShards(
-        ShardFiles(str(shards), None, max_bytes=run.data.cache_max_bytes),
-        train,
-        run.model.sequence_length,
-        num_open=len(train),
-        skip_corrupt=None,
-    )
+    opened = OpenShards(files, train, run.model.sequence_length, num_open=len(train), skip_corrupt=None)
     addresses = map(loader.addresses, cycle(range(NUM_ROWS // ROWS_PER_BATCH)))
     return (opened.read(some.shard, some.row_index) for some in addresses)
 
@@ -167,13 +160,10 @@ def webdataset(run: RunConfig, shards: Path) -> Iterator:
     """Our own shards, whose members are blocks of 256 rows, through a buffer that shuffles rows."""
     import webdataset
 
-    blocks = webdataset.WebDataset(
-        [str(path) for path in sorted(shards.glob("train/*.tar"))], shardshuffle=100, empty_check=False
-    )
-    rows = (
-        blocks.repeat().decode().to_tuple("npy").compose(lambda blocks: (row for (block,) in blocks for row in block))
-    )
-    return batched(iter(rows.shuffle(SHUFFLED_AMONG)))
+    paths = [str(path) for path in sorted(shards.glob("train/*.tar"))]
+    blocks = webdataset.WebDataset(paths, shardshuffle=100, empty_check=False).repeat().decode().to_tuple("npy")
+    rows = blocks.compose(lambda blocks: (row for (block,) in blocks for row in block)).shuffle(SHUFFLED_AMONG)
+    return batched(iter(rows))
 
 
 LOADERS = {"gmlp_scale": gmlp_scale, "gmlp_scale_unmasked": gmlp_scale_unmasked, "webdataset": webdataset}

@@ -48,10 +48,9 @@ def bert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) -> Step:
     """transformers' BERT at its best: sdpa attention, torch.compile, its head on the masked positions only."""
     from transformers import BertConfig, BertForMaskedLM
 
-    width, num_layers, flops = transformer_size(run, mlp_weights_per_width=8)
+    sizes, flops = transformer_sizes(run, mlp_weights_per_width=8)
     options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = BertConfig(**_options(run, width, num_layers), intermediate_size=4 * width, **options)
-    model = BertForMaskedLM(config)
+    model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=4 * sizes["hidden_size"], **options))
     return _transformer_step(model, (model.bert, model.cls), run, device, batch, flops)
 
 
@@ -60,43 +59,36 @@ def modernbert_step(run: RunConfig, device: torch.device, batch: MaskedBatch) ->
     attention, and its FLOPs count the whole attention."""
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-    width, num_layers, flops = transformer_size(run, mlp_weights_per_width=4.5)
+    sizes, flops = transformer_sizes(run, mlp_weights_per_width=4.5)
     tokens = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": None, "eos_token_id": None}
-    config = ModernBertConfig(**_options(run, width, num_layers), intermediate_size=3 * width // 2, **tokens)
-    model = ModernBertForMaskedLM(config)
+    model = ModernBertForMaskedLM(ModernBertConfig(**sizes, intermediate_size=3 * sizes["hidden_size"] // 2, **tokens))
     return _transformer_step(model, (model.model, nn.Sequential(model.head, model.decoder)), run, device, batch, flops)
 
 
-def transformer_size(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[int, int, int]:
-    """(width, layers, training FLOPs of a row) of a Transformer that has the recipe's FLOPs within 10 %.
+def transformer_sizes(run: RunConfig, *, mlp_weights_per_width: float) -> tuple[dict[str, int | str], int]:
+    """(sizes as transformers names them, training FLOPs of a row) of a model that has the recipe's FLOPs within 10 %.
 
     It takes the nearest possible width to 1.5 d_model (at most 1024, as in the paper's BERTs).
 
     mlp_weights_per_width: the number of weights in one layer's MLP, divided by the width squared.
     """
-    n = run.model.sequence_length
+    n, vocab_size, wanted = run.model.sequence_length, run.model.vocab_size, run.flops_per_row().last
     num_masked = num_masked_positions(n, run.data.masked_fractions.last)
-    wanted = run.flops_per_row().last
     preferred = min(1.5 * run.model.d_model, 1024)
     for width in sorted(range(WIDTH_PER_HEAD, 2049, WIDTH_PER_HEAD), key=lambda width: abs(width - preferred)):
         layer = 6 * n * ((4 + mlp_weights_per_width) * width * width + 2 * n * width)
-        head = 6 * num_masked * (width * width + width * run.model.vocab_size)
+        head = 6 * num_masked * (width * width + width * vocab_size)
         num_layers = max(1, round((wanted - head) / layer))
         flops = num_layers * layer + head
         if abs(flops / wanted - 1) <= LARGEST_FLOPS_DIFFERENCE:
-            return width, num_layers, int(flops)
+            sizes = {
+                "hidden_size": width,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": width // WIDTH_PER_HEAD,
+            }
+            sizes |= {"vocab_size": vocab_size, "max_position_embeddings": n, "attn_implementation": "sdpa"}
+            return sizes, int(flops)
     raise InputError(f"{run.name}: no Transformer has {wanted:.3g} FLOPs a row; choose a larger model")
-
-
-def _options(run: RunConfig, width: int, num_layers: int) -> dict:
-    return {
-        "vocab_size": run.model.vocab_size,
-        "hidden_size": width,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": width // WIDTH_PER_HEAD,
-        "max_position_embeddings": run.model.sequence_length,
-        "attn_implementation": "sdpa",
-    }
 
 
 def _transformer_step(

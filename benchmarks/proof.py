@@ -1,7 +1,7 @@
 """What a device must show before a long run is trusted to it: the checks of launch/gpu_proof.sh.
 
 Each check trains a recipe on random rows through run_task, as launch/pretrain.py does, and judges what the runs left
-behind. It reports one finding at a time, so that a check that is cut short has reported what it found until then.
+behind. It yields one finding at a time, so that a check that is cut short has reported what it found until then.
 """
 
 import importlib.util
@@ -12,7 +12,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.checkpointing import measure_verified_load
 from benchmarks.loading import random_rows, write_shards
-from benchmarks.timing import time_in_turns
 from gmlp_scale.checkpoint.format import Checkpoint, step_folders
 from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.data.loader import Loader
@@ -39,9 +38,6 @@ from gmlp_scale.train.sinks import read_metrics
 
 log = logging.getLogger(__name__)
 
-Report = Callable[[dict], None]
-"""Takes a finding: {"check": its name, "status": passed, failed or not run, and a reason or figures}."""
-
 OVERRIDES = {name: engine_overrides(engine) for name, engine in ENGINES.items()}
 # The bounds of tests/engine/test_parity.py. On a CPU only small models keep to the bound of the float32 norm, since
 # torch's norm of a million elements is off by 1e-5 there.
@@ -54,8 +50,7 @@ FROM_CPU_TO_GPU = {"train/loss": 1e-4}
 FROM_EAGER_TO_COMPILED = {"train/loss": 3e-3, "eval/loss": 3e-3}
 NUM_STEPS, STOP_STEP = 6, 3
 LONGEST_STOP = 3  # steps from a signal to the end, at most
-INTERVAL = 10
-"""Steps between two logs of `check_recipe`; it saves at every second one."""
+INTERVAL = 10  # steps between two logs of `check_recipe`, which saves at every second one
 NUM_TRAINING_ROWS, NUM_HELDOUT_ROWS = 2048, 8
 SCHEDULE = [
     "train.num_steps=1000", f"train.stop_after_step={NUM_STEPS}", "train.log_every_steps=1",
@@ -89,14 +84,10 @@ class Trial:
         return load_run_config(self.recipe, [*self.overrides, f"name={re.sub('[ ,]+', '-', name)}", *overrides])
 
     def world(self, *overrides: str, hear_stop_signals: bool = False) -> World:
-        """With a process group, which every engine can use.
-
-        hear_stop_signals: for a run that is stopped by a signal. Others end at once when their part's time is over.
-        """
+        """With a process group, which every engine can use. Unless it hears stop signals, one ends it at once."""
         config = self.config("world", *overrides)
-        world = start_world(
-            config.engine.timeout_seconds, config.train.device, init_group=True, hear_stop_signals=hear_stop_signals
-        )
+        options = {"init_group": True, "hear_stop_signals": hear_stop_signals}
+        world = start_world(config.engine.timeout_seconds, config.train.device, **options)
         set_up_logging(world)
         return world
 
@@ -113,91 +104,84 @@ class Trial:
         return newest_checkpoint(self.config(name).run_dir / "checkpoints")[0]
 
 
-def check_engines(trial: Trial, report: Report) -> None:
+def check_engines(trial: Trial) -> Iterator[dict]:
     """Every engine, in both precisions, trains as `single` does and goes on bit for bit where it stopped."""
     with trial.world() as world:
         for precision, engine in itertools.product(BETWEEN_ENGINES, ENGINES):
             run = f"{engine} in {precision}"
-            judge(report, f"{run}: losses and norms", partial(parity, trial, world, engine, precision), engine)
-            judge(report, f"{run}: resumed", partial(resuming, trial, world, engine, precision), engine)
-    judge(report, "single in float32: losses of the CPU", partial(parity_with_cpu, trial), needs_gpu=True)
+            yield judge(f"{run}: losses and norms", partial(parity, trial, world, engine, precision), engine)
+            yield judge(f"{run}: resumed", partial(resuming, trial, world, engine, precision), engine)
+    yield judge("single in float32: losses of the CPU", partial(parity_with_cpu, trial), needs_gpu=True)
 
 
-def check_stop(trial: Trial, report: Report) -> None:
+def check_stop(trial: Trial) -> Iterator[dict]:
     """A stop signal ends a run with a checkpoint, from which it goes on bit for bit."""
     for engine in ("single", "fsdp2"):
-        judge(report, f"{engine}: SIGTERM", partial(stopping, trial, engine))
+        yield judge(f"{engine}: SIGTERM", partial(stopping, trial, engine))
 
 
-def check_compile(trial: Trial, report: Report) -> None:
+def check_compile(trial: Trial) -> Iterator[dict]:
     """Compiled blocks, and their CUDA graphs, give the losses of eager ones, in training and in evaluation."""
     with trial.world() as world:
         cases = [("single", "false"), ("single", "true"), ("single", "reduce-overhead")]
         cases += [("fsdp2", "true"), ("zero, stage 1", "true"), ("zero, stage 1", "reduce-overhead")]
         for engine, compile in cases:
             found = partial(compiling, trial, world, engine, compile)
-            judge(report, f"{engine}: train.compile={compile}", found, engine, needs_gpu=compile == "reduce-overhead")
+            yield judge(f"{engine}: train.compile={compile}", found, engine, needs_gpu=compile == "reduce-overhead")
 
 
-def check_auto(trial: Trial, report: Report) -> None:
+def check_auto(trial: Trial) -> Iterator[dict]:
     """train.micro_batch_size=auto finds a number that trains."""
-    judge(report, "train.micro_batch_size=auto", partial(finding_micro_batch, trial), needs_gpu=True)
+
+    def find() -> dict:
+        with trial.world() as world:
+            run = resolve(trial.config("auto", *OVERRIDES["single"], "train.micro_batch_size=auto"), world)
+            run_task(Pretraining(run), world, StartUp(time.perf_counter()))
+            peak_gib = peak_memory_bytes(world.device) / 2**30
+        return {"micro_batch_size": run.train.micro_batch_size, "peak_memory_gib": peak_gib}
+
+    yield judge("train.micro_batch_size=auto", find, needs_gpu=True)
 
 
-def check_recipe(trial: Trial, report: Report) -> None:
+def check_recipe(trial: Trial) -> Iterator[dict]:
     """The recipe as it is, for 5 INTERVALs: what a save costs, how fast its checkpoint loads, and a resume."""
     with trial.world() as world:
-        judge(report, "training and saving", partial(saving, trial, world))
-        judge(report, "resumed", partial(resuming_after_a_cut, trial, world))
-        judge(report, "verified load", partial(verified_load, trial, world))
+        yield judge("training and saving", partial(saving, trial, world))
+        yield judge("resumed", partial(resuming_after_a_cut, trial, world))
+        yield judge("verified load", partial(verified_load, trial, world))
 
 
-CHECKS = {
-    "engines": check_engines,
-    "recipe": check_recipe,
-    "stop": check_stop,
-    "auto": check_auto,
-    "compile": check_compile,
-}
+def judge(check: str, find: Callable[[], dict], engine: str = "single", *, needs_gpu: bool = False) -> dict:
+    """A finding: the check, its status (passed, failed or not run), the reason, and the figures that `find` returns.
 
-
-def judge(
-    report: Report, check: str, find: Callable[[], dict], engine: str = "single", *, needs_gpu: bool = False
-) -> None:
-    """Reports the figures that `find` returns, or why it cannot be called here. Whatever it raises is a failure."""
-    missing = None
+    Whatever `find` raises is a failure.
+    """
     if needs_gpu and not torch.cuda.is_available():
-        missing = "needs a GPU"
-    elif engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        missing = "deepspeed is not installed"
-    if missing:
-        report({"check": check, "status": "not run", "reason": missing})
-        return
+        return {"check": check, "status": "not run", "reason": "needs a GPU"}
+    if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        return {"check": check, "status": "not run", "reason": "deepspeed is not installed"}
     started, problem, figures = time.perf_counter(), None, {}
     try:
         figures = find()
     except Exception as error:
         log.exception("%s", check)
         problem = str(error) if isinstance(error, DifferenceError) else f"{type(error).__name__}: {error}"
-    seconds = round(time.perf_counter() - started, 2)
-    status = "failed" if problem else "passed"
-    report({"check": check, "status": status, "reason": problem, **figures, "seconds": seconds})
+    seconds, status = round(time.perf_counter() - started, 2), "failed" if problem else "passed"
+    return {"check": check, "status": status, "reason": problem, **figures, "seconds": seconds}
 
 
 def compare_metrics(trial: Trial, name: str, expected_name: str, bounds: Mapping[str, float]) -> dict:
     """Compares what two runs logged, step by step. bounds: the largest relative difference, by tag."""
-    rows, expected_rows = trial.metrics(name), trial.metrics(expected_name)
-    differences = {}
-    for tag in bounds:
-        pairs = [(row[tag], other[tag]) for row, other in zip(rows, expected_rows, strict=True) if tag in other]
-        differences[tag] = max(abs(value / other - 1) for value, other in pairs)
-    if problems := [
-        f"{tag} differs from {expected_name} by {found:.2g}; at most {bounds[tag]:.2g} is allowed"
-        for tag, found in differences.items()
-        if found > bounds[tag]
-    ]:
+    pairs = list(zip(trial.metrics(name), trial.metrics(expected_name), strict=True))
+    differences, problems = {}, []
+    for tag, bound in bounds.items():
+        found = max(abs(row[tag] / expected[tag] - 1) for row, expected in pairs if tag in expected)
+        differences[f"{tag} differs by"] = found
+        if found > bound:
+            problems.append(f"{tag} differs from {expected_name} by {found:.2g}; at most {bound:.2g} is allowed")
+    if problems:
         raise DifferenceError("; ".join(problems))
-    return {f"{tag} differs by": found for tag, found in differences.items()}
+    return differences
 
 
 def compare_bits(whole: Checkpoint, resumed: Checkpoint) -> dict:
@@ -211,7 +195,7 @@ def compare_bits(whole: Checkpoint, resumed: Checkpoint) -> dict:
         return {"bit_identical_tensors": len(whole.keys)}
     found = f"steps {whole.step} and {resumed.step}: {len(differences)} of {len(whole.keys)} tensors differ"
     if differences:
-        worst = max(differences, key=differences.__getitem__)
+        worst = max(differences, key=differences.get)
         found += f", {worst} the most, by {differences[worst]:.2g} of its largest element"
     raise DifferenceError(found)
 
@@ -264,14 +248,12 @@ def stopping(trial: Trial, engine: str) -> dict:
         trial.train(world, f"{engine} whole", *here)
     with trial.world(hear_stop_signals=True) as world:
         progress = trial.train(world, name, *here, "train.stop_after_step=100", task=Signalled)
-    saved = trial.checkpoint(name).step
-    if saved != progress.step or not STOP_STEP <= saved <= STOP_STEP + LONGEST_STOP:
-        found = f"signalled in step {STOP_STEP}, stopped after step {progress.step} with a checkpoint of step {saved}"
-        raise DifferenceError(found)
+    saved, last = trial.checkpoint(name).step, progress.step
+    if saved != last or not STOP_STEP <= saved <= STOP_STEP + LONGEST_STOP:
+        raise DifferenceError(f"signalled in step {STOP_STEP}, stopped after {last} with a checkpoint of step {saved}")
     with trial.world() as world:
         trial.train(world, name, *here, f"train.stop_after_step={NUM_STEPS}")
-    figures = compare_bits(trial.checkpoint(f"{engine} whole"), trial.checkpoint(name))
-    return {"stopped_after_step": saved, **figures}
+    return {"stopped_after_step": saved, **compare_bits(trial.checkpoint(f"{engine} whole"), trial.checkpoint(name))}
 
 
 def compiling(trial: Trial, world: World, engine: str, compile: str) -> dict:
@@ -287,14 +269,6 @@ def compiling(trial: Trial, world: World, engine: str, compile: str) -> dict:
     if compile == "reduce-overhead" and num_skips:
         raise DifferenceError(f"{num_skips} graphs ran without CUDA graphs; log.txt says why")
     return compare_metrics(trial, name, "single false", FROM_EAGER_TO_COMPILED)
-
-
-def finding_micro_batch(trial: Trial) -> dict:
-    with trial.world() as world:
-        run = resolve(trial.config("auto", *OVERRIDES["single"], "train.micro_batch_size=auto"), world)
-        run_task(Pretraining(run), world, StartUp(time.perf_counter()))
-        peak_gib = peak_memory_bytes(world.device) / 2**30
-    return {"micro_batch_size": run.train.micro_batch_size, "peak_memory_gib": peak_gib}
 
 
 def saving(trial: Trial, world: World) -> dict:
@@ -323,37 +297,7 @@ def resuming_after_a_cut(trial: Trial, world: World) -> dict:
 
 
 def verified_load(trial: Trial, world: World) -> dict:
-    """Times a verified load beside a plain read of the same files. Before each, the kernel forgets the files' pages."""
     engine = build_engine_of(Pretraining(resolve(trial.config("recipe"), world)), world, is_new=False)
-    files = sorted(trial.checkpoint("recipe").path.glob("*.safetensors"))
-
-    def load() -> None:
-        trial.checkpoint("recipe").load_into(engine)
-        world.wait_for_device()
-
-    def read() -> None:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(read_whole, files))
-
-    turns = {"load": partial(uncached_seconds, load, files), "plain read": partial(uncached_seconds, read, files)}
-    seconds = time_in_turns(turns, num_rounds=3)
+    figures = measure_verified_load(trial.config("recipe").run_dir / "checkpoints", engine, world)
     engine.close()
-    num_bytes = sum(file.stat().st_size for file in files)
-    rates = {f"{name} bytes per second": num_bytes / spent for name, spent in seconds.items()}
-    return {"load_over_plain_read": seconds["plain read"] / seconds["load"], "bytes": num_bytes, **rates}
-
-
-def uncached_seconds(call: Callable[[], None], files: list[Path]) -> float:
-    for file in files:
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def read_whole(file: Path) -> None:
-    buffer = bytearray(2**23)
-    with file.open("rb", buffering=0) as opened:
-        while opened.readinto(buffer):
-            pass
+    return figures

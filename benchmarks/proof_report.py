@@ -1,5 +1,6 @@
 """The results of launch/gpu_proof.sh: a line for each part in results.jsonl, and report.md, written anew after each."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,12 +62,8 @@ def _add(folder: Path, line: dict) -> dict:
 
 def _read(printed: str) -> tuple[list[dict], dict | None]:
     """The findings that a check printed, without a last line that was cut; or the report that a benchmark printed."""
-    try:
-        measured = json.loads(printed)
-    except ValueError:
-        pass
-    else:
-        if "check" not in measured:
+    with contextlib.suppress(ValueError):
+        if "check" not in (measured := json.loads(printed)):
             return [], measured
     whole_lines = printed.splitlines() if printed.endswith("\n") else printed.splitlines()[:-1]
     return [json.loads(line) for line in whole_lines if line.startswith('{"check": ')], None

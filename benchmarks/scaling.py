@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
@@ -29,7 +30,7 @@ from gmlp_scale.plan.rank_bytes import carried_bytes, state_bytes, wire_bytes
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.resolve import with_decided_precision
-from gmlp_scale.train.trial import count_step, new_engine, random_batch, train_step
+from gmlp_scale.train.trial import count_step, new_engine, random_batch, seconds_of, train_step
 
 NUMS_RANKS = (1, 2, 4, 8)
 NUM_WARM_UP_STEPS = 2
@@ -75,32 +76,21 @@ def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float)
         if mistakes := list(engine.mistakes(run.train)):
             engines[name] = {"not run": mistakes}
             continue
-        seconds, share, first_ended = time_steps(run, engine, world, num_rounds)
-        start_up_seconds = start_up_seconds or first_ended - started
-        engines[name] = {"step_seconds": seconds, "communication_share": share} | count(run, engine, world)
-    return {"start_up_seconds": start_up_seconds, "engines": engines}
-
-
-def time_steps(run: RunConfig, engine: EngineConfig, world: World, num_rounds: int) -> tuple[float, float, float]:
-    """(median seconds of a step, share of it in which a collective is under way, when the first step ended)."""
-    batch, built = random_batch(run, world.device), new_engine(run.model_copy(update={"engine": engine}), world)
-
-    def step() -> float:
-        began = time.perf_counter()
-        train_step(built, run, batch)
-        return time.perf_counter() - began
-
-    step()
-    first_ended = time.time()
-    for _ in range(NUM_WARM_UP_STEPS - 1):
+        batch, built = random_batch(run, world.device), new_engine(run.model_copy(update={"engine": engine}), world)
+        step = partial(seconds_of, partial(train_step, built, run, batch), world.device)
         step()
-    seconds = statistics.median(step() for _ in range(num_rounds))
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        profiled_seconds = sum(step() for _ in range(NUM_PROFILED_STEPS))
-    built.close()
-    collectives = [event.time_range for event in profiled.events() if event.name.startswith(("gloo:", "c10d::"))]
-    under_way = union_length((span.start, span.end) for span in collectives) / 1e6
-    return seconds, under_way / profiled_seconds, first_ended
+        start_up_seconds = start_up_seconds or time.time() - started
+        for _ in range(NUM_WARM_UP_STEPS - 1):
+            step()
+        seconds = statistics.median(step() for _ in range(num_rounds))
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            profiled_seconds = sum(step() for _ in range(NUM_PROFILED_STEPS))
+        built.close()
+        collectives = [event.time_range for event in profiled.events() if event.name.startswith(("gloo:", "c10d::"))]
+        under_way = union_length((span.start, span.end) for span in collectives) / 1e6
+        figures = {"step_seconds": seconds, "communication_share": under_way / profiled_seconds}
+        engines[name] = figures | count(run, engine, world)
+    return {"start_up_seconds": start_up_seconds, "engines": engines}
 
 
 def union_length(spans: Iterable[tuple[float, float]]) -> float:

@@ -1,32 +1,48 @@
 """The recipe's training step beside the machine's ceilings, its own variants and other people's models.
 
 A step is forward, backward and update of one micro-batch on one device, on random tokens. Other people's models
-run in their own processes.
+run in their own processes. The ceilings are how fast this machine multiplies matrices and copies memory, each alone.
 """
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.ceilings import captured_products, copy_call, fewest_bytes, matrix_calls
 from benchmarks.peers import bert_step, g_mlp_pytorch_step, modernbert_step
-from benchmarks.time_split import time_split
 from benchmarks.timing import Contender, Turn, say, time_in_turns, turns_of
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
-from gmlp_scale.models import GmlpConfig, with_kernels
+from gmlp_scale.models import AmlpConfig, GmlpConfig, with_kernels
 from gmlp_scale.models.gmlp import FUSED_GATING
-from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.plan.describe import count_parameters, meta_model
+from gmlp_scale.plan.rank_bytes import count_in_matrices
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.train.metrics import peak_memory_bytes, peak_tflops
-from gmlp_scale.train.trial import forget_other_recipes, new_engine, random_batch, train_step
+from gmlp_scale.train.trial import forget_other_recipes, new_engine, random_batch, train_step, wait_for
 
 PEERS = {"g_mlp_pytorch": g_mlp_pytorch_step, "bert": bert_step, "modernbert": modernbert_step}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+NUM_PROFILED_STEPS = 3
+# An operation belongs to the first kind that has a word in its lower-case name. On CUDA the names are the kernels'.
+# Inductor's kernels come first, because their names list all they fuse. Attention comes before matrix products, because
+# its kernels' names have "cutlass" too.
+KINDS = {
+    "fused": ("triton_poi", "triton_red", "triton_per", "compiledfxgraph", "spatial", "layer_norm_of_gelu"),
+    "attention": ("scaled_dot_product", "sdpa", "flash", "fmha"),
+    "matrix products": ("::mm", "addmm", "bmm", "gemm", "cutlass", "nvjet", "splitk", "triton_tem", "mkldnn_linear"),
+    "optimizer and gradient norm": ("adam", "multi_tensor", "_foreach", "linalg", "norm_l2"),
+    "head and loss": ("softmax", "nll_loss"),
+    "embedding": ("embedding", "index", "gather", "scatter"),
+}
 
 
 def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
@@ -140,3 +156,114 @@ def products_of(
     found = captured_products(lambda: train_step(new_engine(form, world, weights=weights), form, batch))
     gc.collect()
     return found
+
+
+def matrix_calls(run: RunConfig, device: torch.device) -> dict[str, tuple[Callable[[], Tensor], int]]:
+    """(call, FLOPs) by name: both channel projections at the recipe's shape, and a large square product."""
+    tokens = run.train.micro_batch_size * run.model.sequence_length
+    square = 8192 if device.type == "cuda" else 2048
+    shapes = {"square": (square, square, square)}
+    if isinstance(run.model, GmlpConfig):
+        shapes["expand"] = (tokens, run.model.d_model, run.model.d_ffn)
+        shapes["contract"] = (tokens, run.model.d_gate, run.model.d_model)
+    calls = {}
+    for name, (m, k, n) in shapes.items():
+        a, b = (torch.randn(shape, device=device, dtype=DTYPES[run.train.precision]) for shape in ((m, k), (k, n)))
+        calls[name] = (partial(torch.mm, a, b), 2 * m * k * n)
+    return calls
+
+
+def copy_call(device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """(call, bytes read and written): a copy within the device's memory, too large for its caches."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source), 2 * source.numel()
+
+
+def captured_products(step: Callable[[], object]) -> tuple[Counter[str], dict[str, Callable[[], Tensor]]]:
+    """The matrix products of an eager step, backward pass included: how often each occurs, and a call of it alone.
+
+    Both are by the product's name. A call multiplies random operands of the same shapes and strides.
+    """
+    with _Products() as products:
+        step()
+    return products.counts, {name: _alone(*product) for name, product in products.first.items()}
+
+
+class _Products(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, tuple] = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        name = function.overloadpacket.__name__
+        if name in PRODUCTS:
+            left, right = arguments[-2:]
+            described = (tuple(left.shape), left.stride(), tuple(right.shape), right.stride(), left.dtype, left.device)
+            key = f"product {'bmm' if left.ndim == 3 else 'mm'} {described[:4]}"
+            self.counts[key] += 1
+            self.first.setdefault(key, described)
+        return function(*arguments, **(named or {}))
+
+
+def _alone(
+    left_shape: tuple, left_stride: tuple, right_shape: tuple, right_stride: tuple, dtype: torch.dtype, device
+) -> Callable[[], Tensor]:
+    left, right = (
+        torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        for shape, stride in ((left_shape, left_stride), (right_shape, right_stride))
+    )
+    for operand in (left, right):
+        if 0 in operand.stride():  # the whole batch shares the spatial matrix
+            operand = operand[0]
+        operand.normal_()
+    return partial(torch.bmm if left.ndim == 3 else torch.mm, left, right)
+
+
+def fewest_bytes(run: RunConfig) -> int | None:
+    """Bytes that a gMLP or aMLP step must move, however its operations are fused; None for other models.
+
+    Per token and block the forward pass writes once, and the backward pass reads once: the block's input, the expanded
+    channels before GELU, the spatial projection's result (and the attention's q, k, v). Per parameter AdamW reads and
+    writes the master weight and both moments, reads the float32 gradient and, in bf16, writes the bf16 copy. Muon has
+    one state where AdamW has two; its products are not counted.
+    """
+    if not isinstance(run.model, GmlpConfig):
+        return None
+    model, itemsize = run.model, DTYPES[run.train.precision].itemsize
+    kept = model.d_model + model.d_ffn + model.d_gate + (3 * model.d_attn if isinstance(model, AmlpConfig) else 0)
+    tokens = run.train.micro_batch_size * model.sequence_length
+    per_parameter = 24 + 4 + (2 if run.train.precision == "bf16" else 0)
+    one_state = 8 * count_in_matrices(meta_model(run), run.optimizer)
+    return 2 * tokens * model.num_blocks * kept * itemsize + per_parameter * count_parameters(run) - one_state
+
+
+def time_split(step: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """Fractions of the device's busy time by kind of operation, the largest first; they sum to one."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities) as profiled:
+        for _ in range(NUM_PROFILED_STEPS):
+            step()
+        wait_for(device)
+    return shares(profiled.key_averages(), device)
+
+
+def shares(events: Iterable, device: torch.device) -> dict[str, float]:
+    """`time_split` from a profile's events."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        # Events of the host count their kernels' time again, and annotations the time of everything inside them.
+        events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    times: dict[str, float] = {}
+    for event in events:
+        kind = kind_of(event.key)
+        spent = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        times[kind] = times.get(kind, 0.0) + spent
+    total = sum(times.values())
+    return {kind: spent / total for kind, spent in sorted(times.items(), key=lambda item: -item[1])}
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation or kernel, by its name; "other" if no kind has a word in it."""
+    name = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")

@@ -1,14 +1,12 @@
 """The kernels' benchmark: both forms of a kernel compute the same, and the launcher prints figures of each."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.kernel_times import pieces_of
-from benchmarks.kernels import main
+from benchmarks.kernels import main, pieces_of
 from gmlp_scale.recipe.reader import load_run_config
 from tests.forked import Script
 from tests.triton_interpreter import run_interpreted
@@ -58,18 +56,8 @@ def test_launcher_prints_figures_of_every_kernel():
         assert figures["fraction_of_floor"] == pytest.approx(fraction)
 
 
-def launch_here(monkeypatch, *words: str) -> int:
-    """The exit code of the launcher in this process, where Triton does not interpret."""
-    monkeypatch.setattr(sys, "argv", ["kernels.py", *OPTIONS, *words])
-    try:
-        return main()
-    except SystemExit as left:  # argparse's own refusals
-        return left.code
-
-
-def test_launcher_prints_what_launches_take_where_there_is_no_gpu(monkeypatch, capsys):
-    assert launch_here(monkeypatch, "none") == 0
-    report = json.loads(capsys.readouterr().out)
+def test_launcher_prints_what_launches_take_where_there_is_no_gpu(succeeds):
+    report = json.loads(succeeds(main, *OPTIONS, "none"))
     assert 0 < report["host_seconds"]["forward"] < 1 and 0 < report["host_seconds"]["backward"] < 1
     tiles = [found for found in report["compiled_for_sm_90"] if found["kernel"] == "spatial_gate"]
     assert len(tiles) == 4 and tiles[0]["tile"]["BLOCK_G"] == 64
@@ -80,5 +68,6 @@ def test_launcher_prints_what_launches_take_where_there_is_no_gpu(monkeypatch, c
     "words, message",
     [(["cpu"], "--device cpu needs TRITON_INTERPRET=1"), (["none", "--rounds", "0"], "--rounds is a positive number")],
 )
-def test_launcher_refuses_what_it_cannot_time(words, message, monkeypatch, capsys):
-    assert launch_here(monkeypatch, *words) == 2 and message in capsys.readouterr().err
+def test_launcher_refuses_what_it_cannot_time(words, message, launched):
+    code, _, error = launched(main, *OPTIONS, *words)
+    assert code == 2 and message in error

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import pytest
 import torch
 
 from benchmarks import loading, step, timing
-from benchmarks.ceilings import captured_products, fewest_bytes
 from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.loading import batched, measure_loading
-from benchmarks.peers import transformer_size
+from benchmarks.peers import transformer_sizes
 from benchmarks.run import main, measure_start_up
-from benchmarks.step import PEERS, measure_step, products_of
+from benchmarks.step import PEERS, captured_products, fewest_bytes, measure_step, products_of
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.reader import load_run_config
@@ -99,9 +97,10 @@ def test_fewest_bytes_of_gmlp_base():
 @pytest.mark.parametrize("mlp_weights_per_width", [8, 4.5])
 def test_a_transformer_of_equal_flops(num_blocks, mlp_weights_per_width):
     run = load_run_config(BASE, ["engine.kind=single", f"model.num_blocks={num_blocks}"])
-    width, num_layers, flops = transformer_size(run, mlp_weights_per_width=mlp_weights_per_width)
+    sizes, flops = transformer_sizes(run, mlp_weights_per_width=mlp_weights_per_width)
     assert abs(flops * run.train.global_batch_size / run.flops_per_step().last - 1) <= 0.1
-    assert width % 64 == 0 and 512 <= width <= 1024 and num_layers >= 1
+    width = sizes["hidden_size"]
+    assert width % 64 == 0 and 512 <= width <= 1024 and sizes["num_hidden_layers"] >= 1
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -167,32 +166,26 @@ def test_batches_hold_the_rows_in_order():
     assert first.tolist() == [[number] for number in range(256)]
 
 
-def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
-    def launch(*words) -> tuple[int, str, str]:
-        return Script("benchmarks/run.py", words).end()
-
+def test_launcher_prints_json_and_compares(tmp_path, launched):
     recipe = ["--config", SMOKE, "--rounds", "1", "--parts", "checkpoint", f"output_dir={tmp_path}"]
-    code, printed, error = launch(*recipe, "--output", tmp_path / "before.json")
+    script = Script("benchmarks/run.py", [*recipe, "--output", tmp_path / "before.json"])
+    code, printed, error = script.end()
     assert code == 0, error
     report = json.loads(printed)
     assert report == json.loads((tmp_path / "before.json").read_text())
     costs = report["recipes"]["smoke"]["checkpoint"]["costs"]
     costs.update({name: 1e-9 for name in costs})
     (tmp_path / "before.json").write_text(json.dumps(report))
-    code, _, error = launch(*recipe, "--compare", tmp_path / "before.json")
+    code, _, error = launched(main, *recipe, "--compare", tmp_path / "before.json")
     assert code == 1 and error.count("worse: smoke checkpoint") == 3, error
-    code, _, error = launch("--config", SMOKE, "--parts", "step,speed")
-    assert code == 2 and "--parts: found speed; known are step, loader, checkpoint, start_up" in error
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
         (["--rounds", "0"], "--rounds is a positive number"),
-        (
-            ["--config", str(BASE)],
-            "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one",
-        ),
+        (["--parts", "step,speed"], "--parts: found speed; known are step, loader, checkpoint, start_up"),
+        (["--config", BASE], "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one"),
         pytest.param(
             ["train.device=cuda"],
             "train.device is cuda, but torch finds no CUDA device here: set train.device to auto or cpu\n",
@@ -200,13 +193,9 @@ def test_launcher_prints_json_compares_and_refuses_unknown_parts(tmp_path):
         ),
     ],
 )
-def test_launcher_refuses_what_it_cannot_measure(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.py", "--parts", "start_up", "--config", str(SMOKE), *words])
-    try:
-        code = main()
-    except SystemExit as left:  # argparse's own refusals
-        code = left.code
-    assert code == 2 and message in capsys.readouterr().err
+def test_launcher_refuses_what_it_cannot_measure(words, message, launched):
+    code, _, error = launched(main, "--parts", "start_up", "--config", SMOKE, *words)
+    assert code == 2 and message in error
 
 
 def _sleep(pid_file: Path) -> None:

@@ -1,16 +1,13 @@
 """Bytes that every engine's collectives carry in a step, and its peak memory, as counted and as its plan says."""
 
-import sys
-
 import pytest
 
 from benchmarks import count_collectives
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import ENGINES, SHARDED_ENGINES, Fsdp2Config
-from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
+from gmlp_scale.engine.optimizer import MuonConfig
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.plan.rank_bytes import COLLECTIVES, carried_bytes, state_bytes
-from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.trial import ByteCounts, count_fake_step, count_step
 from tests.benchmarks.smoke_recipe import SMOKE
@@ -25,9 +22,7 @@ RUN = load_run_config(
         "train.micro_batch_size=1", "train.precision=bf16",
     ],
 )  # fmt: skip
-FLOAT32 = RUN.model_copy(update={"train": RUN.train.model_copy(update={"precision": "float32"})})
-
-
+FLOAT32 = RUN.with_train(precision="float32")
 ADAMW, MUON = RUN.optimizer, MuonConfig(**RUN.optimizer.model_dump(exclude={"kind"}))
 
 
@@ -46,14 +41,12 @@ def _counts(counts: ByteCounts) -> tuple[dict, int]:
 def _count_each(cases: list[tuple]) -> dict:
     with start_world(60, "cpu", init_group=True) as world:
         return {
-            (name, num, optimizer): _counts(count_step(_run(optimizer), engine, world, num))
+            (name, num, optimizer): _counts(
+                count_step(RUN.model_copy(update={"optimizer": optimizer}), engine, world, num)
+            )
             for name, engine in _engines(world.size).items()
             for num, optimizer in cases
         }
-
-
-def _run(optimizer: AdamwConfig) -> RunConfig:
-    return RUN.model_copy(update={"optimizer": optimizer})
 
 
 @pytest.mark.parametrize(
@@ -86,11 +79,10 @@ def test_in_float32_stage_1_reduces_to_owners():
     assert found == pytest.approx(wanted, rel=0.02, abs=1000)
 
 
-def test_the_launcher_needs_a_number_of_rows(monkeypatch, capsys):
-    words = ["--config", str(SMOKE), "train.micro_batch_size=auto", "train.device=auto"]
-    monkeypatch.setattr(sys, "argv", ["count_collectives.py", *words])
-    assert count_collectives.main() == 2
-    assert "train.micro_batch_size: found auto; needed: a number" in capsys.readouterr().err
+def test_the_launcher_needs_a_number_of_rows(launched):
+    words = ["--config", SMOKE, "train.micro_batch_size=auto", "train.device=auto"]
+    code, _, error = launched(count_collectives.main, *words)
+    assert code == 2 and "train.micro_batch_size: found auto; needed: a number" in error
 
 
 def test_fake_ranks_carry_and_hold_what_the_plan_says():

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks import proof
 from benchmarks.gpu_proof import one_rank_all_reduce
-from benchmarks.proof import CHECKS, DifferenceError, Trial, compare_bits, compare_metrics, compiling, parity_with_cpu
+from benchmarks.proof import DifferenceError, Trial, compare_bits, compare_metrics, compiling, parity_with_cpu
 from benchmarks.proof_report import record
 from gmlp_scale.models.gmlp import GmlpBlock
 from tests.benchmarks.smoke_recipe import SMOKE
@@ -30,12 +31,10 @@ def trial(tmp_path) -> Iterator[Trial]:
 
 
 def findings_of(check: str, trial: Trial) -> dict[str, dict]:
-    findings = {}
-    CHECKS[check](trial, lambda finding: findings.update({finding["check"]: finding}))
-    return findings
+    return {finding["check"]: finding for finding in vars(proof)[f"check_{check}"](trial)}
 
 
-def test_engines_are_compared_and_resumed_and_those_not_installed_are_told(trial, monkeypatch):
+def test_engines_are_compared_and_resumed_and_those_not_installed_are_named(trial, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = findings_of("engines", trial)
     assert len(found) == 25

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.time_split import kind_of, shares
+from benchmarks.step import kind_of, shares
 
 KERNELS = {
     "matrix products": [
@@ -64,26 +64,16 @@ def test_kind_of(kind, name):
 
 
 def event(key: str, where: DeviceType, on_device: float, on_cpu: float = 0.0, is_user_annotation: bool = False):
-    return SimpleNamespace(
-        key=key,
-        device_type=where,
-        self_device_time_total=on_device,
-        self_cpu_time_total=on_cpu,
-        is_user_annotation=is_user_annotation,
-    )
+    times = {"self_device_time_total": on_device, "self_cpu_time_total": on_cpu}
+    return SimpleNamespace(key=key, device_type=where, is_user_annotation=is_user_annotation, **times)
 
 
-OPERATIONS = [event("aten::mm", DeviceType.CPU, 60.0, 1.0), event("aten::embedding", DeviceType.CPU, 40.0, 3.0)]
-ON_THE_DEVICE = [
-    event("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", DeviceType.CUDA, 60.0),
-    event("indexSelectLargeIndex", DeviceType.CUDA, 40.0),
-    event("## Call CompiledFxGraph fabc ##", DeviceType.CUDA, 100.0, is_user_annotation=True),
-]
-
-
-def test_on_cuda_each_kernel_counts_once():
-    assert shares(OPERATIONS + ON_THE_DEVICE, torch.device("cuda")) == {"matrix products": 0.6, "embedding": 0.4}
-
-
-def test_on_a_cpu_operations_count():
-    assert shares(OPERATIONS, torch.device("cpu")) == {"embedding": 0.75, "matrix products": 0.25}
+def test_on_cuda_each_kernel_counts_once_and_on_a_cpu_operations_count():
+    operations = [event("aten::mm", DeviceType.CPU, 60.0, 1.0), event("aten::embedding", DeviceType.CPU, 40.0, 3.0)]
+    on_the_device = [
+        event("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", DeviceType.CUDA, 60.0),
+        event("indexSelectLargeIndex", DeviceType.CUDA, 40.0),
+        event("## Call CompiledFxGraph fabc ##", DeviceType.CUDA, 100.0, is_user_annotation=True),
+    ]
+    assert shares(operations + on_the_device, torch.device("cuda")) == {"matrix products": 0.6, "embedding": 0.4}
+    assert shares(operations, torch.device("cpu")) == {"embedding": 0.75, "matrix products": 0.25}
