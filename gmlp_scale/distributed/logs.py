@@ -93,8 +93,10 @@ def leave_without_others(exit_code: int) -> NoReturn:
 
 def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
     """tqdm on standard error. Without a terminal, as in a Slurm job, it writes a line now and then and at its end."""
-    file = sys.stderr if sys.stderr.isatty() else Lines(sys.stderr, LINE_EVERY_SECONDS)
-    return tqdm(iterable, file=file, **options)
+    if sys.stderr.isatty():
+        return tqdm(iterable, file=sys.stderr, **options)
+    # Position 0, also beside another bar: tqdm would move the cursor between them.
+    return tqdm(iterable, file=Lines(sys.stderr, LINE_EVERY_SECONDS), position=0, **options)
 
 
 class Lines:

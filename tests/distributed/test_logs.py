@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from tqdm import tqdm
 
 from gmlp_scale.distributed import logs
 from gmlp_scale.distributed.logs import command, progress_bar, report, set_up_logging
@@ -110,6 +111,11 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_one_at_the_end(monk
 
 def test_a_bar_that_shall_not_stay_writes_no_last_line(monkeypatch):
     assert lines_of_a_bar(monkeypatch, every_seconds=30.0, leave=False) == []
+
+
+def test_a_bar_beside_another_moves_no_cursor(monkeypatch):
+    with tqdm(file=io.StringIO()):
+        assert len(lines_of_a_bar(monkeypatch, every_seconds=30.0)) == 1
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
