@@ -104,17 +104,26 @@ class Checkpointer:
             return None
         if not self.checkpoints.is_shared:
             needs_copy = self.world.local_rank == 0 and self.world.rank != 0  # rank 0 has copied it to its own host
-            self.world.on_all(lambda: self.checkpoints.open(name).step if needs_copy else None)
+            self.world.on_all(lambda: self._copy(name) if needs_copy else None)
         checkpoint = Checkpoint.open(self.checkpoints.directory / name, verify_files=False)
         self._newest_step = checkpoint.step
         return checkpoint
 
     def _find_newest(self) -> str | None:
-        self.checkpoints.delete_unfinished()
-        checkpoint, damaged = newest_of(self.checkpoints)
-        for name in damaged:
-            self.checkpoints.set_aside(name, f"damaged-{self._token}")
+        try:
+            self.checkpoints.delete_unfinished()
+            checkpoint, damaged = newest_of(self.checkpoints)
+            for name in damaged:
+                self.checkpoints.set_aside(name, f"damaged-{self._token}")
+        except OSError as error:  # which may pass, so the exit code is that of CheckpointError
+            raise CheckpointError(str(error)) from error
         return checkpoint.path.name if checkpoint else None
+
+    def _copy(self, name: str) -> None:
+        try:
+            self.checkpoints.open(name)
+        except OSError as error:
+            raise CheckpointError(f"{name} could not be copied to this host: {error}") from error
 
     def save(self, engine: Engine, step: int, states: Mapping[str, Any] = MappingProxyType({})) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.

@@ -152,7 +152,9 @@ class Finetuning(Task):
         """Scores by tag. Writes best/ if the dev score is the best so far."""
         if self._evaluated_step is None:
             self.best = world.on_main(lambda: self._read_best(step))
-        self._evaluated_step, self._summaries = step, self._predict("dev", engine, world)
+        rows = self.inputs.rows
+        scored = [part for part in self.config.parts if part.startswith("dev") and rows[part].has_labels]
+        self._evaluated_step, self._summaries = step, self._predict(scored, engine, world)
         scores = self._scores(self._summaries)
         score = scores["dev"][self.config.task_row.main_score]
         if self.best is None or score > self.best["score"]:
@@ -164,7 +166,8 @@ class Finetuning(Task):
         """Writes last/, predictions/ and scores.json."""
         if self._evaluated_step != step:
             self.evaluate(engine, world, step)
-        summaries = self._summaries | self._predict("test", engine, world)
+        rest = [part for part in self.config.parts if part not in self._summaries]
+        summaries = self._summaries | self._predict(rest, engine, world)
         scores = self._scores(summaries)
         for name, value in by_name(scores).items():
             log.info("%s: %s", name, self.config.task_row.shown(name, value))
@@ -182,11 +185,10 @@ class Finetuning(Task):
         }
         world.on_main(lambda: self._write_results(summaries))
 
-    def _predict(self, kind: str, engine: Engine, world: World) -> dict[str, np.ndarray]:
-        """The summaries of each part of this kind, dev or test."""
-        rows = {part: self.inputs.rows[part] for part in self.config.parts if part.startswith(kind)}
-        size = self.train.micro_batch_size
-        return {part: summarize_all(of_part, engine.predict, world, size) for part, of_part in rows.items()}
+    def _predict(self, parts: list[str], engine: Engine, world: World) -> dict[str, np.ndarray]:
+        """The summaries of these parts."""
+        rows, size = self.inputs.rows, self.train.micro_batch_size
+        return {part: summarize_all(rows[part], engine.predict, world, size) for part in parts}
 
     def _scores(self, summaries: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         """The scores of each part that has labels."""

@@ -30,7 +30,7 @@ from gmlp_scale.storage.claim import ClaimedError
 from gmlp_scale.storage.files import create_file, read_file, write_text
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
-from gmlp_scale.train.resolve import with_decided_precision
+from gmlp_scale.train.resolve import resolve, with_decided_precision
 from gmlp_scale.train.run import run_task
 from gmlp_scale.train.step_guard import NotFiniteError
 from gmlp_scale.train.trial import new_engine, random_batch, seconds_of, train_step
@@ -187,7 +187,7 @@ def train_all(table: Table, world: World) -> None:
     while run := next((r for r in table.runs() if r.name not in elsewhere and not table.result(r)), None):
         content = {"config": run.to_json(), "shards_sha256": Manifest.load(run.data.shards).sha256}
         try:
-            progress = run_task(Pretraining(run), world, StartUp(time.perf_counter()))
+            progress = run_task(Pretraining(resolve(run, world)), world, StartUp(time.perf_counter()))
             if not progress.finished:
                 return
             content |= _measured(run, world)

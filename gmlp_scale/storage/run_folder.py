@@ -11,7 +11,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,11 +38,12 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
         InputError: it cannot be created or locked.
     """
     if is_url(run_folder):
-        try:
-            with hold_folder(str(run_folder), f"{run_folder}/claims") as is_held:
-                yield is_held
-        except ClaimedError as error:
-            raise ClaimedError(f"{error}, or give this run another name=...") from None
+        with ExitStack() as stack:
+            try:
+                is_held = stack.enter_context(hold_folder(str(run_folder), f"{run_folder}/claims"))
+            except ClaimedError as error:
+                raise ClaimedError(f"{error}, or give this run another name=...") from None
+            yield is_held
         return
     lock = Path(run_folder) / "LOCK"
     try:

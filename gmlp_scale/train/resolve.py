@@ -6,6 +6,7 @@ that was started before keeps what its first start decided, and a branch keeps w
 
 from typing import Any
 
+from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import engines_that
 from gmlp_scale.plan.auto import faster_precision, largest_micro_batch_size
@@ -44,16 +45,19 @@ def with_decided_precision(run: AnyPretraining, world: World) -> AnyPretraining:
 def with_decided_start(run: RunConfig, world: World) -> RunConfig:
     """`run` with RUN@STEP in place of an init_from of RUN.
 
-    RUN may save meanwhile, and then each rank would see another newest checkpoint.
+    RUN may save meanwhile, and then each rank would see another newest checkpoint. Once the run has a checkpoint, its
+    own record counts: whether it agrees is checked when the run resumes.
     """
     if run.init_from is None or split_step(run.init_from)[1] is not None:
         return run
 
     def decide() -> str:
-        recorded = (_first_start(run) or {}).get("init_from")
-        if recorded and split_step(recorded)[0] == redacted(run.init_from):
-            return recorded
-        return with_newest_step(run.init_from)
+        first = _first_start(run, with_checkpoint=True)
+        if first is None:
+            return with_newest_step(run.init_from)
+        recorded = first.get("init_from")
+        is_same = recorded and split_step(recorded)[0] == redacted(run.init_from)
+        return recorded if is_same else run.init_from
 
     return run.model_copy(update={"init_from": world.on_main(decide)})
 
@@ -71,7 +75,7 @@ def with_decided_micro_batch(run: RunConfig, world: World) -> RunConfig:
     return run.with_train(micro_batch_size=num_rows)
 
 
-def _first_start(run: AnyPretraining) -> dict[str, Any] | None:
+def _first_start(run: AnyPretraining, with_checkpoint: bool = False) -> dict[str, Any] | None:
     """The config.yaml of the run or, if there is none, of the run that it branches off; None for a new run."""
     trunk = [split_step(run.branch_from)[0]] if run.branch_from else []
     for folder in [run.run_folder, *trunk]:
@@ -79,5 +83,6 @@ def _first_start(run: AnyPretraining) -> dict[str, Any] | None:
             read_file(f"{folder}/config.yaml")
         except FileNotFoundError:
             continue
-        return read_recipe_file(f"{folder}/config.yaml")
+        if not with_checkpoint or saved_steps(folder):
+            return read_recipe_file(f"{folder}/config.yaml")
     return None

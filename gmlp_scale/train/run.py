@@ -141,10 +141,9 @@ def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> Checkpoi
         return LocalCheckpoints(config.run_dir / "checkpoints")
     remote = RemoteFolder(config.run_folder, config.run_dir)
     world.on_main(lambda: hold(remote.held()))
-    if world.local_rank == 0 and not world.is_main:
-        hold(remote.local_folder())
-    url, directory = f"{remote.url}/checkpoints", remote.local / "checkpoints"
-    return RemoteCheckpoints(url, directory, remote.before_publish)
+    is_first_of_host = world.local_rank == 0 and not world.is_main
+    world.on_all(lambda: hold(remote.local_folder()) if is_first_of_host else None)
+    return RemoteCheckpoints(f"{remote.url}/checkpoints", remote.local / "checkpoints", remote.before_publish)
 
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:

@@ -167,7 +167,7 @@ def test_an_unreachable_store_is_no_damage(memory, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(type(fsspec.filesystem("memory")), "get_file", fail)
-        with pytest.raises(files.StoreError, match=r"step_000000002/.* failed 1 times, at last with ConnectionReset"):
+        with pytest.raises(CheckpointError, match=r"step_000000002/.* failed 1 times, at last with ConnectionReset"):
             alone(copies(tmp_path / "second", memory)).newest()
     assert copies(tmp_path / "third", memory).names() == ["step_000000001", "step_000000002"]
 

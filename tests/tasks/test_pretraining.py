@@ -16,6 +16,7 @@ from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
+from gmlp_scale.distributed.world import lone_world
 from gmlp_scale.errors import OtherRankError
 from gmlp_scale.export.folder import export_checkpoint
 from gmlp_scale.models import build_model
@@ -166,6 +167,16 @@ def test_all_ranks_start_from_the_step_that_rank_0_finds_which_is_recorded(trunk
     assert load_run_config(folder / "branch_of_it" / "config.yaml").init_from == f"{place}@4"
     with pytest.raises(ConfigError, match=r"init_from: the checkpoint was trained with .*trunk@4'; the run says .*@6'"):
         train("name=of_a_run", f"init_from={place}@6")
+
+
+def test_a_start_that_was_killed_before_its_first_save_takes_the_newest_step_again(trunk):
+    """The step that it recorded may be deleted by now."""
+    folder, _ = trunk
+    run = load_run_config(SMOKE, [f"output_dir={folder}", "name=killed_early", f"init_from={folder / 'trunk'}"])
+    (folder / "killed_early").mkdir()
+    recorded = run.model_copy(update={"init_from": f"{folder / 'trunk'}@3"})
+    (folder / "killed_early" / "config.yaml").write_text(recorded.to_yaml())
+    assert resolve.with_decided_start(run, lone_world()).init_from == f"{folder / 'trunk'}@6"
 
 
 def test_a_run_that_did_not_record_the_step_goes_on(trunk):
