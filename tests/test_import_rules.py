@@ -70,7 +70,7 @@ CONFINED = {
     ),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep", "benchmarks.tokenizing"),
     "tensorboard": ("gmlp_scale.train.sinks", "gmlp_scale.analysis.run_records", "gmlp_scale.train.rank_server"),
-    "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records",),
+    "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records", "gmlp_scale.train.sinks"),
     "wandb": ("gmlp_scale.train.sinks",),
     "triton": ("gmlp_scale.kernels", "benchmarks.compiled_kernels"),
     "webdataset": ("gmlp_scale.data.image_shards", "benchmarks"),

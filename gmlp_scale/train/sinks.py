@@ -4,7 +4,6 @@ A full disk delays the files and never ends the run. TensorBoard also shows the 
 of its scalars, and pictures.
 """
 
-import io
 import json
 import logging
 import math
@@ -14,6 +13,8 @@ import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import read_file, redacted, write_text
@@ -41,8 +42,6 @@ LAYOUT = {
     },
 }
 """Charts of the tab Custom Scalars: their tags, by category and title."""
-
-PICTURE_DPI = 100
 
 PROJECT = "gmlp_scale"
 """Where WANDB_PROJECT is not set."""
@@ -172,45 +171,27 @@ def _own_id(path: Path) -> str:
 def recipe_summaries(fields: dict[str, Any]) -> "list[Summary]":
     """The recipe's fields, by their names with dots, as text and as hparams; and the layout."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+    from torch.utils.tensorboard.summary import custom_scalars, text
 
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
-    rows = "\n".join(f"| {name} | `{text}` |" for name, text in texts.items())
-    table = f"| field | value |\n| --- | --- |\n{rows}"
+    rows = "\n".join(f"| {name} | `{value}` |" for name, value in texts.items())
     # TensorBoard takes numbers, booleans and texts.
     hparams = {name: value if isinstance(value, bool | int | float) else texts[name] for name, value in fields.items()}
+    charts = {
+        category: {title: ("Multiline", [f"^{tag}$" for tag in tags]) for title, tags in titles.items()}
+        for category, titles in LAYOUT.items()
+    }
     return [
-        _text_summary("config/text_summary", "text", table.encode()),
+        text("config", f"| field | value |\n| --- | --- |\n{rows}"),
         hparams_pb(hparams, trial_id=fields["name"]),
-        _text_summary("custom_scalars__config__", "custom_scalars", _layout()),
+        custom_scalars(charts),
     ]
 
 
 def picture_summary(tag: str, figure: "Figure") -> "Summary":
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from torch.utils.tensorboard.summary import image
 
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=PICTURE_DPI)
-    width, height = (int(inches * PICTURE_DPI) for inches in figure.get_size_inches())
-    image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=file.getvalue())
-    return Summary(value=[Summary.Value(tag=tag, image=image)])
-
-
-def _text_summary(tag: str, plugin: str, content: bytes) -> "Summary":
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin))
-    tensor = TensorProto(dtype="DT_STRING", string_val=[content], tensor_shape=TensorShapeProto())
-    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
-
-
-def _layout() -> bytes:
-    from tensorboard.plugins.custom_scalar import layout_pb2
-
-    layout = layout_pb2.Layout()
-    for category, charts in LAYOUT.items():
-        of_category = layout.category.add(title=category)
-        for title, tags in charts.items():
-            of_category.chart.add(title=title, multiline={"tag": [f"^{tag}$" for tag in tags]})
-    return layout.SerializeToString()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return image(tag, np.asarray(canvas.buffer_rgba()), dataformats="HWC")
