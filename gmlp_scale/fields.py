@@ -47,13 +47,18 @@ def is_one_of(field: str, names: tuple[str, ...]) -> bool:
     return any(field == name or field.startswith(f"{name}.") for name in names)
 
 
-def flatten(tree: Mapping, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flatten(tree: Mapping) -> Iterable[tuple[str, Any]]:
     """(field, value) of each value in a tree of sections; the field is written section.field."""
+    return ((".".join(keys), value) for keys, value in leaves(tree))
+
+
+def leaves(tree: Mapping, *sections: str) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """(keys, value) of each value in a tree of sections. `sections`: the keys of the tree itself, if it is a part."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from leaves(value, *sections, str(key))
         else:
-            yield f"{prefix}{key}", value
+            yield (*sections, str(key)), value
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

@@ -96,25 +96,24 @@ def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
     if sys.stderr.isatty():
         return tqdm(iterable, file=sys.stderr, **options)
     # Position 0, also beside another bar: tqdm would move the cursor between them.
-    return tqdm(iterable, file=Lines(sys.stderr, LINE_EVERY_SECONDS), position=0, **options)
+    return tqdm(iterable, file=_Lines(sys.stderr), position=0, **options)
 
 
-class Lines:
+class _Lines:
     """A file for tqdm that has no carriage returns.
 
-    It writes what tqdm draws as a line, one in `every_seconds` at most, and the last one where tqdm ends its line.
+    It writes what tqdm draws as a line, one in LINE_EVERY_SECONDS at most, and the last one where tqdm ends its line.
     """
 
-    def __init__(self, file: TextIO, every_seconds: float):
-        self._file, self._every_seconds = file, every_seconds
-        self._latest, self._due = "", time.monotonic() + every_seconds
+    def __init__(self, file: TextIO):
+        self._file, self._latest, self._due = file, "", time.monotonic() + LINE_EVERY_SECONDS
 
     def write(self, text: str) -> None:
         is_end = text.endswith("\n")
         self._latest = text.strip() or self._latest
         if self._latest and (is_end or time.monotonic() >= self._due):
             print(self._latest, file=self._file, flush=True)
-            self._latest, self._due = "", time.monotonic() + self._every_seconds
+            self._latest, self._due = "", time.monotonic() + LINE_EVERY_SECONDS
 
     def flush(self) -> None:
         """Every line is flushed."""

@@ -1,6 +1,7 @@
 """How the ranks meet: each joins the launcher's key-value store, and there says that it came."""
 
 import os
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,8 +37,13 @@ def join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Store
         raise LostRankError(f"rank 0 did not come to {found} in {seconds:.0f} s: its own message says why") from None
     if host_run != redacted(run):
         raise InputError(f"{found} belongs to the run {host_run}, and this rank {rank} to {redacted(run)}; {needed}")
-    store.set(f"came/{rank}", "")
+    store.set(f"came/{rank}", socket.gethostname())
     return store
+
+
+def hosts_of(store: dist.Store, size: int) -> list[str]:
+    """The name of each rank's host, once all have joined the store."""
+    return [name.decode(errors="replace") for name in store.multi_get([f"came/{rank}" for rank in range(size)])]
 
 
 def describe_absent(store: dist.Store, size: int, timeout: timedelta, error: Exception) -> str:

@@ -27,7 +27,7 @@ from gmlp_scale.distributed.process import (
     keep_freed_memory,
     take_device,
 )
-from gmlp_scale.distributed.rendezvous import describe_absent, first_line, join_store
+from gmlp_scale.distributed.rendezvous import describe_absent, first_line, hosts_of, join_store
 from gmlp_scale.distributed.roll_call import RollCall
 from gmlp_scale.errors import InputError, LostRankError, OtherRankError
 
@@ -39,9 +39,6 @@ T = TypeVar("T")
 class StopSignalled(Exception):
     """A stop signal ended what can be done again after a resume, such as an evaluation."""
 
-
-_HOST_BYTES = 64
-"""The longest name of a host that Linux allows."""
 
 _NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
@@ -100,7 +97,7 @@ def start_world(
         if size > 1:
             # A group of its own, so that its collectives cannot be mixed up with an engine's in another order.
             host_group = dist.new_group(backend="gloo", timeout=timeout)
-            roll_call = RollCall(store, rank, _hosts(host_group, size))
+            roll_call = RollCall(store, rank, hosts_of(store, size))
     except RuntimeError as error:
         if size == 1 or not _is_of_collective(error):
             raise
@@ -110,14 +107,6 @@ def start_world(
     if own_device.type == "cuda":
         _refuse_shared_gpus(world)
     return world
-
-
-def _hosts(group: dist.ProcessGroup, size: int) -> list[str]:
-    """The name of each rank's host."""
-    own = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
-    names = [torch.zeros(_HOST_BYTES, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(names, torch.tensor(list(own), dtype=torch.uint8), group=group)
-    return [bytes(name.tolist()).decode(errors="replace").strip() for name in names]
 
 
 def lone_world() -> "World":

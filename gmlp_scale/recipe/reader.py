@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from gmlp_scale.data.mixture import SourceConfig
 from gmlp_scale.engine import EngineConfig, OptimizerConfig
-from gmlp_scale.fields import flatten
+from gmlp_scale.fields import flatten, leaves
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.recipe.config import ConfigError, Recipe, RunConfig
 from gmlp_scale.storage.files import is_url, read_file
@@ -97,7 +97,7 @@ def _read_with_base(path: str | Path) -> tuple[dict[str, Any], str]:
     if content.pop("base", None) is not None:
         needed = "name a recipe without a base, or write the fields of both files into one"
         raise ConfigError(source, [f"base: found {base}, which has a base itself; {needed}"])
-    if mistakes := _set_fields(content, dict(_leaves(own))):
+    if mistakes := _set_fields(content, dict(leaves(own))):
         raise ConfigError(source, mistakes)
     return content, source
 
@@ -117,15 +117,6 @@ def _base_file(path: str | Path, base: Any) -> str | Path:
         return f"{str(path).rpartition('/')[0]}/{file}"
     beside = Path(path).parent / file
     return beside if beside.exists() or not is_name else package_recipes().get(base, beside)
-
-
-def _leaves(tree: Mapping, keys: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """(keys, value) of each value in a tree of sections."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*keys, str(key)))
-        else:
-            yield (*keys, str(key)), value
 
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
