@@ -14,7 +14,6 @@ from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
 from gmlp_scale.tasks.task import BatchLoader, Task
 from gmlp_scale.train.batches import profiled, staged
-from gmlp_scale.train.filters import draw_filters, spatial_filters
 from gmlp_scale.train.metrics import Metrics, due
 from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.schedule import Schedule
@@ -45,15 +44,7 @@ class Run:
     def evaluate(self, step: int) -> bool:
         """Logs the evaluation after `step`. False if a stop signal cut it off."""
         self.world.note(f"the evaluation after step {step}")
-        return self.metrics.log_evaluation(step, lambda: self._evaluation(step))
-
-    def _evaluation(self, step: int) -> dict[str, float]:
-        values = self.task.evaluate(self.engine, self.world, step)
-        if self.task.train.log_filters:
-            filters = spatial_filters(self.engine.full_weights())  # all ranks take part; only rank 0 gets them
-            if self.world.is_main:
-                self.metrics.add_picture(step, "filters", draw_filters(filters))
-        return values
+        return self.metrics.evaluate(self.engine, step)
 
     def save(self, step: int) -> None:
         """Begins a checkpoint after `step`, unless it is saved already."""

@@ -8,21 +8,19 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
 from gmlp_scale.distributed.world import StopSignalled, World
+from gmlp_scale.engine import Engine
 from gmlp_scale.plan.layouts import GPUS
 from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.tasks.task import BatchLoader, Task
+from gmlp_scale.train.filters import draw_filters, spatial_filters
 from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.sinks import EventsFile, MetricsFile, WandbRun, picture_summary, recipe_summaries
 from gmlp_scale.train.step_reports import StepReport
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
@@ -154,24 +152,24 @@ class Metrics:
         self.checkpoint_stall_seconds = 0.0
         self.start_clock()
 
-    def log_evaluation(self, step: int, evaluate: Callable[[], dict[str, float]]) -> bool:
+    def evaluate(self, engine: Engine, step: int) -> bool:
         """Evaluates, outside the clock, and writes the values. False, and nothing is written, after a stop signal."""
         began = time.perf_counter()
         with self.clock_stopped():
             try:
-                values = evaluate()
+                values = self.task.evaluate(engine, self.world, step)
             except StopSignalled:
                 return False
+            if self._train.log_filters:
+                filters = spatial_filters(engine.full_weights())  # all ranks take part; only rank 0 gets them
+                if self.world.is_main:
+                    self._events.add_summary(step, picture_summary("filters", draw_filters(filters)))
         self.evaluation_seconds = time.perf_counter() - began
         self._write(step, values)
         if self.world.is_main:
             shown = "  ".join(f"{tag} {value:.4f}" for tag, value in values.items())
             log.info("step %d  %s  (%s)", step, shown, _duration(self.evaluation_seconds))
         return True
-
-    def add_picture(self, step: int, tag: str, figure: "Figure") -> None:
-        """Adds a picture to TensorBoard, on rank 0."""
-        self._events.add_summary(step, picture_summary(tag, figure))
 
     def _seconds_left(self, report: StepReport, step_seconds: float) -> float:
         """Until this start ends, or until the time budget is spent if that is sooner. Counts the steps to come and the

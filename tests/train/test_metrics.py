@@ -51,7 +51,8 @@ def test_resume_cuts_the_file_after_the_checkpoint_and_drops_a_half_written_line
         file.write('{"step": 40, "train/lo')
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [10, 20, 30]
     metrics = make_metrics(tmp_path, world, 20)
-    metrics.log_evaluation(30, lambda: {"eval/loss": 1.5})
+    metrics.task.evaluate = lambda engine, world, step: {"eval/loss": 1.5}
+    assert metrics.evaluate(None, 30)
     metrics.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [10, 20, 30]
