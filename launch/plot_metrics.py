@@ -7,10 +7,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from gmlp_scale.analysis.run_records import curve, read_lines
+from gmlp_scale.analysis.run_records import curve
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import local_path
+from gmlp_scale.train.sinks import read_metrics
 
 
 @command
@@ -26,7 +27,7 @@ def main() -> int:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for run_dir in options.runs:
-        lines = read_lines(f"{run_dir}/metrics.jsonl")
+        lines = read_metrics(f"{run_dir}/metrics.jsonl")
         if not lines:
             raise InputError(f"{run_dir}: no metrics.jsonl, or an empty one; --runs takes run folders")
         points = curve(lines, options.tag)

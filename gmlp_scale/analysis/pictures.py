@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gmlp_scale.analysis.run_records import curve, read_lines
+from gmlp_scale.analysis.run_records import curve
 from gmlp_scale.checkpoint.saved_run import read_recipe
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
@@ -21,6 +21,7 @@ from gmlp_scale.models import kinds_with
 from gmlp_scale.models.layers import toeplitz
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.train.filters import figure_of
+from gmlp_scale.train.sinks import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,7 +113,7 @@ def run_sizes(run_folders: Sequence[str | Path]) -> list[RunSize]:
     sizes, problems = [], []
     for run_folder in run_folders:
         recipe = read_recipe(run_folder)
-        perplexities = curve(read_lines(f"{run_folder}/metrics.jsonl"), "eval/perplexity")
+        perplexities = curve(read_metrics(f"{run_folder}/metrics.jsonl"), "eval/perplexity")
         if not perplexities:
             problems.append(f"{run_folder} has no held-out evaluation in metrics.jsonl: train it further")
         elif not math.isfinite(perplexities[-1][1]):

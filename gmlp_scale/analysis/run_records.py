@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from gmlp_scale.checkpoint.format import CheckpointError, folder_name, read_done
-from gmlp_scale.checkpoint.stores import saved_steps
+from gmlp_scale.checkpoint.format import CheckpointError
+from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of
 from gmlp_scale.checkpoint.trained import PREFIX
 from gmlp_scale.errors import InputError
 from gmlp_scale.fields import flatten
@@ -71,14 +71,6 @@ def curve(lines: Sequence[dict[str, Any]], tag: str) -> list[tuple[int, float]]:
     return [(line["step"], line[tag]) for line in lines if isinstance(line.get(tag), int | float)]
 
 
-def read_lines(path: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, or of another file of a run with a JSON object for each step; none without a file."""
-    try:
-        return read_metrics(path)
-    except FileNotFoundError:
-        return []
-
-
 def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
     """Reads the runs. InputError names every folder that holds none, or one without metrics."""
     records, problems = [], []
@@ -94,7 +86,7 @@ def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
 
 
 def _read(folder: str) -> RunRecord:
-    config, lines = _config(folder), read_lines(f"{folder}/metrics.jsonl")
+    config, lines = _config(folder), read_metrics(f"{folder}/metrics.jsonl")
     if not lines:
         raise InputError(redacted(f"{folder} has no metrics yet: give a run whose metrics.jsonl has a line"))
     starts, last_step = start_steps(f"{folder}/tensorboard"), lines[-1]["step"]
@@ -104,7 +96,7 @@ def _read(folder: str) -> RunRecord:
         config=redacted(config),
         lines=lines,
         restarts=[step for step in starts[1:] if step < last_step] if starts else None,
-        skipped=read_lines(f"{folder}/skipped_steps.jsonl"),
+        skipped=read_metrics(f"{folder}/skipped_steps.jsonl"),
         newest=_newest(folder),
     )
 
@@ -125,20 +117,17 @@ def _config(folder: str) -> dict[str, Any]:
 
 
 def _newest(folder: str) -> SavedModel | None:
-    """The newest checkpoint whose DONE can be read. A warning names each that was passed over."""
-    for step in reversed(saved_steps(folder)):
-        with tempfile.TemporaryDirectory() as directory:
-            copy = Path(directory, folder_name(step))
-            copy.mkdir()
-            try:
-                (copy / "DONE").write_bytes(read_file(f"{folder}/checkpoints/{copy.name}/DONE"))
-                done = read_done(copy)
-            except (CheckpointError, FileNotFoundError) as error:  # a run that trains may just have deleted it
-                log.warning("checkpoint passed over: %s", error)
-                continue
-        sizes = [math.prod(record.shape) for key, record in done.tensors.items() if key.startswith(PREFIX)]
-        return SavedModel(step, sum(sizes), done.details)
-    return None
+    """The newest checkpoint whose DONE can be read; a warning names those that cannot."""
+    with checkpoints_of(folder) as checkpoints:
+        try:
+            newest, _ = newest_of(checkpoints, verify_files=False)
+        except CheckpointError as error:
+            log.warning("%s", error)
+            return None
+    if newest is None:
+        return None
+    sizes = [math.prod(record.shape) for key, record in newest.tensors.items() if key.startswith(PREFIX)]
+    return SavedModel(newest.step, sum(sizes), newest.details)
 
 
 @contextmanager

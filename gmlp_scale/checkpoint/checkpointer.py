@@ -187,33 +187,29 @@ class Checkpointer:
     # ---- In the background thread: steps 2 to 7 of a save ----
 
     def _run(self, save: _Save) -> None:
-        """Writes this rank's files and, on rank 0, makes the checkpoint; again for as long as rank 0 says so."""
-        is_again = True
+        """Tries to save for as long as rank 0 says so."""
         try:
-            while is_again:
-                attempt = f"{save.name}.tmp-{self._token}-{next(self._attempt_numbers)}"  # the same on every rank
-                receipt = self._write(save, attempt)
-                if self.world.rank == 0:
-                    is_again = self._conclude(save, attempt, receipt)
-                else:
-                    self._send(f"{attempt}/{self.world.rank}", receipt)
-                    is_again = self._receive(f"{attempt}/again", math.inf)
+            # The attempt's name is the same on every rank.
+            while self._attempt(save, f"{save.name}.tmp-{self._token}-{next(self._attempt_numbers)}"):
+                pass
         except Exception as error:  # rank 0 or its store is gone, or this run is being closed
             self.last_error = f"{save.name} could not be saved: {error}"
             logger.error("%s. Earlier checkpoints are untouched", self.last_error)
 
-    def _write(self, save: _Save, attempt: str) -> dict[str, Any]:
-        """Writes this rank's files. Returns their receipt, or the failure."""
+    def _attempt(self, save: _Save, attempt: str) -> bool:
+        """Writes this rank's files and, on rank 0, makes the checkpoint. Returns whether to try again."""
         rank = self.world.rank
         try:
             receipt = self.checkpoints.write(save.name, attempt, rank, save.pieces)
         except Exception as error:
             receipt = _failure(rank, error)
-        if rank != 0:
-            self.last_error = receipt.get("error")
-            if self.last_error:
-                logger.error("%s could not be saved: %s", save.name, self.last_error)
-        return receipt
+        if rank == 0:
+            return self._conclude(save, attempt, receipt)
+        self.last_error = receipt.get("error")
+        if self.last_error:
+            logger.error("%s could not be saved: %s", save.name, self.last_error)
+        self._send(f"{attempt}/{rank}", receipt)
+        return self._receive(f"{attempt}/again", math.inf)
 
     def _conclude(self, save: _Save, attempt: str, receipt: dict[str, Any]) -> bool:
         """Rank 0: makes the checkpoint if no rank failed. Returns, and sends all ranks, whether to try again."""
@@ -221,11 +217,11 @@ class Checkpointer:
         try:
             receipts = [receipt, *self._receive_receipts(attempt)]
             failures = [receipt for receipt in receipts if "error" in receipt]
-            if not failures:
-                try:
+            try:
+                if not failures:
                     self._publish(save, attempt, receipts)
-                except Exception as error:
-                    failures = [_failure(0, error)]
+            except Exception as error:
+                failures = [_failure(0, error)]
             if failures:
                 is_again = self._may_try_again(save, attempt, failures)
         finally:

@@ -50,11 +50,9 @@ def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:
         place=redacted(f"{run_folder}/checkpoints/{folder_name(checkpoint.step)}"),
         config=with_kernels(run.model, "auto"),  # the run may have had a GPU that this machine lacks
         head="masked_language_model",
-        labels=(),
         weights=weights,
         tokenizer_folder=run.data.tokenizer_folder,
         tokenizer_sha256=checkpoint.details["data"]["tokenizer_sha256"],
-        row_length=None,
         details=checkpoint.provenance,
         recipe=run,
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gmlp_scale.checkpoint.format import (
     STEP_FOLDER,
@@ -43,18 +43,21 @@ NUM_TRANSFERS = 4
 """Files that are copied at a time. Of a large file, several parts are."""
 
 
-class Checkpoints(Protocol):
+class LocalCheckpoints:
     """The checkpoints of one run. `name` is a checkpoint's folder, and `attempt` the name of one try to save it."""
 
-    place: str
-    """The run's folder `checkpoints`: a path or a URL."""
-    directory: Path
-    """Where this host's ranks write and read files."""
-    is_shared: bool
+    is_shared = True
     """Whether `directory` is `place`, for all hosts. Else it holds copies, and the ranks of one host share it."""
+
+    def __init__(self, directory: Path):
+        self.place = str(directory)
+        """The run's folder `checkpoints`: a path or a URL."""
+        self.directory = directory
+        """Where this host's ranks write and read files."""
 
     def names(self) -> list[str]:
         """In the order of steps."""
+        return [path.name for path in step_folders(self.directory)]
 
     def open(self, name: str, verify_files: bool = True) -> Checkpoint:
         """Unless all files are to be verified, only DONE is read.
@@ -63,36 +66,14 @@ class Checkpoints(Protocol):
             CheckpointError: the checkpoint is damaged or absent.
             OSError: the place cannot be read.
         """
-
-    def write(self, name: str, attempt: str, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
-        """Writes one rank's files. Returns their receipt, as write_pieces does."""
-
-    def publish(self, name: str, attempt: str, done: str) -> None:
-        """Writes DONE and makes a checkpoint of all ranks' files."""
-
-    def set_aside(self, name: str, suffix: str) -> None:
-        """Renames a damaged checkpoint, so that it counts as none. Its files stay."""
-
-    def delete(self, name: str) -> None: ...
-
-    def delete_unfinished(self) -> None:
-        """Deletes what killed saves and deletions left."""
-
-
-class LocalCheckpoints:
-    def __init__(self, directory: Path):
-        self.place, self.directory, self.is_shared = str(directory), directory, True
-
-    def names(self) -> list[str]:
-        return [path.name for path in step_folders(self.directory)]
-
-    def open(self, name: str, verify_files: bool = True) -> Checkpoint:
         return Checkpoint.open(self.directory / name, verify_files)
 
     def write(self, name: str, attempt: str, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
+        """Writes one rank's files. Returns their receipt, as write_pieces does."""
         return write_pieces(self.directory / attempt, rank, pieces)
 
     def publish(self, name: str, attempt: str, done: str) -> None:
+        """Writes DONE and makes a checkpoint of all ranks' files."""
         write_text(self.directory / attempt / "DONE", done)
         final = self.directory / name
         if final.exists():
@@ -101,26 +82,31 @@ class LocalCheckpoints:
         fsync(self.directory)
 
     def set_aside(self, name: str, suffix: str) -> None:
+        """Renames a damaged checkpoint, so that it counts as none. Its files stay."""
         (self.directory / name).rename(self.directory / f"{name}.{suffix}")
 
     def delete(self, name: str) -> None:
         remove(self.directory / name)
 
     def delete_unfinished(self) -> None:
+        """Deletes what killed saves and deletions left."""
         for leftover in self.directory.glob("step_*.tmp-*"):
             remove(leftover)
 
 
 class RemoteCheckpoints:
-    """
+    """What LocalCheckpoints is, at a URL.
+
     Args:
         place: the URL.
         directory: the staging folder.
         before_publish: called before a DONE is uploaded; what it raises fails the save.
     """
 
+    is_shared = False
+
     def __init__(self, place: str, directory: Path, before_publish: Callable[[], None] = lambda: None):
-        self.place, self.directory, self.is_shared, self.before_publish = place, directory, False, before_publish
+        self.place, self.directory, self.before_publish = place, directory, before_publish
 
     def names(self) -> list[str]:
         """The folders with a DONE."""
@@ -180,6 +166,9 @@ class RemoteCheckpoints:
     def _transfer(self, transfer: Callable[[str], None], files: Iterable[str]) -> None:
         with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
             list(pool.map(transfer, files))
+
+
+Checkpoints = LocalCheckpoints | RemoteCheckpoints
 
 
 @contextmanager

@@ -62,12 +62,12 @@ class TrainedModel:
     """The checkpoint's or the export's folder: a path or a URL."""
     config: ModelConfig
     head: Head
-    labels: tuple[str, ...]
-    """Names of the classes of a classification head, in the order of its logits; else empty."""
     weights: dict[str, Tensor]
     """Float32 on the CPU, by the parameter names of `build()`."""
     details: dict[str, Any]
     """Where the weights came from; for a pretraining run its config, data and step."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes of a classification head, in the order of its logits; else empty."""
     tokenizer_folder: str = ""
     tokenizer_sha256: str = ""
     """Both are empty for a model of images."""

@@ -217,10 +217,7 @@ def _heldout_result(run_folder: str | Path, trained: TrainedModel) -> dict[str, 
 
     An evaluation at the step itself also has num_rows. An earlier one may have taken another number of rows.
     """
-    try:
-        lines = read_metrics(f"{run_folder}/metrics.jsonl")
-    except FileNotFoundError:
-        return None
+    lines = read_metrics(f"{run_folder}/metrics.jsonl")
     evaluations = [line for line in lines if "eval/perplexity" in line and line["step"] <= trained.step]
     if not evaluations:
         return None

@@ -1,27 +1,36 @@
 """Files that are only added to. A full disk delays them and never ends the run."""
 
 import logging
-from abc import ABC, abstractmethod
 from pathlib import Path
+
+from gmlp_scale.storage.files import read_file
 
 log = logging.getLogger(__name__)
 
 
-class _Additions(ABC):
-    """What is added to a file. What the disk refuses is kept in memory, and written first once there is room."""
+class GrowingFile:
+    """A file that one process adds to. It goes on where a full disk cut it short.
+
+    What the disk refuses is kept in memory, and written first once there is room. The file is opened for each write, so
+    one that was deleted or moved meanwhile begins anew.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.unwritten: list[bytes] = []
         """What the disk has refused so far."""
-        self._is_failing = False
+        self._is_failing, self._was_there = False, path.exists()
 
     def write(self, *contents: bytes) -> None:
         """Raises nothing: a failure is logged once, until a write succeeds again."""
         self.unwritten += contents
         try:
             while self.unwritten:
+                is_new = not self.path.exists()
                 self._write_first()
+                if is_new and self._was_there:
+                    log.warning("%s was deleted or moved away: what follows is in a new file there", self.path)
+                self._was_there = True
                 del self.unwritten[0]
             self._is_failing = False
         except OSError as error:
@@ -34,38 +43,27 @@ class _Additions(ABC):
                 )
             self._is_failing = True
 
-    @abstractmethod
-    def _write_first(self) -> None:
-        """Writes the first of what is unwritten, whole. Raises OSError."""
-
-
-class GrowingFile(_Additions):
-    """A file that one process adds to. It goes on where a full disk cut it short."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self._file = path.open("ab", buffering=0)
-
     def close(self) -> None:
         self.write()
         if self.unwritten:
             log.warning("%s ends %d bytes early", self.path, sum(map(len, self.unwritten)))
-        self._file.close()
 
     def _write_first(self) -> None:
-        while self.unwritten[0]:
-            self.unwritten[0] = self.unwritten[0][self._file.write(self.unwritten[0]) :]
+        """Writes the first of what is unwritten, whole. Raises OSError."""
+        with self.path.open("ab", buffering=0) as file:
+            while self.unwritten[0]:
+                self.unwritten[0] = self.unwritten[0][file.write(self.unwritten[0]) :]
 
 
-class SharedLines(_Additions):
-    """A file that several processes add lines to. It appears with its first line.
+class SharedLines(GrowingFile):
+    """A file that several processes add lines to.
 
     Each line is a single write, so that lines do not mix. After one that was cut short, the next begins anew.
     """
 
     def lines(self) -> list[bytes]:
         """The lines of the file, and those that it lacks."""
-        written = self.path.read_bytes().splitlines() if self.path.exists() else []
+        written = read_file(self.path).splitlines() if self.path.exists() else []
         return written + self.unwritten
 
     def _write_first(self) -> None:

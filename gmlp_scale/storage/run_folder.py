@@ -92,8 +92,22 @@ class RemoteFolder:
             ClaimedError: another process holds the folder.
             OSError: the last files cannot be copied. They stay in `local`. After a body that failed it is a warning.
         """
-        with claimed(self.url) as self._is_held, self.local_folder(), self._mirrored():
-            yield
+        with claimed(self.url) as self._is_held, self.local_folder():
+            for name in list_files(self.url):
+                if "/" not in name:
+                    download_file(f"{self.url}/{name}", self.local / name)
+                    self._pushed[name] = _state(self.local / name)
+            try:
+                with repeating(self._try_push, PUSH_EVERY_SECONDS):
+                    yield
+            except BaseException:
+                self._try_push()
+                raise
+            try:
+                self._push()
+            except OSError as error:
+                where = f"The files are in {self.local}: copy them; the next start deletes them"
+                raise OSError(f"{error}. {where}") from error
 
     @contextmanager
     def local_folder(self) -> Iterator[None]:
@@ -103,23 +117,6 @@ class RemoteFolder:
         self.local.mkdir(parents=True, mode=0o700)
         yield
         shutil.rmtree(self.local, ignore_errors=True)
-
-    @contextmanager
-    def _mirrored(self) -> Iterator[None]:
-        for name in list_files(self.url):
-            if "/" not in name:
-                download_file(f"{self.url}/{name}", self.local / name)
-                self._pushed[name] = _state(self.local / name)
-        try:
-            with repeating(self._try_push, PUSH_EVERY_SECONDS):
-                yield
-        except BaseException:
-            self._try_push()
-            raise
-        try:
-            self._push()
-        except OSError as error:
-            raise OSError(f"{error}. The files are in {self.local}: copy them; the next start deletes them") from error
 
     def before_publish(self) -> None:
         """To call before a checkpoint is published: only the job that holds the folder may, after all metrics up to

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.storage.files import read_file, redacted, write_text
+from gmlp_scale.storage.files import parse_json, read_file, redacted, write_text
 from gmlp_scale.storage.growing_file import GrowingFile
 
 if TYPE_CHECKING:
@@ -54,12 +54,10 @@ class MetricsFile(GrowingFile):
     """
 
     def __init__(self, path: Path, start_step: float = math.inf):
-        self.of_start_step: list[dict[str, Any]] = []
+        kept = [values for values in read_metrics(path) if values["step"] <= start_step]
+        write_text(path, "".join(json.dumps(values) + "\n" for values in kept))
+        self.of_start_step = [values for values in kept if values["step"] == start_step]
         """The lines of `start_step` that the file has already."""
-        if path.exists():
-            kept = [values for values in read_metrics(path) if values["step"] <= start_step]
-            write_text(path, "".join(json.dumps(values) + "\n" for values in kept))
-            self.of_start_step = [values for values in kept if values["step"] == start_step]
         super().__init__(path)
 
     def add(self, step: int, values: dict[str, Any]) -> None:
@@ -78,7 +76,9 @@ class EventsFile(GrowingFile):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(exist_ok=True)
-        super().__init__(directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}")
+        path = directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        path.touch()
+        super().__init__(path)
         self._records = RecordWriter(self)
         self._add(Event(file_version="brain.Event:2"))
         self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
@@ -101,18 +101,22 @@ class EventsFile(GrowingFile):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl at a path or URL; a last line cut short by a kill is left out.
+    """The lines of a metrics.jsonl, or of another file of a run with a JSON object for each step, at a path or URL.
 
-    InputError if a line is damaged or has no step.
+    None without a file. A last line that a kill cut short is left out. InputError if a line is damaged or has no step.
     """
+    metrics = []
     try:
-        lines = read_file(path).decode().splitlines(keepends=True)
-        metrics = [json.loads(line) for line in lines if line.endswith("\n")]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
-    for number, line in enumerate(metrics, start=1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise InputError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
+        content = read_file(path)
+    except FileNotFoundError:
+        return metrics
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            match values := parse_json(line, f"{path}: line {number}"):
+                case {"step": int(step)} if type(step) is int and 0 <= step < 2**63:
+                    metrics.append(values)
+                case _:
+                    raise InputError(redacted(f"{path}: line {number} has no step: mend or remove it"))
     return metrics
 
 

@@ -57,7 +57,7 @@ class StepGuard:
         path = config.run_dir / "skipped_steps.jsonl"
         self.recent_losses: list[tuple[int, float]] = state["recent_losses"] if state else []
         """(step, loss) of the last steps whose updates were made."""
-        recorded = world.on_main(lambda: [line["step"] for line in read_metrics(path)] if path.exists() else [])
+        recorded = world.on_main(lambda: [line["step"] for line in read_metrics(path)])
         self._recorded = set(recorded)
         self._record = MetricsFile(path) if world.is_main else None
         self._limits: dict[int, float] = {}
