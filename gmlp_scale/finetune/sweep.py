@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.export.card import render
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_json, write_json
 from gmlp_scale.models import AmlpConfig, GmlpConfig, ModelConfig, TransformerConfig, with_kernels
@@ -164,28 +165,8 @@ def published(run: FinetuneConfig, inputs: Inputs) -> tuple[str, dict[str, float
 def to_markdown(table: dict) -> str:
     """The table for a reader, with accuracy in percent, as in the paper."""
     task = TASKS[table["task"]]
-    examples = ", ".join(f"{part} {number:,}" for part, number in table["num_examples"].items())
-    start = "pretrained" if table["pretrained"] else "not pretrained"
-    lines = [
-        f"# {table['task']}: {table['model']} ({start})",
-        "",
-        f"Batch {table['global_batch_size']}, rate {table['peak_learning_rate']:g}, {len(table['seeds'])} seeds "
-        f"({', '.join(map(str, table['seeds']))}); examples: {examples}. Scores of the last weights.",
-        "",
-    ]
-    paper = table["paper"]["scores_in_percent"] if table["paper"] else {}
-    paper_column = f" paper, {table['paper']['model']} |" if paper else ""
-    lines += [f"| score | median | minimum | maximum |{paper_column}", "| --- " * (4 + bool(paper)) + "|"]
-    for name, values in table["scores"].items():
-        shown = [task.shown(name, values[kind]) for kind in ("median", "minimum", "maximum")]
-        lines.append(f"| {' | '.join([name, *shown, *([str(paper.get(name, ''))] if paper else [])])} |")
-    if len(table["grid"]) > 1:
-        lines += ["", f"| batch | rate | dev {task.main_score} |", "| --- | --- | --- |"]
-        for point in table["grid"]:
-            scores = point["scores"]
-            score = task.shown(task.main_score, scores[task.main_score]) if scores else "diverged"
-            lines.append(f"| {point['global_batch_size']} | {point['peak_learning_rate']:g} | {score} |")
-    return "\n".join(lines) + "\n"
+    words = {"shown": task.shown, "main_score": task.main_score}
+    return render("sweep.md", package="gmlp_scale.finetune", table=table, **words)
 
 
 def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_size: int) -> str:
