@@ -4,6 +4,7 @@ Its text stands in card.md. The metadata before the text follow https://huggingf
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
@@ -34,7 +35,6 @@ _METRICS = {
     "spearman": "spearmanr",
 }
 """The figures in model-index, and what the Hub's `evaluate` calls them. The sections show the others too."""
-_UNKNOWN = "unknown: whoever exported the model did not say"
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,13 @@ def model_card(
         metadata=_metadata(model, task, details, publication),
         model=model,
         num_parameters=num_parameters,
-        provenance=_provenance(details),
+        details=details,
         publication=publication,
         task=task,
         example=example,
         row_length=row_length or model.sequence_length,
-        data=_data(details, publication),
+        data=_of_pretraining(details).get("data"),
+        shards_name=partial(_shards_name, details),
         training=_training(recipe, details) if recipe else {},
         precision=recipe and recipe.train.precision,
         finetuned=finetuned,
@@ -134,38 +135,6 @@ def _metadata(model: ModelConfig, task: str, details: dict[str, Any], publicatio
         eval_results=results or None,
     )
     return card.to_yaml()
-
-
-def _provenance(details: dict[str, Any]) -> str:
-    if finetuned := details.get("finetuned"):
-        return f"Finetuned on {finetuned['task']} for {finetuned['step']:,} steps."
-    if "step" not in details:
-        return ""
-    found = "not measured"
-    if last := details.get("heldout"):
-        found = f"{last['perplexity']:.3f}"
-        if last["step"] != details["step"]:
-            found = f"not measured at this step; {found} at step {last['step']:,}"
-        found += " (comparable within one tokenizer only)"
-    return f"Pretrained for {details['step']:,} steps; held-out perplexity {found}."
-
-
-def _data(details: dict[str, Any], publication: Publication) -> dict[str, Any]:
-    rows = {
-        "training text": publication.dataset or _UNKNOWN,
-        "language": ", ".join(publication.languages) or _UNKNOWN,
-        "license of the model": publication.license or _UNKNOWN,
-    }
-    if data := _of_pretraining(details).get("data"):
-        rows |= {
-            "shards": _shards_name(details),
-            "rows": f"{data['train_rows']:,} for training, {data['heldout_rows']:,} held out, "
-            f"of {data['sequence_length']} tokens each ({data['packing']})",
-            "tokenizer": f"SentencePiece, {data['vocab_size']:,} pieces, sha256 {data['tokenizer_sha256']}",
-        }
-        for name, source in data.get("sources", {"the shards": data}).items():
-            rows[f"manifest of {name}"] = f"sha256 {source['manifest_sha256']}"
-    return rows
 
 
 def _training(recipe: RunConfig, details: dict[str, Any]) -> dict[str, Any]:
