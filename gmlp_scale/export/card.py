@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from gmlp_scale.checkpoint.trained import Head, recipe_in
+from gmlp_scale.checkpoint.trained import Head, TrainedModel, recipe_in
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.train.time_budget import num_steps_of
@@ -53,31 +53,25 @@ class Publication:
     """The branch of the repository."""
 
 
-def model_card(
-    model: ModelConfig,
-    num_parameters: int,
-    head: Head,
-    row_length: int | None,
-    details: dict[str, Any],
-    publication: Publication,
-) -> str:
-    """The card in Markdown. Its last section shows `details` unchanged."""
+def model_card(trained: TrainedModel, publication: Publication) -> str:
+    """The card in Markdown. Its last section shows the model's `details` unchanged."""
+    model, details = trained.config, trained.details
     recipe, finetuned, heldout = recipe_in(details), details.get("finetuned"), _heldout(details)
     if finetuned:
         figures = {f"{part} {name}": value for part, of in finetuned["scores"].items() for name, value in of.items()}
     else:
         figures = {name: heldout[name] for name in ("loss", "perplexity", "accuracy")} if recipe and heldout else {}
-    task, example = _USAGE[head]
+    task, example = _USAGE[trained.head]
     return render(
         "card.md",
         metadata=_metadata(model, task, details, publication),
         model=model,
-        num_parameters=num_parameters,
+        num_parameters=trained.num_parameters,
         details=details,
         publication=publication,
         task=task,
         example=example,
-        row_length=row_length or model.sequence_length,
+        row_length=trained.row_length or model.sequence_length,
         data=_of_pretraining(details).get("data"),
         shards_name=partial(_shards_name, details),
         training=_training(recipe, details) if recipe else {},
