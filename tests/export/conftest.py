@@ -100,6 +100,17 @@ def launched_export(launched):
 
 
 @pytest.fixture
+def export_of_run(run_dir, tmp_path, succeeds):
+    """export_of_run(options...) -> the folder into which launch/export.py wrote the run's newest checkpoint."""
+
+    def export(*options) -> Path:
+        succeeds(main, "--run", run_dir, "--output", tmp_path / "hf", *options)
+        return tmp_path / "hf"
+
+    return export
+
+
+@pytest.fixture
 def exported(succeeds):
     """exported(options...) -> what launch/export.py printed."""
     return partial(succeeds, main)
