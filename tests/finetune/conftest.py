@@ -7,7 +7,6 @@ import torch
 from pydantic import TypeAdapter
 
 from gmlp_scale.checkpoint.trained import TrainedModel
-from gmlp_scale.distributed.world import start_world
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.models import ModelConfig, build_model
@@ -68,9 +67,3 @@ def export(tmp_path_factory, tokenizer_folder) -> Path:
     """A tiny gMLP of 128 positions."""
     torch.set_num_threads(1)
     return write_tiny_export(tmp_path_factory.mktemp("export") / "gmlp", tokenizer_folder)
-
-
-@pytest.fixture
-def world():
-    with start_world(60, device="cpu") as world:
-        yield world
