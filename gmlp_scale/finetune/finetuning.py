@@ -186,8 +186,8 @@ class Finetuning(Task):
 
     def _predict(self, parts: list[str], engine: Engine, world: World) -> dict[str, np.ndarray]:
         """The summaries of these parts."""
-        rows, size = self.inputs.rows, self.train.micro_batch_size
-        return {part: summarize_all(rows[part], engine.predict, world, size) for part in parts}
+        plan = self.config.batch_plan(rank=world.rank, world_size=world.size)
+        return {part: summarize_all(self.inputs.rows[part], engine.predict, world, plan) for part in parts}
 
     def _scores(self, summaries: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         """The scores of each part that has labels."""
