@@ -56,6 +56,7 @@ def test_the_wheel_holds_one_package_with_its_recipes_and_commands(wheel):
         assert {str(path if folder == "gmlp_scale" else "gmlp_scale" / path) for path in sources} <= files
     assert {f"gmlp_scale/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*/*.yaml")} <= files
     templates = {"analysis/run_report.html", "export/card.md", "export/image_card.md", "science/page.md"}
+    templates |= {"finetune/glue.md", "finetune/sweep.md"}
     assert {f"gmlp_scale/{name}" for name in ("py.typed", *templates)} <= files
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert {"gmlp-pretrain", "gmlp-finetune", "gmlp-evaluate", "gmlp-export", "gmlp-prepare"} <= commands.keys()

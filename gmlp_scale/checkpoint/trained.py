@@ -84,6 +84,10 @@ class TrainedModel:
         return self.details.get("step")
 
     @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.weights.values())
+
+    @property
     def num_evaluation_rows(self) -> int:
         """How many held-out rows the pretraining run evaluated on at this step."""
         details = self.details

@@ -4,12 +4,13 @@ Its text stands in card.md. The metadata before the text follow https://huggingf
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from gmlp_scale.checkpoint.trained import Head, recipe_in
+from gmlp_scale.checkpoint.trained import Head, TrainedModel, recipe_in
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.train.time_budget import num_steps_of
@@ -34,7 +35,6 @@ _METRICS = {
     "spearman": "spearmanr",
 }
 """The figures in model-index, and what the Hub's `evaluate` calls them. The sections show the others too."""
-_UNKNOWN = "unknown: whoever exported the model did not say"
 
 
 @dataclass(frozen=True)
@@ -53,32 +53,27 @@ class Publication:
     """The branch of the repository."""
 
 
-def model_card(
-    model: ModelConfig,
-    num_parameters: int,
-    head: Head,
-    row_length: int | None,
-    details: dict[str, Any],
-    publication: Publication,
-) -> str:
-    """The card in Markdown. Its last section shows `details` unchanged."""
+def model_card(trained: TrainedModel, publication: Publication) -> str:
+    """The card in Markdown. Its last section shows the model's `details` unchanged."""
+    model, details = trained.config, trained.details
     recipe, finetuned, heldout = recipe_in(details), details.get("finetuned"), _heldout(details)
     if finetuned:
         figures = {f"{part} {name}": value for part, of in finetuned["scores"].items() for name, value in of.items()}
     else:
         figures = {name: heldout[name] for name in ("loss", "perplexity", "accuracy")} if recipe and heldout else {}
-    task, example = _USAGE[head]
+    task, example = _USAGE[trained.head]
     return render(
         "card.md",
         metadata=_metadata(model, task, details, publication),
         model=model,
-        num_parameters=num_parameters,
-        provenance=_provenance(details),
+        num_parameters=trained.num_parameters,
+        details=details,
         publication=publication,
         task=task,
         example=example,
-        row_length=row_length or model.sequence_length,
-        data=_data(details, publication),
+        row_length=trained.row_length or model.sequence_length,
+        data=_of_pretraining(details).get("data"),
+        shards_name=partial(_shards_name, details),
         training=_training(recipe, details) if recipe else {},
         precision=recipe and recipe.train.precision,
         finetuned=finetuned,
@@ -134,38 +129,6 @@ def _metadata(model: ModelConfig, task: str, details: dict[str, Any], publicatio
         eval_results=results or None,
     )
     return card.to_yaml()
-
-
-def _provenance(details: dict[str, Any]) -> str:
-    if finetuned := details.get("finetuned"):
-        return f"Finetuned on {finetuned['task']} for {finetuned['step']:,} steps."
-    if "step" not in details:
-        return ""
-    found = "not measured"
-    if last := details.get("heldout"):
-        found = f"{last['perplexity']:.3f}"
-        if last["step"] != details["step"]:
-            found = f"not measured at this step; {found} at step {last['step']:,}"
-        found += " (comparable within one tokenizer only)"
-    return f"Pretrained for {details['step']:,} steps; held-out perplexity {found}."
-
-
-def _data(details: dict[str, Any], publication: Publication) -> dict[str, Any]:
-    rows = {
-        "training text": publication.dataset or _UNKNOWN,
-        "language": ", ".join(publication.languages) or _UNKNOWN,
-        "license of the model": publication.license or _UNKNOWN,
-    }
-    if data := _of_pretraining(details).get("data"):
-        rows |= {
-            "shards": _shards_name(details),
-            "rows": f"{data['train_rows']:,} for training, {data['heldout_rows']:,} held out, "
-            f"of {data['sequence_length']} tokens each ({data['packing']})",
-            "tokenizer": f"SentencePiece, {data['vocab_size']:,} pieces, sha256 {data['tokenizer_sha256']}",
-        }
-        for name, source in data.get("sources", {"the shards": data}).items():
-            rows[f"manifest of {name}"] = f"sha256 {source['manifest_sha256']}"
-    return rows
 
 
 def _training(recipe: RunConfig, details: dict[str, Any]) -> dict[str, Any]:

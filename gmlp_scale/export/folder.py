@@ -16,8 +16,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from gmlp_scale.checkpoint.trained import (
     PREFIX,
     WEIGHTS_NAME,
     ExportError,
-    Head,
     TrainedModel,
     expected_shapes,
     sha256_of,
@@ -42,29 +42,26 @@ from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
 from gmlp_scale.fields import Mark, marked_fields
-from gmlp_scale.models import ModelConfig
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import is_url, read_file
 from gmlp_scale.train.sinks import read_metrics
 
 _LOCAL = Publication()
+_TEXT, _IMAGES = "modeling_gmlp", "modeling_gmlp_images"
 _CLASS_OF_IMAGES = "GmlpScaleForImageClassification"
 _AUTO_CLASSES = {
-    "modeling_gmlp": {
+    _TEXT: {
         "AutoModel": "GmlpScaleModel",
         "AutoModelForMaskedLM": "GmlpScaleForMaskedLM",
         "AutoModelForSequenceClassification": "GmlpScaleForSequenceClassification",
         "AutoModelForTokenClassification": "GmlpScaleForTokenClassification",
         "AutoModelForQuestionAnswering": "GmlpScaleForQuestionAnswering",
     },
-    "modeling_gmlp_images": {"AutoModelForImageClassification": _CLASS_OF_IMAGES},
+    _IMAGES: {"AutoModelForImageClassification": _CLASS_OF_IMAGES},
 }
 _SPECIAL = {"pad_token_id": PAD_ID, "cls_token_id": CLS_ID, "sep_token_id": SEP_ID, "mask_token_id": MASK_ID}
 _OF_ONE_MACHINE = {field.rpartition(".")[2] for field in marked_fields(Mark.OF_ONE_MACHINE, RunConfig)}
 _FOLDER = "gmlp_scale.export.hugging_face"
-_TEXT, _IMAGES = "modeling_gmlp", "modeling_gmlp_images"
-_ROOTS = {_TEXT: ("configuration_gmlp", "answering_pipeline"), _IMAGES: ("configuration_gmlp",)}
-"""What stands beside each of the files with the models."""
 _IMPORT = re.compile(r"^from (gmlp_scale[\w.]*|pydantic) import", flags=re.MULTILINE)
 
 
@@ -79,60 +76,40 @@ def export_checkpoint(
         ExportError, TrainedModelError: `folder` is not empty, or the run's tokenizer is no longer beside its shards.
     """
     trained.tokenizer()  # raises if it has changed
-    write_export(
-        folder,
-        trained.config,
-        trained.weights,
-        tokenizer_folder=trained.tokenizer_folder,
-        details={"step": trained.step, "heldout": _heldout_result(run_folder, trained), **trained.details},
-        publication=publication,
-    )
+    details = {"step": trained.step, "heldout": _heldout_result(run_folder, trained), **trained.details}
+    write_export(replace(trained, details=details), folder, publication=publication)
 
 
 def write_export(
-    folder: Path,
-    model: ModelConfig,
-    weights: Mapping[str, Tensor],
-    *,
-    tokenizer_folder: str | Path,
-    details: dict[str, Any],
-    head: Head = "masked_language_model",
-    labels: Sequence[str] = (),
-    row_length: int | None = None,
-    document_stride: int | None = None,
-    publication: Publication = _LOCAL,
+    trained: TrainedModel, folder: Path, *, document_stride: int | None = None, publication: Publication = _LOCAL
 ) -> None:
     """Writes the folder whole or not at all.
 
     Args:
-        weights: float32, by the parameter names of build_model(model, head=head_class(head, len(labels))).
-        details: JSON-able; kept in config.json and shown in the card, without the places on this machine.
-        row_length: the length to which finetuning padded every row.
+        trained: its details are kept in config.json and shown in the card, without the places on this machine.
         document_stride: for question answering, the tokens from one window to the next in finetuning.
-        tokenizer_folder: a path or a URL.
 
     Raises:
         ExportError: the folder is not empty.
-        FileNotFoundError: tokenizer_folder has no tokenizer.
+        FileNotFoundError: the model's tokenizer folder has no tokenizer.
     """
-    tokenizer = Tokenizer(tokenizer_folder)
-    expected = expected_shapes(model, head, len(labels))
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    trained = replace(trained, details=without_local_places(trained.details))
+    tokenizer, model = Tokenizer(trained.tokenizer_folder), trained.config
+    expected = expected_shapes(model, trained.head, len(trained.labels))
+    found = {name: tuple(tensor.shape) for name, tensor in trained.weights.items()}
     assert found == expected, f"not the weights of this model and head: {difference(found, expected)}"
-    details = without_local_places(details)
-    config = transformers_config(model, head, labels, **_SPECIAL) | {"row_length": row_length, "details": details}
+    config = transformers_config(trained, row_length=trained.row_length, **_SPECIAL)
     if document_stride:
         config["document_stride"] = document_stride
-    num_parameters = sum(tensor.numel() for tensor in weights.values())
-    card = model_card(model, num_parameters, head, row_length, details, publication)
-    with new_export(folder, config, weights, card) as unfinished:
-        write_tokenizer(unfinished, tokenizer, row_length or model.sequence_length)
-        (unfinished / MODEL_NAME).write_bytes(read_file(f"{tokenizer_folder}/{MODEL_NAME}"))
+    with new_export(folder, config, trained.weights, model_card(trained, publication)) as unfinished:
+        write_tokenizer(unfinished, tokenizer, trained.row_length or model.sequence_length)
+        (unfinished / MODEL_NAME).write_bytes(read_file(f"{trained.tokenizer_folder}/{MODEL_NAME}"))
 
 
-def transformers_config(model: ModelConfig, head: Head, labels: Sequence[str], **fields: Any) -> dict[str, Any]:
-    """What config.json says of the model and its head, with `fields` beside the model's own."""
-    module = "modeling_gmlp_images" if head == "image_classification" else "modeling_gmlp"
+def transformers_config(trained: TrainedModel, **fields: Any) -> dict[str, Any]:
+    """config.json: the model and its head, with `fields` beside the model's own, and where the weights came from."""
+    head, labels = trained.head, trained.labels
+    module = _IMAGES if head == "image_classification" else _TEXT
     config = {
         "model_type": MODEL_TYPE,
         "architectures": [CLASS_OF_HEAD.get(head, _CLASS_OF_IMAGES)],
@@ -141,7 +118,7 @@ def transformers_config(model: ModelConfig, head: Head, labels: Sequence[str], *
             **{auto: f"{module}.{name}" for auto, name in _AUTO_CLASSES[module].items()},
         },
         "dtype": "float32",
-        **model.model_dump(mode="json", exclude={"kernels"}),
+        **trained.config.model_dump(mode="json", exclude={"kernels"}),
         **fields,
     }
     if head == "question_answering":
@@ -156,7 +133,7 @@ def transformers_config(model: ModelConfig, head: Head, labels: Sequence[str], *
         config["label2id"] = {label: number for number, label in enumerate(labels)}
     if len(labels) == 1 and head == "sequence_classification":
         config["problem_type"] = "regression"  # else transformers' pipeline applies a sigmoid
-    return config
+    return config | {"details": trained.details}
 
 
 def without_local_places(details: Any) -> Any:
@@ -230,7 +207,9 @@ def _heldout_result(run_folder: str | Path, trained: TrainedModel) -> dict[str, 
 def copy_sources(folder: Path, *, of_images: bool = False) -> None:
     """Writes the code for text or images, and every module that it imports, into `folder`."""
     modeling = _IMAGES if of_images else _TEXT
-    waiting, source_of = [f"{_FOLDER}.{name}" for name in (modeling, *_ROOTS[modeling])], {}
+    waiting, source_of = [f"{_FOLDER}.{modeling}"], {}
+    if not of_images:
+        waiting.append(f"{_FOLDER}.answering_pipeline")
     while waiting:
         module = waiting.pop()
         if module not in source_of:

@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -116,20 +117,10 @@ def write_timm(trained: TrainedModel, path: Path) -> None:
 
 def write_image_export(trained: TrainedModel, folder: Path) -> None:
     """Writes the folder whole or not at all. ExportError if it is not empty."""
-    model, image_size = trained.config, isqrt(trained.config.sequence_length) * trained.patch_size
-    sizes = {"patch_size": trained.patch_size, "image_size": image_size}
-    config = transformers_config(model, trained.head, trained.labels, **sizes)
-    config["details"] = without_local_places(trained.details)
-    card = render(
-        "image_card.md",
-        name=trained.place,
-        model=model,
-        size=image_size,
-        patch_size=trained.patch_size,
-        num_parameters=sum(tensor.numel() for tensor in trained.weights.values()),
-        num_classes=len(trained.labels),
-        centre_crop=CENTRE_CROP,
-    )
+    trained = replace(trained, details=without_local_places(trained.details))
+    image_size = isqrt(trained.config.sequence_length) * trained.patch_size
+    config = transformers_config(trained, patch_size=trained.patch_size, image_size=image_size)
+    card = render("image_card.md", trained=trained, size=image_size, centre_crop=CENTRE_CROP)
     with new_export(folder, config, trained.weights, card, of_images=True) as unfinished:
         processor = json.dumps(_processor(image_size), indent=2) + "\n"
         (unfinished / "preprocessor_config.json").write_text(processor, encoding="utf-8")

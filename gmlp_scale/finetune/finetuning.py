@@ -10,13 +10,12 @@ import json
 import logging
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gmlp_scale.checkpoint.trained import TrainedModel, copy_weights, read_export
 from gmlp_scale.data.batch_plan import EpochLoader
@@ -187,8 +186,8 @@ class Finetuning(Task):
 
     def _predict(self, parts: list[str], engine: Engine, world: World) -> dict[str, np.ndarray]:
         """The summaries of these parts."""
-        rows, size = self.inputs.rows, self.train.micro_batch_size
-        return {part: summarize_all(rows[part], engine.predict, world, size) for part in parts}
+        plan = self.config.batch_plan(rank=world.rank, world_size=world.size)
+        return {part: summarize_all(self.inputs.rows[part], engine.predict, world, plan) for part in parts}
 
     def _scores(self, summaries: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         """The scores of each part that has labels."""
@@ -208,25 +207,23 @@ class Finetuning(Task):
             "finetuned": {"task": self.config.task, "step": step, "scores": scores, "config": self.config.to_json()},
             "pretrained": self.inputs.pretrained.details if self.config.pretrained else None,
         }
-        world.on_main(lambda: self._replace_export(self.config.run_dir / name, weights, details))
-
-    def _replace_export(self, folder: Path, weights: dict[str, Tensor], details: dict) -> None:
-        """Writes the new export beside the old one, and gives it the old one's name once it is whole."""
-        unfinished, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
-        for leftover in (unfinished, old):
-            shutil.rmtree(leftover, ignore_errors=True)
         task = self.config.task_row
-        write_export(
-            unfinished,
-            self.inputs.pretrained.config,
-            weights,
-            tokenizer_folder=self.config.model,
+        trained = replace(
+            self.inputs.pretrained,
+            weights=weights,
             details=details,
             head=task.head_name,
             labels=task.class_names,
             row_length=self.config.data.sequence_length,
-            document_stride=self.config.data.document_stride,
         )
+        world.on_main(lambda: self._replace_export(self.config.run_dir / name, trained))
+
+    def _replace_export(self, folder: Path, trained: TrainedModel) -> None:
+        """Writes the new export beside the old one, and gives it the old one's name once it is whole."""
+        unfinished, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
+        for leftover in (unfinished, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        write_export(trained, unfinished, document_stride=self.config.data.document_stride)
         if folder.exists():
             folder.rename(old)
         unfinished.rename(folder)

@@ -7,10 +7,10 @@ a model that fits the one may do worse than guessing on the other.
 import functools
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.export.card import render
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import read_inputs
 from gmlp_scale.finetune.sweep import member, sweep, write_table
@@ -126,22 +126,13 @@ def _medians(task: str, kind: str, table: dict) -> dict[str, float]:
 
 def to_markdown(content: dict) -> str:
     """The usual table, in percent: the scores of a task in one cell, MNLI's as matched/mismatched."""
-    start = "pretrained" if content["pretrained"] else "not pretrained"
-    notes = f"Medians of {content['num_seeds']} seeds, in percent. WNLI is left out, also of the average."
-    if content["from_mnli"]:
-        notes += f" {', '.join(FOLDERS[task] for task in FROM_MNLI)} start from the model finetuned on MNLI."
     names = {task: "/".join(score.__name__ for score in TASKS[task].scores) for task in FOLDERS}
     names["mnli"] += ", m/mm"
-    header = " | ".join(f"{folder} ({names[task]})" for task, folder in FOLDERS.items())
-    lines = [f"# GLUE: {content['model']} ({start})", "", notes, "", f"| | {header} | average |"]
-    lines.append("| --- " * (len(FOLDERS) + 2) + "|")
-    for kind in ("dev", "test"):
-        if kind in content:
-            shown = [_shown(content[kind]["scores"][task].values()) for task in FOLDERS]
-            average = content[kind]["average"]
-            lines.append(f"| {kind} | {' | '.join(shown)} | {'' if average is None else _shown([average])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _shown(scores: Iterable[float]) -> str:
-    return "/".join(f"{100 * score:.1f}" for score in scores)
+    return render(
+        "glue.md",
+        package="gmlp_scale.finetune",
+        table=content,
+        columns=[(folder, names[task]) for task, folder in FOLDERS.items()],
+        from_mnli=[FOLDERS[task] for task in FROM_MNLI],
+        shown=lambda scores: "/".join(f"{100 * score:.1f}" for score in scores),
+    )

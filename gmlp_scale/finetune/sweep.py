@@ -14,25 +14,20 @@ from typing import Any
 import torch
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.export.card import render
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_json, write_json
-from gmlp_scale.models import AmlpConfig, GmlpConfig, ModelConfig, TransformerConfig, with_kernels
+from gmlp_scale.models import with_kernels
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
 from gmlp_scale.plan.rank_bytes import state_bytes
 from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields, check_unchanged
 from gmlp_scale.storage.files import redacted, write_text
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.train.step_guard import NotFiniteError
 
 log = logging.getLogger(__name__)
-
-VOCAB_SIZE = 32_000
-"""The paper's. A model with another vocabulary is still compared with the paper's scores."""
-_LONG = {"d_ffn": 3072, "sequence_length": 512, "vocab_size": VOCAB_SIZE}
-_WIDE = _LONG | {"d_ffn": 4096}
-_SHORT = _LONG | {"sequence_length": 128}
-_SHORT_BERT = _SHORT | {"d_model": 768, "num_heads": 12, "positions": "relative"}
 
 _COLUMNS = (
     ("sst2", "accuracy"),
@@ -43,25 +38,24 @@ _COLUMNS = (
 )
 """The task and the score of each of the numbers below. Of the short models only the first two are known.
 They are in percent: accuracy for SST-2 and for both development sets of MNLI, F1 for SQuAD."""
-_MODELS: dict[ModelConfig, tuple[str, tuple[float, ...]]] = {
-    TransformerConfig(num_blocks=12, d_model=768, num_heads=12, positions="absolute", **_LONG): (
-        "BERT base", (93.8, 85.6, 85.7, 90.2, 78.6)),
-    GmlpConfig(num_blocks=48, d_model=512, **_LONG): ("gMLP base", (94.2, 83.7, 84.1, 86.7, 70.1)),
-    AmlpConfig(num_blocks=36, d_model=512, d_attn=64, **_LONG): ("aMLP base", (93.4, 85.9, 85.8, 90.7, 80.9)),
-    TransformerConfig(num_blocks=24, d_model=1024, num_heads=16, positions="absolute", **_WIDE): (
-        "BERT large", (94.3, 87.0, 87.4, 92.0, 81.0)),
-    GmlpConfig(num_blocks=96, d_model=768, **_LONG): ("gMLP large", (94.8, 86.2, 86.5, 89.5, 78.3)),
-    AmlpConfig(num_blocks=72, d_model=768, d_attn=128, **_LONG): ("aMLP large", (94.8, 88.4, 88.4, 92.2, 85.4)),
-    GmlpConfig(num_blocks=144, d_model=1024, **_WIDE): ("gMLP xlarge", (95.6, 87.7, 87.7, 90.9, 82.1)),
-    TransformerConfig(num_blocks=6, **_SHORT_BERT): ("Transformer, 6+6 layers", (90.4, 81.5)),
-    TransformerConfig(num_blocks=12, **_SHORT_BERT): ("Transformer, 12+12 layers", (91.3, 83.3)),
-    TransformerConfig(num_blocks=24, **_SHORT_BERT): ("Transformer, 24+24 layers", (92.1, 85.2)),
-    TransformerConfig(num_blocks=48, **_SHORT_BERT): ("Transformer, 48+48 layers", (92.8, 86.3)),
-    GmlpConfig(num_blocks=18, d_model=512, **_SHORT): ("gMLP, 18 layers", (91.2, 77.7)),
-    GmlpConfig(num_blocks=36, d_model=512, **_SHORT): ("gMLP, 36 layers", (92.3, 80.9)),
-    GmlpConfig(num_blocks=72, d_model=512, **_SHORT): ("gMLP, 72 layers", (93.5, 82.8)),
-    GmlpConfig(num_blocks=144, d_model=512, **_SHORT): ("gMLP, 144 layers", (95.1, 84.6)),
-}  # fmt: skip
+_PAPER: dict[str, tuple[str, tuple[float, ...]]] = {
+    "bert_base": ("BERT base", (93.8, 85.6, 85.7, 90.2, 78.6)),
+    "gmlp_base": ("gMLP base", (94.2, 83.7, 84.1, 86.7, 70.1)),
+    "amlp_base": ("aMLP base", (93.4, 85.9, 85.8, 90.7, 80.9)),
+    "bert_large": ("BERT large", (94.3, 87.0, 87.4, 92.0, 81.0)),
+    "gmlp_large": ("gMLP large", (94.8, 86.2, 86.5, 89.5, 78.3)),
+    "amlp_large": ("aMLP large", (94.8, 88.4, 88.4, 92.2, 85.4)),
+    "gmlp_xlarge": ("gMLP xlarge", (95.6, 87.7, 87.7, 90.9, 82.1)),
+    "table4_bert_6": ("Transformer, 6+6 layers", (90.4, 81.5)),
+    "table4_bert_12": ("Transformer, 12+12 layers", (91.3, 83.3)),
+    "table4_bert_24": ("Transformer, 24+24 layers", (92.1, 85.2)),
+    "table4_bert_48": ("Transformer, 48+48 layers", (92.8, 86.3)),
+    "table4_gmlp_18": ("gMLP, 18 layers", (91.2, 77.7)),
+    "table4_gmlp_36": ("gMLP, 36 layers", (92.3, 80.9)),
+    "table4_gmlp_72": ("gMLP, 72 layers", (93.5, 82.8)),
+    "table4_gmlp_144": ("gMLP, 144 layers", (95.1, 84.6)),
+}
+"""The paper's name and scores of the model that each recipe pretrains."""
 
 
 def members(run: FinetuneConfig, *, grid: bool) -> list[FinetuneConfig]:
@@ -151,41 +145,22 @@ def build_table(run: FinetuneConfig, inputs: Inputs, tried: list[dict], seeds: l
 
 def published(run: FinetuneConfig, inputs: Inputs) -> tuple[str, dict[str, float]] | None:
     """The paper's name of the model and its scores on the task. None unless model and data are those of the paper."""
-    config = with_kernels(inputs.pretrained.config, "auto").model_copy(update={"vocab_size": VOCAB_SIZE})
-    sizes = run.task_row.official_sizes
+    config, sizes = with_kernels(inputs.pretrained.config, "auto"), run.task_row.official_sizes
     is_official = all(rows.num_examples == sizes.get(part, rows.num_examples) for part, rows in inputs.rows.items())
-    if config not in _MODELS or not is_official or not run.pretrained:
-        return None
-    name, numbers = _MODELS[config]
-    scores = {score: number for (task, score), number in zip(_COLUMNS, numbers, strict=False) if task == run.task}
-    return (name, scores) if scores else None
+    for recipe, (name, numbers) in _PAPER.items() if is_official and run.pretrained else ():
+        # A model with another vocabulary is still compared with the paper's scores.
+        if load_run_config(recipe).model.model_copy(update={"vocab_size": config.vocab_size}) == config:
+            columns = zip(_COLUMNS, numbers, strict=False)
+            scores = {score: number for (task, score), number in columns if task == run.task}
+            return (name, scores) if scores else None
+    return None
 
 
 def to_markdown(table: dict) -> str:
     """The table for a reader, with accuracy in percent, as in the paper."""
     task = TASKS[table["task"]]
-    examples = ", ".join(f"{part} {number:,}" for part, number in table["num_examples"].items())
-    start = "pretrained" if table["pretrained"] else "not pretrained"
-    lines = [
-        f"# {table['task']}: {table['model']} ({start})",
-        "",
-        f"Batch {table['global_batch_size']}, rate {table['peak_learning_rate']:g}, {len(table['seeds'])} seeds "
-        f"({', '.join(map(str, table['seeds']))}); examples: {examples}. Scores of the last weights.",
-        "",
-    ]
-    paper = table["paper"]["scores_in_percent"] if table["paper"] else {}
-    paper_column = f" paper, {table['paper']['model']} |" if paper else ""
-    lines += [f"| score | median | minimum | maximum |{paper_column}", "| --- " * (4 + bool(paper)) + "|"]
-    for name, values in table["scores"].items():
-        shown = [task.shown(name, values[kind]) for kind in ("median", "minimum", "maximum")]
-        lines.append(f"| {' | '.join([name, *shown, *([str(paper.get(name, ''))] if paper else [])])} |")
-    if len(table["grid"]) > 1:
-        lines += ["", f"| batch | rate | dev {task.main_score} |", "| --- | --- | --- |"]
-        for point in table["grid"]:
-            scores = point["scores"]
-            score = task.shown(task.main_score, scores[task.main_score]) if scores else "diverged"
-            lines.append(f"| {point['global_batch_size']} | {point['peak_learning_rate']:g} | {score} |")
-    return "\n".join(lines) + "\n"
+    words = {"shown": task.shown, "main_score": task.main_score}
+    return render("sweep.md", package="gmlp_scale.finetune", table=table, **words)
 
 
 def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_size: int) -> str:

@@ -124,13 +124,12 @@ class Characters(Task):
 
     def evaluate(self, engine: Engine, world: World, step: int) -> dict[str, float]:
         """Held-out loss, perplexity and accuracy per character, on crops that do not overlap."""
-        crops, num_rows = self.text.heldout, self.train.micro_batch_size
+        crops, plan = self.text.heldout, self.config.batch_plan(rank=world.rank, world_size=world.size)
         starts = np.arange(0, crops.num_rows, crops.length)[: self.train.num_evaluation_rows]
-        firsts = range(0, len(starts), num_rows * world.size)
 
         def own_batches() -> Iterator[NextTokenBatch]:
-            for first in shown(firsts, world):
-                own = starts[first + world.rank * num_rows :][:num_rows]
+            for numbers in shown(plan.heldout(len(starts)), world):
+                own = starts[numbers[numbers < len(starts)]]
                 batch = crops.batch(own if len(own) else starts[:1])
                 if not len(own):  # every rank predicts equally often; this one has no crop left
                     batch = replace(batch, next_ids_BN=torch.full_like(batch.next_ids_BN, IGNORED))

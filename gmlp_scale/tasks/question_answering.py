@@ -13,21 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.task_heads import SpanBatch, SpanPredictor
 from gmlp_scale.tasks.records import DataError, DataSet, Record, read_records, require_columns, text_mistake
 from gmlp_scale.tasks.scores import squad_v1_scores, squad_v2_scores
 from gmlp_scale.tasks.windows import (
-    MAX_QUESTION_TOKENS,
-    NUM_BEST,
+    SUMMARY_SIZE,
     Window,
     WindowScores,
     answer_tokens,
     best_answer,
-    cut_windows,
+    summarize,
+    window_rows,
 )
 
 log = logging.getLogger(__name__)
@@ -168,7 +166,8 @@ class _Row:
 class QuestionRows:
     """One part of SQuAD, its windows as rows for the model."""
 
-    summary_size = 4 * NUM_BEST + 1
+    summary_size = SUMMARY_SIZE
+    summarize = staticmethod(summarize)
     has_labels = True
 
     def __init__(
@@ -190,15 +189,14 @@ class QuestionRows:
         for question_index, (question, question_ids) in enumerate(zip(questions, encoded_questions, strict=True)):
             context_ids, token_ranges = encode_context(question.context)
             self.token_ranges.append(token_ranges)
-            start = np.concatenate([[CLS_ID], question_ids[:MAX_QUESTION_TOKENS], [SEP_ID]])
             placed = next((answer for answer in question.answers if answer.start is not None), None)
             answer = placed and answer_tokens(token_ranges, placed.start, placed.start + len(placed.text))
-            for window in cut_windows(len(context_ids), sequence_length - len(start) - 1, document_stride):
-                ids = np.concatenate([start, context_ids[window.first : window.stop], [SEP_ID]]).astype(np.uint16)
-                token_ids.append(np.pad(ids, (0, sequence_length - len(ids)), constant_values=PAD_ID))
-                self.rows.append(_Row(question_index, window, len(start)))
+            position, of_question = window_rows(question_ids, context_ids, sequence_length, document_stride)
+            for window, ids in of_question:
+                token_ids.append(ids.astype(np.uint16))
+                self.rows.append(_Row(question_index, window, position))
                 is_inside = answer is not None and window.first <= answer[0] and answer[1] < window.stop
-                answers.append([token - window.first + len(start) for token in answer] if is_inside else [0, 0])
+                answers.append([token - window.first + position for token in answer] if is_inside else [0, 0])
         self.num_rows = len(self.rows)
         self.token_ids_RN = np.stack(token_ids)
         self.answers_R2 = np.array(answers, np.int64)
@@ -209,28 +207,15 @@ class QuestionRows:
         first_positions_B, last_positions_B = torch.from_numpy(self.answers_R2[row_indices]).unbind(1)
         return SpanBatch(token_ids_BN, first_positions_B, last_positions_B)
 
-    def summarize(self, logits_BN2: Tensor) -> Tensor:
-        """For each row, the positions and logits of its likeliest first and last tokens, and the null logit."""
-        columns = []
-        for logits_BN in logits_BN2.unbind(-1):
-            # A row with fewer than NUM_BEST positions is filled up with -inf at <cls>, which is in no span.
-            top = logits_BN.topk(min(NUM_BEST, logits_BN.shape[1]))
-            missing = (0, NUM_BEST - top.values.shape[1])
-            columns.append(torch.nn.functional.pad(top.indices.float(), missing))
-            columns.append(torch.nn.functional.pad(top.values, missing, value=-torch.inf))
-        return torch.cat([*columns, logits_BN2[:, 0].sum(-1, keepdim=True)], dim=1)
-
     def answers(self, summaries: np.ndarray) -> tuple[dict[str, str], dict[str, float]]:
         """For each question id the text of its likeliest span, and the odds of no answer against it."""
         windows: list[list[WindowScores]] = [[] for _ in self.questions]
         for row, summary in zip(self.rows, summaries, strict=True):
-            best = summary[:-1].reshape(4, NUM_BEST)
-            windows[row.question_index].append(
-                WindowScores(row.window, row.context_position, *best, null_logit=float(summary[-1]))
-            )
+            windows[row.question_index].append(WindowScores(row.window, row.context_position, summary))
         texts, null_odds = {}, {}
         for question, scores, token_ranges in zip(self.questions, windows, self.token_ranges, strict=True):
-            texts[question.id], null_odds[question.id] = best_answer(scores, question.context, token_ranges)
+            start, stop, null_odds[question.id] = best_answer(scores, question.context, token_ranges)
+            texts[question.id] = question.context[start:stop]
         return texts, null_odds
 
     def scores(self, summaries: np.ndarray) -> dict[str, float]:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.distributed.world import World
 from gmlp_scale.models.task_heads import LabelledBatch, SpanBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask, RegressionTask
@@ -100,17 +101,15 @@ TASKS: dict[str, FinetuneTask] = {task.name: task for task in _ROWS}
 
 
 def summarize_all(
-    rows: TaskRows, predict: Callable[[LabelledBatch | SpanBatch], Tensor], world: World, batch_size: int
+    rows: TaskRows, predict: Callable[[LabelledBatch | SpanBatch], Tensor], world: World, plan: BatchPlan
 ) -> np.ndarray:
     """What scoring needs from every row's logits, float32 [num_rows, summary_size], on every rank.
 
-    The ranks take batches in turn. Every rank takes the same number of batches, since an engine may need all ranks to
-    predict; the rows that fill up the last batches are left out. A stop signal raises StopSignalled.
+    The ranks take batches in turn, as many as `plan.heldout` says, since an engine may need all ranks to predict. The
+    rows that fill up the last batches are left out. A stop signal raises StopSignalled.
     """
     summaries = np.zeros((rows.num_rows, rows.summary_size))
-    starts = range(0, rows.num_rows, batch_size * world.size)
-    for start in shown(starts, world):
-        row_indices = np.arange(batch_size) + start + world.rank * batch_size
+    for row_indices in shown(plan.heldout(rows.num_rows), world):
         batch = rows.batch(np.minimum(row_indices, rows.num_rows - 1))
         with torch.no_grad():
             result = rows.summarize(predict(batch.to(world.device))).cpu().numpy()

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -76,10 +77,8 @@ def test_a_finetuned_model_s_row_is_padded(runs, tmp_path):
     classifier = build_model(pretrained.recipe.model, head=lambda **trunk: SequenceClassifier(num_classes=2, **trunk))
     classifier.init_weights(torch.Generator().manual_seed(0))
     weights = {name: parameter.detach() for name, parameter in classifier.named_parameters()}
-    given = {"tokenizer_folder": pretrained.tokenizer_folder, "details": {}, "row_length": 20}
-    write_export(
-        tmp_path / "hf", pretrained.recipe.model, weights, head="sequence_classification", labels=("a", "b"), **given
-    )
+    given = {"details": {}, "row_length": 20, "head": "sequence_classification", "labels": ("a", "b")}
+    write_export(replace(pretrained, weights=weights, **given), tmp_path / "hf")
     trained = read_export(tmp_path / "hf")
     padded, short = attention_maps(trained, [2, 10, 3]), attention_maps(trained, [2, 10, 3] + [0] * 17)
     assert [map_NN.shape for map_NN in padded] == [(20, 20)] * NUM_BLOCKS

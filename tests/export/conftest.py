@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from gmlp_scale.checkpoint.trained import head_class
+from gmlp_scale.checkpoint.trained import TrainedModel, head_class
 from gmlp_scale.data.tokenizer import train_tokenizer
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.models import ModelConfig, build_model
@@ -49,6 +49,7 @@ def tiny_export(tokenizer_folder):
         head="masked_language_model",
         labels=(),
         sequence_length=TINY["sequence_length"],
+        document_stride=None,
         **fields,
     ) -> torch.nn.Module:
         sizes = {"vocab_size": VOCAB_SIZE, "sequence_length": sequence_length}
@@ -58,8 +59,10 @@ def tiny_export(tokenizer_folder):
         perturb(model)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         details = {"step": 3, "heldout": {"step": 2, "perplexity": 17.25}, "config": {"name": kind}}
-        fields = {"tokenizer_folder": tokenizer_folder, "details": details, "head": head, "labels": labels} | fields
-        write_export(folder, config, weights, **fields)
+        fields = {"tokenizer_folder": tokenizer_folder, "details": details} | fields
+        write_export(
+            TrainedModel("tiny", config, head, labels, weights, **fields), folder, document_stride=document_stride
+        )
         return model
 
     return export
@@ -94,6 +97,17 @@ def run_dir(tmp_path_factory) -> Path:
 def launched_export(launched):
     """launched_export(options...) -> (exit code, what it printed, its error)."""
     return partial(launched, main)
+
+
+@pytest.fixture
+def export_of_run(run_dir, tmp_path, succeeds):
+    """export_of_run(options...) -> the folder into which launch/export.py wrote the run's newest checkpoint."""
+
+    def export(*options) -> Path:
+        succeeds(main, "--run", run_dir, "--output", tmp_path / "hf", *options)
+        return tmp_path / "hf"
+
+    return export
 
 
 @pytest.fixture

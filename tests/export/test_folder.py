@@ -63,14 +63,9 @@ def test_the_card_shows_the_recipe_the_steps_and_the_perplexity(export, tiny_exp
     card = (export / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\nlicense: unknown\npipeline_tag: fill-mask\n")
     for text in (
-        "aMLP, 2 blocks",
-        "3 steps",
-        "not measured at this step; 17.250 at step 2",
-        "name: amlp",
-        'pipeline("fill-mask"',
-        "it pads every row to 12 tokens itself",
-        "takes the time and memory of 12 tokens",
-    ):
+        "aMLP, 2 blocks", "3 steps", "not measured at this step; 17.250 at step 2", "name: amlp",
+        'pipeline("fill-mask"', "it pads every row to 12 tokens itself", "takes the time and memory of 12 tokens",
+    ):  # fmt: skip
         assert text in card
     assert "model-index" not in card  # the figure is of other weights
     tiny_export("bert-relative", tmp_path / "bert")
@@ -80,17 +75,14 @@ def test_the_card_shows_the_recipe_the_steps_and_the_perplexity(export, tiny_exp
 def test_the_card_of_finetuned_weights_shows_their_scores(tiny_export, tmp_path):
     scores = {"dev": {"accuracy": 0.75, "loss": 0.5}, "dev_mismatched": {"accuracy": 0.5, "loss": 0.25}}
     details = {"finetuned": {"task": "mnli", "step": 12, "scores": scores, "config": {}}, "pretrained": None}
-    folder = tmp_path / "classifier"
-    tiny_export("gmlp", folder, "sequence_classification", ("a", "b"), details=details, row_length=8)
-    card = ModelCard.load(folder / "README.md")
+    tiny_export("gmlp", tmp_path / "hf", "sequence_classification", ("a", "b"), details=details, row_length=8)
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
     found = [(of.dataset_name, of.dataset_split, of.metric_type, of.metric_value) for of in card.data.eval_results]
     assert found == [("mnli", "dev", "accuracy", 0.75), ("mnli", "dev_mismatched", "accuracy", 0.5)]
     for text in (
-        "Finetuned on mnli for 12 steps",
-        "| dev_mismatched loss | 0.2500 |",
-        'pipeline("text-classification"',
+        "Finetuned on mnli for 12 steps", "| dev_mismatched loss | 0.2500 |", 'pipeline("text-classification"',
         "pads every row to 8 tokens",
-    ):
+    ):  # fmt: skip
         assert text in card.text
 
 

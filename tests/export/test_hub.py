@@ -66,10 +66,9 @@ def test_every_checkpoint_is_a_revision_and_main_is_the_newest(hub, run_dir, tmp
     assert branches["main"] == branches[revisions[1]]
 
 
-def test_the_card_s_metadata(run_dir, tmp_path, exported):
+def test_the_card_s_metadata(run_dir, export_of_run):
     facts = ["--license", "apache-2.0", "--language", "en", "de", "--dataset", "allenai/c4"]
-    exported("--run", run_dir, "--output", tmp_path / "hf", *facts)
-    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    card = ModelCard.load(export_of_run(*facts) / "README.md")
     assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en", "de"], ["allenai/c4"])
     evaluated = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line][-1]
     results = {result.metric_type: result for result in card.data.eval_results}
@@ -106,18 +105,14 @@ def test_the_usage_blocks_run_as_they_stand(hub, run_dir, tiny_export, tmp_path,
     assert "'answer': " in of_spans
 
 
-def test_no_exported_file_names_a_local_place(run_dir, tmp_path, exported):
-    exported("--run", run_dir, "--output", tmp_path / "hf")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+def test_no_exported_file_names_a_local_place_and_what_nobody_said_is_unknown(run_dir, tmp_path, export_of_run):
+    folder = export_of_run()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
     for place in (str(run_dir.parent), str(tmp_path)):
         assert [name for name, content in files.items() if place.encode() in content] == []
     assert json.loads(files["config.json"])["details"]["config"]["data"]["shards"] == "shards"
-    assert read_export(tmp_path / "hf").recipe.data.masked_fraction == 0.15
-
-
-def test_what_nobody_said_is_shown_as_unknown(run_dir, tmp_path, launched_export):
-    assert launched_export("--run", run_dir, "--output", tmp_path / "hf")[0] == 0
-    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert read_export(folder).recipe.data.masked_fraction == 0.15
+    card = ModelCard.load(folder / "README.md")
     assert (card.data.license, card.data.get("language"), card.data.get("datasets")) == ("unknown", None, None)
     for name in ("training text", "language", "license of the model"):
         assert f"| {name} | unknown: whoever exported the model did not say |" in card.text

@@ -12,34 +12,32 @@ from gmlp_scale.checkpoint.trained import ExportError, read_export
 from gmlp_scale.data.tokenizer import train_tokenizer
 
 
-def edit_config(folder, **changes):
+def edit_config(folder, without=(), **changes):
     """As a user does, who then deletes the checksums."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if name not in without}))
     (folder / "SHA256SUMS").unlink(missing_ok=True)
 
 
-def test_absent_files_are_named(export, tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"no export at .*nowhere: .*config\.json does not exist; launch/export"
-    ):
-        read_export(tmp_path / "nowhere")
-    (export / "tokenizer.model").rename(tmp_path / "tokenizer.model")
-    with pytest.raises(FileNotFoundError, match="no tokenizer at"):
-        read_export(export)
-    (tmp_path / "tokenizer.model").rename(export / "tokenizer.model")
-    (export / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", r"no export at .*: .*config\.json does not exist; launch/export"),
+        ("tokenizer.model", "no tokenizer at"),
+        ("model.safetensors", r"model\.safetensors does not exist"),
+    ],
+)
+def test_absent_files_are_named(export, name, message):
+    (export / name).unlink()
+    with pytest.raises(FileNotFoundError, match=message):
         read_export(export)
 
 
 def test_two_labels_that_transformers_left_out(tiny_export, tmp_path):
     """save_pretrained writes no id2label where it is transformers' own default."""
     tiny_export("gmlp", tmp_path / "hf", "sequence_classification", ("LABEL_0", "LABEL_1"))
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    del config["id2label"], config["label2id"]
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "hf" / "SHA256SUMS").unlink()
+    edit_config(tmp_path / "hf", without=("id2label", "label2id"))
     assert read_export(tmp_path / "hf").labels == ("LABEL_0", "LABEL_1")
 
 

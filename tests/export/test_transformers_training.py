@@ -16,36 +16,30 @@ from tests.export.tiny_heads import HEADS, HEADS_AND_KINDS, IDS, SHORT, labels_f
 from tests.models.every_kind import FAMILIES, MASKS_PADDING, TINY
 
 FLOATS = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -0.5], [0.0, 1.0, 1.5]])
+IS_POSITIVE = (FLOATS > 0).float()
 CLASSES = torch.tensor([2, 0, 1])
 EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
 VOCAB_SIZE = TINY["vocab_size"]
 
 
 @pytest.mark.parametrize(
-    ("num_labels", "labels", "problem_type", "loss"),
+    ("num_labels", "labels", "problem_type", "given", "loss"),
     [
-        (1, FLOATS[:, 0], "regression", lambda logits: (logits[:, 0] - FLOATS[:, 0]).square().mean()),
-        (3, CLASSES, "single_label_classification", lambda logits: F.cross_entropy(logits, CLASSES)),
-        (
-            3,
-            (FLOATS > 0).float(),
-            "multi_label_classification",
-            lambda logits: F.binary_cross_entropy(logits.sigmoid(), (FLOATS > 0).float()),
-        ),
+        (1, FLOATS[:, 0], "regression", None, lambda logits: F.mse_loss(logits[:, 0], FLOATS[:, 0])),
+        (3, CLASSES, "single_label_classification", None, lambda logits: F.cross_entropy(logits, CLASSES)),
+        (3, IS_POSITIVE, "multi_label_classification", None,
+         lambda logits: F.binary_cross_entropy(logits.sigmoid(), IS_POSITIVE)),
+        (3, FLOATS, "regression", "regression", lambda logits: F.mse_loss(logits, FLOATS)),
     ],
-)
-def test_the_labels_decide_the_problem_type_and_its_loss(num_labels, labels, problem_type, loss):
-    model = tiny_head(GmlpScaleForSequenceClassification, num_labels=num_labels)
+)  # fmt: skip
+def test_the_labels_decide_the_problem_type_and_its_loss_unless_it_is_given(
+    num_labels, labels, problem_type, given, loss
+):
+    model = tiny_head(GmlpScaleForSequenceClassification, num_labels=num_labels, problem_type=given)
     output = model(IDS, labels=labels)
     assert output.logits.shape == (3, num_labels)
     torch.testing.assert_close(output.loss, loss(output.logits))
     assert model.config.problem_type == problem_type
-
-
-def test_a_given_problem_type_is_kept():
-    model = tiny_head(GmlpScaleForSequenceClassification, problem_type="regression")
-    output = model(IDS, labels=FLOATS)
-    torch.testing.assert_close(output.loss, (output.logits - FLOATS).square().mean())
 
 
 @pytest.mark.parametrize("head", [GmlpScaleForMaskedLM, GmlpScaleForTokenClassification])
@@ -158,13 +152,16 @@ def test_an_output_matrix_of_its_own_is_kept(tmp_path):
     assert torch.equal(outputs(GmlpScaleForMaskedLM.from_pretrained(tmp_path)), outputs(model))
 
 
-@pytest.mark.parametrize("num_tokens", [VOCAB_SIZE + 9, VOCAB_SIZE - 9])
+@pytest.mark.parametrize(
+    ("asked", "multiple", "num_tokens"),
+    [(VOCAB_SIZE + 9, None, VOCAB_SIZE + 9), (VOCAB_SIZE - 9, None, VOCAB_SIZE - 9), (VOCAB_SIZE + 1, 16, 48)],
+)
 @EVERY_HEAD
-def test_the_embedding_is_resized(head, num_tokens, tmp_path):
+def test_the_embedding_is_resized(head, asked, multiple, num_tokens, tmp_path):
     model = tiny_head(head)
     ids, before = IDS.clamp(max=num_tokens - 1), model.get_input_embeddings().weight.clone()
     expected = outputs(model, ids)
-    model.resize_token_embeddings(num_tokens)
+    model.resize_token_embeddings(asked, pad_to_multiple_of=multiple)
     kept = min(num_tokens, VOCAB_SIZE)
     assert model.config.vocab_size == num_tokens == len(model.get_input_embeddings().weight)
     assert torch.equal(model.get_input_embeddings().weight[:kept], before[:kept])
@@ -175,12 +172,6 @@ def test_the_embedding_is_resized(head, num_tokens, tmp_path):
     torch.testing.assert_close(found, expected)
     model.save_pretrained(tmp_path)
     assert torch.equal(outputs(head.from_pretrained(tmp_path), ids), outputs(model, ids))
-
-
-def test_the_embedding_is_resized_to_a_multiple():
-    model = tiny_head(GmlpScaleForMaskedLM)
-    model.resize_token_embeddings(VOCAB_SIZE + 1, pad_to_multiple_of=16)
-    assert outputs(model).shape[-1] == model.config.vocab_size == 48
 
 
 @EVERY_HEAD

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from gmlp_scale.distributed.world import start_world
+from gmlp_scale.checkpoint.trained import TrainedModel
 from gmlp_scale.export.folder import write_export
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.models import ModelConfig, build_model
@@ -25,7 +25,8 @@ def write_tiny_export(folder: Path, tokenizer_folder: Path, **changes) -> Path:
     model = build_model(config)
     model.init_weights(torch.Generator().manual_seed(7))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    write_export(folder, config, weights, tokenizer_folder=tokenizer_folder, details={"step": 3})
+    facts = {"details": {"step": 3}, "tokenizer_folder": tokenizer_folder}
+    write_export(TrainedModel("tiny", config, "masked_language_model", (), weights, **facts), folder)
     return folder
 
 
@@ -66,9 +67,3 @@ def export(tmp_path_factory, tokenizer_folder) -> Path:
     """A tiny gMLP of 128 positions."""
     torch.set_num_threads(1)
     return write_tiny_export(tmp_path_factory.mktemp("export") / "gmlp", tokenizer_folder)
-
-
-@pytest.fixture
-def world():
-    with start_world(60, device="cpu") as world:
-        yield world

@@ -261,4 +261,5 @@ def test_what_fills_up_the_last_batch_counts_nowhere(tmp_path, export, world, ba
         return torch.stack([sums_B, -sums_B], dim=1)
 
     sums = rows.token_ids_RN.astype(np.int64).sum(axis=1)
-    assert summarize_all(rows, predict, world, batch_size).tolist() == [[value, -value] for value in sums]
+    plan = BatchPlan(0, Piecewise(batch_size), batch_size)
+    assert summarize_all(rows, predict, world, plan).tolist() == [[value, -value] for value in sums]

@@ -1,7 +1,6 @@
 """launch/finetune.py --glue: a sweep for every task, the usual table, the submission, and what is refused."""
 
 import json
-import sys
 
 import pytest
 
@@ -20,17 +19,11 @@ BATCH = "train.global_batch_size=4"
 
 
 @pytest.fixture
-def launch(tmp_path, export, monkeypatch, capsys):
+def launch(tmp_path, export, launched):
     """launch(*arguments) -> (exit code, standard output, standard error), on small files of GLUE's forms."""
     glue = write_glue(tmp_path / "glue", num_rows=8)
-
-    def call(*arguments: str):
-        own = ["--config", str(RECIPES / "glue.yaml"), "--glue", str(glue), f"model={export}", *TINY]
-        monkeypatch.setattr(sys, "argv", ["finetune.py", *own, f"output_dir={tmp_path}", *arguments])
-        code = launcher.main()
-        return code, *capsys.readouterr()
-
-    return call
+    own = ["--config", RECIPES / "glue.yaml", "--glue", glue, f"model={export}", *TINY, f"output_dir={tmp_path}"]
+    return lambda *arguments: launched(launcher.main, *own, *arguments)
 
 
 def test_all_of_glue_and_nothing_twice(launch, tmp_path, monkeypatch):

@@ -65,14 +65,20 @@ def scored(window: Window, first: dict[int, float], last: dict[int, float], null
         missing = NUM_BEST - len(logits)
         columns.append(np.array([token - window.first + position for token in logits] + [0] * missing))
         columns.append(np.array([*logits.values()] + [-100.0] * missing))
-    return WindowScores(window, position, *columns, null_logit)
+    return WindowScores(window, position, np.concatenate([*columns, [null_logit]]))
+
+
+def answered(windows, context=CONTEXT, ranges=RANGES) -> tuple[str, float]:
+    """The text of the best answer and the odds against it."""
+    start, stop, odds = best_answer(windows, context, ranges)
+    return context[start:stop], odds
 
 
 def test_the_likeliest_span_wins_and_is_cut_by_characters():
     windows = [scored(WHOLE, {3: 5.0, 10: 4.0}, {5: 3.0, 12: 4.5}, null_logit=2.0)]
     # 3-5: 8; 3-12: 9.5; 10-12: 8.5; 10-5 runs backwards
     assert [(s.logit, s.first, s.last) for s in spans(windows)] == [(9.5, 3, 12), (8.5, 10, 12), (8.0, 3, 5)]
-    assert best_answer(windows, CONTEXT, RANGES) == ("d e f g h i j k l m", 2.0 - 9.5)
+    assert answered(windows) == ("d e f g h i j k l m", 2.0 - 9.5)
 
 
 def test_a_span_has_at_most_thirty_tokens_which_are_in_its_window():
@@ -90,11 +96,11 @@ def test_a_span_begins_where_its_token_has_maximal_context_and_may_end_beyond():
 def test_null_logit_is_the_least_over_windows():
     left = scored(Window(0, 30, 0, 20), {1: 1.0}, {2: 1.0}, null_logit=7.0)
     right = scored(Window(10, 40, 20, 40), {21: 2.0}, {22: 2.0}, null_logit=-3.0)
-    assert best_answer([left, right], CONTEXT, RANGES) == ("v w", -3.0 - 4.0)
+    assert answered([left, right]) == ("v w", -3.0 - 4.0)
 
 
 def test_a_blank_span_is_no_answer_and_there_may_be_none():
     windows = [scored(Window(0, 3, 0, 3), {1: 5.0, 2: 1.0}, {1: 5.0, 2: 1.0})]
-    found = best_answer(windows, "ab   cd", np.array([[0, 2], [2, 5], [5, 7]]))
+    found = answered(windows, "ab   cd", np.array([[0, 2], [2, 5], [5, 7]]))
     assert found == ("cd", -6.0)  # 1-1 (10) is blank, 1-2 (6) is "   cd"
-    assert best_answer([scored(WHOLE, {5: 1.0}, {3: 1.0}, null_logit=4.0)], CONTEXT, RANGES) == ("", 0.0)
+    assert answered([scored(WHOLE, {5: 1.0}, {3: 1.0}, null_logit=4.0)]) == ("", 0.0)

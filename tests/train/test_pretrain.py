@@ -216,7 +216,7 @@ def test_a_second_source_joins_a_run_on_other_ranks(forty_rows, tmp_path):
     with pytest.raises(ConfigError, match="no source has rows for step 0"):
         load_run_config(SMOKE, [*recipe, f"data.shards=[{{shards: {forty_rows}, weight: 2, from_step: 1}}]"])
     trained = read_run(tmp_path / "whole")
-    card = model_card(trained.config, 1, trained.head, None, trained.details, Publication())
+    card = model_card(trained, Publication())
     assert f"{forty_rows} (weight 2), " in card and "| manifest of other | sha256 " in card
     epochs = f"epochs of the run       1.00 of {forty_rows.name}, 0.67 of other"
     assert epochs in describe(load_run_config(SMOKE, joined), 2)

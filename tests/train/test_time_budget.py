@@ -144,7 +144,7 @@ def test_the_decay_ends_with_the_time_budget_also_after_a_resume(forty_rows, tmp
     checkpoint = read_run(tmp_path / "whole")
     decided = {"at_step": 8, "num_steps": 11, "decay_steps": 3}
     assert checkpoint.details["time_budget"] == {"spent_seconds": 11.0, "timed": [80, 10.0], "decided": decided}
-    card = model_card(checkpoint.config, 1, checkpoint.head, None, checkpoint.details, Publication())
+    card = model_card(checkpoint, Publication())
     assert "| steps | 11 of 11 |" in card
     assert is_finished(load_run_config(SMOKE, [*recipe, "name=whole"]))
     assert not is_finished(load_run_config(SMOKE, [*recipe, "name=another"]))

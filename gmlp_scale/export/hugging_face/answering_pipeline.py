@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.pipelines.base import ChunkPipeline
 
-from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS, NUM_BEST, Window, WindowScores, cut_windows, spans
+from gmlp_scale.tasks.windows import WindowScores, best_answer, summarize, window_rows
 
 
 class QuestionAnsweringPipeline(ChunkPipeline):
@@ -31,63 +31,35 @@ class QuestionAnsweringPipeline(ChunkPipeline):
 
     def preprocess(self, inputs: dict[str, str], document_stride: int | None) -> Iterator[dict]:
         config = self.model.config
-        row_length = config.row_length or config.sequence_length
-        question = self._tokens(inputs["question"].strip())["input_ids"][:MAX_QUESTION_TOKENS]
-        context = self._tokens(inputs["context"])
+        question, context = self._tokens(inputs["question"].strip()), self._tokens(inputs["context"])
         if not context["input_ids"]:
             raise ValueError("the context is empty: give a text that may hold the answer")
-        stride = document_stride or config.document_stride
-        start = [config.cls_token_id, *question, config.sep_token_id]
-        windows = cut_windows(len(context["input_ids"]), row_length - len(start) - 1, stride)
-        for window in windows:
-            row = [*start, *context["input_ids"][window.first : window.stop], config.sep_token_id]
-            row += [config.pad_token_id] * (row_length - len(row))
+        row_length, stride = config.row_length or config.sequence_length, document_stride or config.document_stride
+        position, rows = window_rows(question["input_ids"], context["input_ids"], row_length, stride)
+        for number, (window, ids) in enumerate(rows, start=1):
             yield {
-                "input_ids": torch.tensor([row]),
+                "input_ids": torch.from_numpy(ids)[None],
                 "window": window,
-                "context_position": len(start),
+                "context_position": position,
                 "ranges": context["offset_mapping"],
                 "context": inputs["context"],
-                "is_last": window is windows[-1],
+                "is_last": number == len(rows),
             }
 
     def _forward(self, inputs: dict) -> dict:
         output = self.model(inputs.pop("input_ids"))
-        return {"first_logits_BN": output.start_logits, "last_logits_BN": output.end_logits, **inputs}
+        return {"summary": summarize(torch.stack([output.start_logits, output.end_logits], -1).float()), **inputs}
 
     def postprocess(self, outputs: list[dict], handle_impossible_answer: bool) -> dict:
-        scores = []
-        for output in outputs:
-            logits_1N2 = torch.stack([output["first_logits_BN"], output["last_logits_BN"]], dim=-1).float().numpy()
-            scores.append(_window_scores(logits_1N2[0], output["window"], output["context_position"]))
-        ranges, context = outputs[0]["ranges"], outputs[0]["context"]
-        null_logit = min(window.null_logit for window in scores)
-        nothing = {"answer": "", "start": 0, "end": 0}
-        for span in spans(scores):
-            start, end = ranges[span.first][0], ranges[span.last][1]
-            text = context[start:end]
-            if text.strip():
-                start += len(text) - len(text.lstrip())
-                score = 1 / (1 + math.exp(min(null_logit - span.logit, 700.0)))
-                if handle_impossible_answer and score < 0.5:
-                    return nothing | {"score": 1 - score}
-                return {"answer": text.strip(), "start": start, "end": start + len(text.strip()), "score": score}
-        return nothing | {"score": 0.5}
+        scores = [WindowScores(of["window"], of["context_position"], of["summary"][0].numpy()) for of in outputs]
+        context = outputs[0]["context"]
+        start, end, null_odds = best_answer(scores, context, np.array(outputs[0]["ranges"]))
+        score = 1 / (1 + math.exp(min(null_odds, 700.0)))
+        if handle_impossible_answer and score < 0.5:
+            return {"answer": "", "start": 0, "end": 0, "score": 1 - score}
+        return {"answer": context[start:end], "start": start, "end": end, "score": score}
 
     def _tokens(self, text: str) -> dict:
         return self.tokenizer(
             text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
         )
-
-
-def _window_scores(logits_N2: np.ndarray, window: Window, context_position: int) -> WindowScores:
-    best = [np.argsort(-logits_N, kind="stable")[:NUM_BEST] for logits_N in logits_N2.T]
-    return WindowScores(
-        window,
-        context_position,
-        best[0],
-        logits_N2[best[0], 0],
-        best[1],
-        logits_N2[best[1], 1],
-        null_logit=float(logits_N2[0].sum()),
-    )
