@@ -12,7 +12,6 @@ import socket
 import statistics
 import subprocess
 import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from gmlp_scale.data.loader import Loader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.doctor import measurements
 from gmlp_scale.engine.collective_check import WIRE_SHARES, try_collective
-from gmlp_scale.errors import USER_ERRORS, LostRankError, UserError
+from gmlp_scale.errors import USER_ERRORS, LostRankError, OtherRankError, UserError
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import is_url, redacted
@@ -95,6 +94,8 @@ class Checkup:
             outcome = 1 if isinstance(found, Slow) else 0
         except LostRankError:
             raise
+        except OtherRankError:
+            found, outcome = "", 0  # that rank says why
         except Exception as error:
             is_worded = isinstance(error, USER_ERRORS)
             found, outcome = str(error) if is_worded else f"{type(error).__name__}: {error}", 2
@@ -150,17 +151,13 @@ class Checkup:
         return f"right, GB/s sent by each rank: {'; '.join(parts)}"
 
     def _try_folder(self) -> str:
-        place, error, seconds = measurements.place_of_checkpoints(self.run), None, 0.0
-        folder = place / self.world.on_main(lambda: f".doctor-{uuid.uuid4().hex}")
-        self.world.on_main(lambda: measurements.make(folder))
+        place = measurements.place_of_checkpoints(self.run)
+        with measurements.saying_what_to_change(place):
+            folder = Path(self.world.on_main(lambda: tempfile.mkdtemp(prefix=".doctor-", dir=place)))
         try:
-            seconds = measurements.write_into(folder, self.world)
-        except OSError as raised:  # raised below: the other ranks come there
-            error = raised
-        slowest = max(self.world.gather(seconds))
-        self.world.on_main(lambda: shutil.rmtree(folder))
-        if error:
-            raise error
+            slowest = max(self.world.on_all(lambda: measurements.write_into(folder, self.world)))
+        finally:
+            self.world.on_main(lambda: shutil.rmtree(folder))
         return f"{measurements.WRITTEN_BYTES / slowest / 1e6:.0f} MB/s by all ranks together into {place}"
 
     def _try_url(self) -> str:

@@ -1,9 +1,11 @@
 """What a checkup measures on this rank's disk, shards and loader, and with the engine on all ranks together."""
 
+import contextlib
 import math
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from gmlp_scale.errors import UserError
 from gmlp_scale.plan.describe import short
 from gmlp_scale.plan.layouts import checkpoint_bytes
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.storage.files import delete_file, is_local, is_url, list_files, open_filesystem, read_file, write_file
+from gmlp_scale.storage.files import delete_file, is_url, list_files, read_file, write_file
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import peak_memory_bytes
 from gmlp_scale.train.run import build_engine_of
@@ -38,15 +40,13 @@ BOUNDS = {"float32": (1e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 float32 norm of 16 M elements on a CPU is off by 6e-4 (docs/LOG.md)."""
 
 
-def make(folder: Path) -> None:
+@contextlib.contextmanager
+def saying_what_to_change(folder: Path) -> Iterator[None]:
+    """Raises an OSError that names `folder` and what to change in place of the system's own."""
     try:
-        folder.mkdir()
+        yield
     except OSError as error:
-        raise _refused_by(folder.parent, error) from None
-
-
-def _refused_by(folder: Path, error: OSError) -> OSError:
-    return OSError(f"{folder} cannot be written to ({error.strerror}): set output_dir, or free room")
+        raise OSError(f"{folder} cannot be written to ({error.strerror}): set output_dir, or free room") from None
 
 
 def place_of_checkpoints(run: RunConfig) -> Path:
@@ -86,14 +86,11 @@ def write_into(folder: Path, world: World) -> float:
         )
     content = os.urandom(2**20)
     started = time.perf_counter()
-    try:
-        with (folder / f"rank_{world.rank}").open("wb") as file:
-            for _ in range(max(1, WRITTEN_BYTES // len(content) // world.size)):
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _refused_by(folder.parent, error) from None
+    with saying_what_to_change(folder.parent), (folder / f"rank_{world.rank}").open("wb") as file:
+        for _ in range(max(1, WRITTEN_BYTES // len(content) // world.size)):
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     return time.perf_counter() - started
 
 
@@ -133,13 +130,8 @@ def check_shards(run: RunConfig, loader: Loader, world: World) -> str:
 
 
 def _check_all_there(folder: str, shards: list[Shard]) -> None:
-    if is_local(folder):
-        root = open_filesystem(folder)[1]
-        missing = [shard.name for shard in shards if not Path(root, shard.name).is_file()]
-    else:
-        there = set(list_files(folder))
-        missing = [shard.name for shard in shards if shard.name not in there]
-    if missing:
+    there = set(list_files(folder))
+    if missing := [shard.name for shard in shards if shard.name not in there]:
         names = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
         raise ShardError(f"{folder} lacks {len(missing)} of {len(shards)} shards ({names}): copy or write them again")
 

@@ -99,7 +99,7 @@ class ZeroEngine:
         if train.precision == "bf16":
             # DeepSpeed made its masters from weights that it had already rounded to bfloat16.
             for name, weights in initial.items():
-                self.sharded.write(name, None, weights.flatten()[slice(*self.sharded.places[name].span)])
+                self.sharded.part(name).copy_(weights.flatten()[slice(*self.sharded.places[name].span)])
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.module.set_gradient_accumulation_boundary(is_last)
@@ -147,8 +147,7 @@ class ZeroEngine:
     def load_state(self, read: ReadSlice, step: int) -> None:
         for name, shape in self.sharded.shapes.items():
             for key, moment in self._moments(name):
-                values = read_elements(read, key, shape, *self.sharded.places[name].span)
-                self.sharded.write(name, moment, values)
+                self.sharded.part(name, moment).copy_(read_elements(read, key, shape, *self.sharded.places[name].span))
         for state in self.adamw.state.values():
             state["step"].fill_(step)
         self.sharded.refresh_weights()
@@ -206,11 +205,9 @@ class ZeroEngine:
                 flat.grad.mul_(scale.to(flat.grad.device))
         for flat in flats:
             if muon := self.muons.get(flat):
-                parts, gradients = {}, {}
-                for name, momentum in muon.momenta.items():
-                    offset = self.sharded.places[name].offset
-                    parts[name] = flat.detach().narrow(0, offset, len(momentum))
-                    gradients[name] = flat.grad.narrow(0, offset, len(momentum))
+                parts = {name: self.sharded.part(name) for name in muon.momenta}
+                offsets = {name: self.sharded.places[name].offset for name in muon.momenta}
+                gradients = {name: flat.grad.narrow(0, offsets[name], len(part)) for name, part in parts.items()}
                 learning_rate = adamw.param_groups[0]["lr"]  # of all groups
                 muon.step(parts, gradients, learning_rate=learning_rate, norm=norm, max_norm=None)
                 flat.grad = None

@@ -44,6 +44,7 @@ class ShardedModel:
     ):
         self.stage, self.world = settings["zero_optimization"]["stage"], world
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        group_of = {parameter: index for index, group in enumerate(adamw.param_groups) for parameter in group["params"]}
         self.module = _initialize(model, adamw, settings)
         self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=timeout_seconds))
         self.parameters = dict(self.module.module.named_parameters())
@@ -54,7 +55,7 @@ class ShardedModel:
             self.flats = self.zero.fp32_partitioned_groups_flat
         else:
             self.flats = [flat for group in self.adamw.param_groups for flat in group["params"]]
-        self.places = {name: self._place(parameter) for name, parameter in self.parameters.items()}
+        self.places = {name: self._place(parameter, group_of) for name, parameter in self.parameters.items()}
 
     def norm(self) -> Tensor:
         """The global norm of its gradients. It is infinite where DeepSpeed gives -1, its mark of one that is not
@@ -78,24 +79,10 @@ class ShardedModel:
             return safe_get_full_optimizer_state(self.parameters[name], moment)
         return safe_get_full_fp32_param(self.parameters[name])
 
-    @torch.no_grad()
-    def write(self, name: str, moment: str | None, values: Tensor) -> None:
-        """Sets this rank's part of a master, or of its `moment`: the elements of its place's span."""
-        parameter = self.parameters[name]
-        if self.stage < 3:
-            if parameter._hp_mapping:  # None where this rank holds no part of it
-                parameter._hp_mapping.get_hp_fragment(moment).copy_(values)
-            return
-        # safe_set_full_* fails where the ranks do not divide the parameter (stage3.py, set_full_hp_param).
-        # safe_set_local_* takes the rank's part with its padding.
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-        padded = torch.zeros(parameter.ds_tensor.numel())
-        padded[: len(values)] = values
-        if moment:
-            safe_set_local_optimizer_state(parameter, padded, moment)
-        else:
-            safe_set_local_fp32_param(parameter, padded)
+    def part(self, name: str, moment: str | None = None) -> Tensor:
+        """This rank's part of a master, or of its `moment`: the elements of its place's span, as a view."""
+        flat, offset, (start, stop) = self.places[name]
+        return (self.adamw.state[flat][moment] if moment else flat).detach().narrow(0, offset, stop - start)
 
     def refresh_weights(self) -> None:
         """Copies the masters to the weights that the model computes with, as DeepSpeed does after a step."""
@@ -114,17 +101,17 @@ class ShardedModel:
             for module in self.module.module.modules():
                 module._parameters._in_forward = is_forward
 
-    def _place(self, parameter: nn.Parameter) -> Place:
+    def _place(self, parameter: nn.Parameter, group_of: dict[nn.Parameter, int]) -> Place:
         if self.stage == 3:
             flat_index, offset, padded_length = self.zero.grad_position[self.zero.get_param_id(parameter)]
             rank = self.world.rank
             start, stop = (min(index * padded_length, parameter.ds_numel) for index in (rank, rank + 1))
             return Place(self.flats[flat_index], offset, (start, stop))
-        mapping = parameter._hp_mapping
-        if not mapping:  # this rank holds no part of it, and only of Muon's matrices it matters of which flat tensor
-            return Place(self.flats[-1], 0, (0, 0))
+        flat, mapping = self.flats[group_of[parameter]], parameter._hp_mapping
+        if not mapping:  # this rank holds no part of it
+            return Place(flat, 0, (0, 0))
         part, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Place(self.flats[mapping.param_group_index], in_flat.start, (part.start, part.start + part.numel))
+        return Place(flat, in_flat.start, (part.start, part.start + part.numel))
 
 
 def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) -> nn.Module:

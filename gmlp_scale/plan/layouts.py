@@ -3,13 +3,13 @@
 All of it is computed. Nothing was measured on a GPU; the times rest on `Assumptions`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, inf
 
 from torch import nn
 
 from gmlp_scale.data.batch import num_masked_positions
-from gmlp_scale.engine import ENGINES, EngineConfig, Fsdp2Config
+from gmlp_scale.engine import ENGINES, SHARDED_ENGINES, EngineConfig, Fsdp2Config
 from gmlp_scale.plan.auto import HEAD_BYTES_PER_LOGIT, MEMORY_MARGIN
 from gmlp_scale.plan.describe import count_parameters, meta_model, short
 from gmlp_scale.plan.rank_bytes import (
@@ -112,18 +112,18 @@ def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
     if any(rows % num_gpus for rows in run.train.batch_sizes.values):
         found = f"found {run.train.batch_sizes.shown(str)}; must be a multiple of the number of GPUs, {num_gpus}"
         raise ConfigError(run.name, [f"train.global_batch_size: {found}"])
-    engines = {name: engine for name, engine in ENGINES.items() if num_gpus == 1 or engine.needs_process_group}
-    memory = _RankMemory.of(run, num_gpus)
-    found = [_layout(name, replace(memory, engine=engine), assumed) for name, engine in engines.items()]
+    engines = ENGINES if num_gpus == 1 else SHARDED_ENGINES
+    runs = {name: run.model_copy(update={"engine": engine}) for name, engine in engines.items()}
+    found = [_layout(name, run, meta_model(run), assumed) for name, run in runs.items()]
     return sorted(found, key=lambda one: (not one.micro_batch_size, one.step_seconds, one.communication_seconds))
 
 
-def _layout(name: str, memory: "_RankMemory", assumed: Assumptions) -> Layout:
-    run, engine, num_gpus = memory.run, memory.engine, assumed.num_gpus
-    train, fitting = run.train, memory.most_rows(assumed.gpu.memory_gb)
+def _layout(name: str, run: RunConfig, model: nn.Module, assumed: Assumptions) -> Layout:
+    train, engine, num_gpus = run.train, run.engine, assumed.num_gpus
+    fitting = most_rows(run, model, num_gpus, assumed.gpu.memory_gb)
     mean_rows = train.batch_sizes.before(train.num_steps) / train.num_steps
     num_micro_batches = mean_rows / num_gpus / max(1, fitting)
-    carried = carried_bytes(engine, memory.model, run.optimizer, train.precision, num_micro_batches, num_gpus)
+    carried = carried_bytes(engine, model, run.optimizer, train.precision, num_micro_batches, num_gpus)
     wire = wire_bytes(carried) * (num_gpus - 1) / num_gpus
     # Recomputing a block is one more forward pass: 4 instead of 3. `selective` computes no matrix product again.
     work = run.flops_per_step().before(train.num_steps) / train.num_steps
@@ -132,49 +132,32 @@ def _layout(name: str, memory: "_RankMemory", assumed: Assumptions) -> Layout:
         name,
         engine,
         micro_batch_size=fitting,
-        memory=memory.by_part(max(1, fitting)),
+        memory=rank_memory(run, model, num_gpus, max(1, fitting)),
         compute_seconds=work / assumed.flops_per_second(train.precision),
         communication_seconds=wire / assumed.ring_bytes_per_second,
     )
 
 
-@dataclass(frozen=True)
-class _RankMemory:
-    """What one of `num_ranks` holds at a step's peak, by the rows of a micro-batch."""
+def rank_memory(run: RunConfig, model: nn.Module, num_ranks: int, num_rows: int) -> dict[str, float]:
+    """Bytes by part that one of `num_ranks` holds at a step's peak, with micro-batches of `num_rows`.
 
-    run: RunConfig
-    engine: EngineConfig
-    num_ranks: int
-    model: nn.Module
-    row_bytes: dict[str, float]
-    """Bytes of a row by part."""
+    model: the run's, on the meta device.
+    """
+    accumulates = num_rows < max(run.train.batch_sizes.values) // num_ranks
+    per_token = activation_bytes_per_token(run.model, run.train.precision, run.train.recompute)
+    num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
+    return state_bytes(run.engine, model, run.optimizer, run.train.precision, num_ranks, accumulates=accumulates) | {
+        "activations": num_rows * per_token * run.model.sequence_length,
+        "head": num_rows * HEAD_BYTES_PER_LOGIT * num_masked * run.model.vocab_size,
+    }
 
-    @classmethod
-    def of(cls, run: RunConfig, num_ranks: int) -> "_RankMemory":
-        """Under the recipe's own engine."""
-        per_token = activation_bytes_per_token(run.model, run.train.precision, run.train.recompute)
-        num_masked = num_masked_positions(run.model.sequence_length, max(run.data.masked_fractions.values))
-        row_bytes = {
-            "activations": per_token * run.model.sequence_length,
-            "head": HEAD_BYTES_PER_LOGIT * num_masked * run.model.vocab_size,
-        }
-        return cls(run, run.engine, num_ranks, meta_model(run), row_bytes)
 
-    def by_part(self, num_rows: int) -> dict[str, float]:
-        """Bytes with micro-batches of `num_rows`."""
-        run = self.run
-        accumulates = num_rows < max(run.train.batch_sizes.values) // self.num_ranks
-        states = state_bytes(
-            self.engine, self.model, run.optimizer, run.train.precision, self.num_ranks, accumulates=accumulates
-        )
-        return states | {part: num_rows * size for part, size in self.row_bytes.items()}
-
-    def most_rows(self, memory_gb: float) -> int:
-        """The most rows that divide a rank's rows of every step and fit; 0 if not even one row does."""
-        rows = gcd(*self.run.train.batch_sizes.values) // self.num_ranks
-        room = (1 - MEMORY_MARGIN) * memory_gb * 1e9
-        divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
-        return next((number for number in divisors if sum(self.by_part(number).values()) <= room), 0)
+def most_rows(run: RunConfig, model: nn.Module, num_ranks: int, memory_gb: float) -> int:
+    """The most rows that divide a rank's rows of every step and fit; 0 if not even one row does."""
+    rows = gcd(*run.train.batch_sizes.values) // num_ranks
+    room = (1 - MEMORY_MARGIN) * memory_gb * 1e9
+    divisors = (number for number in range(rows, 0, -1) if rows % number == 0)
+    return next((number for number in divisors if sum(rank_memory(run, model, num_ranks, number).values()) <= room), 0)
 
 
 def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> str:
@@ -187,11 +170,11 @@ def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> st
         raise ConfigError(run.name, [f"task: found {run.task}; --gpu-memory is for recipes of text"])
     run = run.with_train(precision="bf16") if run.train.precision == "auto" else run
     run.rows_per_rank(num_ranks)
-    memory = _RankMemory.of(run, num_ranks)
-    most = memory.most_rows(memory_gb)
+    model = meta_model(run)
+    most = most_rows(run, model, num_ranks, memory_gb)
     found = f"at most {most} rows fit in a micro-batch" if most else "not even a micro-batch of one row fits"
     if (rows := run.train.micro_batch_size) != "auto":
-        takes = sum(memory.by_part(rows).values()) / 1e9
+        takes = sum(rank_memory(run, model, num_ranks, rows).values()) / 1e9
         verdict = "fits" if rows <= most else "does not fit"
         found = f"the recipe's {rows} rows take {takes:.1f} GB, which {verdict}; {found}"
     used = f"{1 - MEMORY_MARGIN:.2f} of it is used; activations in plain PyTorch"

@@ -5,6 +5,7 @@ tests/benchmarks/test_collectives.py compares the formulas with what is counted 
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import assert_never
 
 import torch
@@ -168,6 +169,7 @@ def count_vectors_and_others(model: nn.Module, precision: str) -> tuple[int, int
     return num_in_vectors, sum(parameter.numel() for parameter in model.parameters()) - num_in_vectors
 
 
+@cache
 def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Recompute) -> float:
     """Bytes that all blocks keep between the forward and the backward pass, per token of a micro-batch.
 

@@ -160,8 +160,7 @@ def plain_run() -> dict:
 @pytest.mark.parametrize("engine", ["single", "fsdp2, reshard_after_forward", "zero, stage 3"])
 def test_engines_train_the_same_by_kernels(plain_run, tmp_path, engine):
     # No parameter is small enough for ZeRO-3 to keep it gathered.
-    partition_all = tmp_path / "deepspeed.json"
-    partition_all.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    partition_all = _file(tmp_path, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})
     config = ENGINES[engine]
     if engine == "zero, stage 3":
         config = config.model_copy(update={"deepspeed_config": partition_all})

@@ -94,14 +94,13 @@ def test_engines_agree_in_float32_on_two_ranks(single, two_ranks, model, option,
     _assert_close(two_ranks[0][model, option, engine], expected)
 
 
-def test_selective_recomputation_changes_nothing(single):
-    # In processes of their own: what ZeRO-3 makes of torch's linear function, which the recipe refuses, stays in one.
-    for run in run_ranks(_train_each, 2, [("amlp", "selective")], SHARDED_BUT_ZERO_3)[0].values():
-        _assert_close(run, single["amlp", "float32", "single"])
-
-
-def test_engines_agree_in_float32_on_one_rank(single):
-    for run in run_ranks(_train_each, 1, [("amlp", "float32")], SHARDED)[0].values():
+# Selective recomputation is in processes of its own: what ZeRO-3 makes of torch's linear function, which the recipe
+# refuses, stays in one.
+@pytest.mark.parametrize(
+    ("world_size", "option", "engines"), [(2, "selective", SHARDED_BUT_ZERO_3), (1, "float32", SHARDED)]
+)
+def test_neither_selective_recomputation_nor_one_rank_alone_changes_anything(single, world_size, option, engines):
+    for run in run_ranks(_train_each, world_size, [("amlp", option)], engines)[0].values():
         _assert_close(run, single["amlp", "float32", "single"])
 
 
