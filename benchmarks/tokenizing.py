@@ -24,9 +24,9 @@ from benchmarks.loading import C4_ROWS_PER_SHARD, C4_SHARDS, FAR_STEP, c4_shards
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.prepare.job import JobOptions
-from gmlp_scale.prepare.read_documents import ReadDocuments
+from gmlp_scale.prepare.read_documents import read_documents
 from gmlp_scale.prepare.read_records import Record
-from gmlp_scale.prepare.write_shards import WriteShards
+from gmlp_scale.prepare.write_shards import write_shards
 from gmlp_scale.recipe.reader import load_run_config
 
 T = TypeVar("T")
@@ -84,8 +84,8 @@ def summed(parts: list[dict]) -> dict:
 
 
 def pipeline(options: JobOptions, rank: int) -> dict:
-    reader, writer = ReadDocuments(options, "benchmark"), WriteShards(options)
-    _, taken = timed(lambda: writer.run(reader.run(None, rank, options.num_tasks), rank, options.num_tasks))
+    documents = read_documents(options, "benchmark", None, rank, options.num_tasks)
+    _, taken = timed(lambda: write_shards(options, documents, rank, options.num_tasks))
     return taken | {"bytes": options.job.read(f"counts/write-{rank:05d}.json")["bytes"]}
 
 

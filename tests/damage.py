@@ -3,6 +3,13 @@
 import random
 
 
+def flipped(good: bytes, position: int, bit: int = 0) -> bytes:
+    """One bit flipped in the byte at `position`."""
+    bad = bytearray(good)
+    bad[position] ^= 1 << bit
+    return bytes(bad)
+
+
 def damaged(draw: random.Random, good: bytes, position: int) -> bytes:
     """One bit flipped or one byte zeroed at `position`, the rest from there cut off, or a byte too many at the end."""
     bad = bytearray(good)

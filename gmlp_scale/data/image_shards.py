@@ -116,7 +116,7 @@ class ImageShards:
     def __init__(self, files: ShardFiles, shards: Sequence[Shard], num_classes: int, *, num_open: int):
         self._files, self._shards, self._num_classes, self._num_open = files, shards, num_classes, num_open
         self._open: OrderedDict[int, io.FileIO] = OrderedDict()
-        self._first_rows = first_rows(shards)
+        self._first_rows = first_rows(shard.rows for shard in shards)
         shared = mmap.mmap(-1, int(self._first_rows[-1]) * _NOTE.itemsize)
         self._notes = np.frombuffer(shared, _NOTE)  # a size of 0 stands for an image that is not noted
         self._locks = tempfile.TemporaryFile()  # noqa: SIM115 - who verifies shard i locks byte i

@@ -82,7 +82,7 @@ class Loader:
             micro_batches = self._read(step, addresses)
             for place in np.unique(addresses.source).tolist():
                 last = addresses.position[addresses.source == place][-1]
-                self.sources[place].open_ahead(int(last), stops[place])
+                self.sources[place].open_groups_ahead(int(last), stops[place])
             return micro_batches
 
         submitted = (self._thread.submit(make, step) for step in range(start_step, stop_step))

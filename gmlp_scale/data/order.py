@@ -32,9 +32,9 @@ class RowAddresses:
     """The row's number in the whole split, in the manifest's order; the same in every epoch."""
 
 
-def first_rows(shards: Iterable[Shard]) -> np.ndarray:
+def first_rows(rows_per_shard: Iterable[int]) -> np.ndarray:
     """The number in the split of each shard's first row, and last the number of rows; int64 [shards + 1]."""
-    return np.cumsum([0, *(shard.rows for shard in shards)])
+    return np.cumsum([0, *rows_per_shard], dtype=np.int64)
 
 
 def places_in_shards(first_rows: np.ndarray, row_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,10 +51,9 @@ class RowOrder:
 
     def __init__(self, rows_per_shard: Sequence[int], *, shards_per_group: int, seed: int):
         assert shards_per_group >= 1
-        rows_per_shard = np.asarray(rows_per_shard, np.int64)
-        assert len(rows_per_shard) and rows_per_shard.min() >= 1
-        self._rows_per_shard = rows_per_shard
-        self._first_rows = np.concatenate([[0], np.cumsum(rows_per_shard)])
+        self._rows_per_shard = np.asarray(rows_per_shard, np.int64)
+        assert len(rows_per_shard) and self._rows_per_shard.min() >= 1
+        self._first_rows = first_rows(rows_per_shard)
         self.num_rows = int(self._first_rows[-1])
         self.shards_per_group = shards_per_group
         self._seed = seed

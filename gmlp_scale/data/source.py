@@ -99,7 +99,7 @@ class OpenShards:
         num_open: int,
         skip_corrupt: SkipCorruptShards | None,
     ):
-        self._files, self._shards, self.sequence_length = files, shards, sequence_length
+        self.files, self._shards, self.sequence_length = files, shards, sequence_length
         self._num_open, self._skip_corrupt = num_open, skip_corrupt
         self._open: OrderedDict[int, Future[ShardRows]] = OrderedDict()  # the shard used last comes last
         self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
@@ -175,10 +175,10 @@ class OpenShards:
             self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
-        return self._files.opened(shard, lambda path: ShardRows(path, shard, self.sequence_length))
+        return self.files.opened(shard, lambda path: ShardRows(path, shard, self.sequence_length))
 
 
-class Source:
+class Source(OpenShards):
     """The training rows of one folder of shards.
 
     Args:
@@ -190,7 +190,7 @@ class Source:
 
     def __init__(self, config: DataConfig, place: int, manifest: Manifest, *, seed: int, run_dir: Path):
         self.config, self.manifest, self.place = config.sources[place], manifest, place
-        self.num_rows, self.sequence_length = manifest.num_rows("train"), manifest.sequence_length
+        self.num_rows = manifest.num_rows("train")
         self.seed = source_seed(seed, place)
         """Decides the order and the masks of its rows."""
         shards, skip_corrupt = manifest.splits.train, None
@@ -198,43 +198,36 @@ class Source:
             prefix = f"{self.config.name}/" if config.is_mixture else ""
             skip_corrupt = SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards, prefix)
         self._order = RowOrder.of_shards(shards, group_bytes=config.shuffle_group_bytes, seed=self.seed)
-        self.files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
+        files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
         num_open = 2 * self._order.shards_per_group + 8
-        self._shards = OpenShards(
-            self.files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt
-        )
+        super().__init__(files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt)
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
         """Addresses of its rows at these positions, which count its own rows through all its epochs."""
         return self._order.locate(positions)
 
-    def read(self, shards: np.ndarray, row_indices: np.ndarray) -> np.ndarray:
-        """Its rows, uint16 [P, N], by their numbers within their shards. CorruptShardError as OpenShards.read."""
+    def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> np.ndarray:
         try:
-            return self._shards.read(shards, row_indices)
+            return super().read(shards_B, row_indices_B)
         except CorruptShardError as error:
             skip = ", or set data.on_corrupt_shard=skip and data.max_corrupt_shards"
             raise CorruptShardError(error.name, error.found, skip) from error
 
-    def open_ahead(self, position: int, stop: int) -> None:
+    def open_groups_ahead(self, position: int, stop: int) -> None:
         """Starts to open the shards of the group at `position` and of the next one, unless that begins at `stop`."""
-        self._shards.open_ahead(self._order.shards_ahead(position, stop))
+        self.open_ahead(self._order.shards_ahead(position, stop))
 
     def token_counts(self, num_rows: int) -> np.ndarray:
         """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
         counts_V = np.zeros(self.manifest.vocab_size, np.int64)
         for index, shard in enumerate(self.manifest.splits.train):
             num_taken = min(num_rows, shard.rows)
-            rows_BN = self._shards.read(np.full(num_taken, index), np.arange(num_taken))
+            rows_BN = self.read(np.full(num_taken, index), np.arange(num_taken))
             counts_V += np.bincount(rows_BN.reshape(-1), minlength=self.manifest.vocab_size)
             num_rows -= num_taken
             if not num_rows:
                 break
         return counts_V
-
-    def close(self) -> None:
-        """Ends its threads."""
-        self._shards.close()
 
 
 class HeldoutRows(OpenShards):
@@ -244,7 +237,7 @@ class HeldoutRows(OpenShards):
         shards = source.manifest.splits.heldout
         super().__init__(source.files, shards, source.sequence_length, num_open=1, skip_corrupt=None)
         self.seed = source_seed(_HELDOUT_SEED, source.place)
-        self._first_rows = first_rows(shards)
+        self._first_rows = first_rows(shard.rows for shard in shards)
 
     def locate(self, row_indices: np.ndarray) -> RowAddresses:
         """Addresses of the rows with these numbers in the split."""

@@ -49,29 +49,25 @@ class Tokenizer:
         except RuntimeError as error:
             raise InputError(f"{path} is not a SentencePiece model ({error})") from error
         self.vocab_size = self._model.get_piece_size()
-        pieces = [self._model.id_to_piece(id) for id in range(self.vocab_size)]
+        names = [self._model.id_to_piece(id) for id in range(self.vocab_size)]
         bytes_begin, bytes_end = NUM_SPECIAL_TOKENS, NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS
-        if tuple(pieces[:bytes_begin]) != SPECIAL_TOKENS or not all(
+        if tuple(names[:bytes_begin]) != SPECIAL_TOKENS or not all(
             map(self._model.is_byte, range(bytes_begin, bytes_end))
         ):
             raise InputError(
                 f"{path} has other special tokens or no byte fallback; train one with data_prep/train_tokenizer.py"
             )
-        self._bytes_of_id = [piece.replace(_SPACE_MARK, " ").encode() for piece in pieces]
-        self._bytes_of_id[bytes_begin:bytes_end] = [bytes([number]) for number in range(NUM_BYTE_TOKENS)]
-        if any(b" " in content[1:] for content in self._bytes_of_id):
+        self.pieces = [piece.replace(_SPACE_MARK, " ").encode() for piece in names]
+        """The bytes of each token, by id. A special token has those of its name."""
+        self.pieces[bytes_begin:bytes_end] = [bytes([number]) for number in range(NUM_BYTE_TOKENS)]
+        if any(b" " in content[1:] for content in self.pieces):
             raise InputError(f"{path} has pieces of several words; train one with data_prep/train_tokenizer.py")
-        self._begins_word = np.array([content.startswith(b" ") for content in self._bytes_of_id])
-        self._num_bytes_of_id = np.array([len(content) for content in self._bytes_of_id])
+        self._begins_word = np.array([content.startswith(b" ") for content in self.pieces])
+        self._num_bytes_of_id = np.array([len(content) for content in self.pieces])
         self._space_mark_ids = np.frombuffer(_SPACE_MARK.encode(), np.uint8).astype(np.int32) + bytes_begin
         probe = f"  a\t{_SPACE_MARK}\r\n\N{FULLWIDTH LATIN CAPITAL LETTER A}e\N{COMBINING ACUTE ACCENT}<mask> "
         if self.decode(self.encode(probe)) != probe:
             raise InputError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
-
-    @property
-    def pieces(self) -> list[bytes]:
-        """The bytes of each token, by id. A special token has those of its name."""
-        return self._bytes_of_id
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text's tokens. InputError if the text holds a lone surrogate, which is no character."""
@@ -121,7 +117,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The tokens' text. Special tokens give their names, bytes that form no character give U+FFFD."""
-        return b"".join(self._bytes_of_id[id] for id in ids).decode("utf-8", errors="replace")
+        return b"".join(self.pieces[id] for id in ids).decode("utf-8", errors="replace")
 
     def scored_pieces(self) -> list[tuple[str, float]]:
         """For every id its text, with spaces as spaces, and its score (the log-probability of an ordinary piece).

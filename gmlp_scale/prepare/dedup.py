@@ -29,22 +29,27 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 
 from gmlp_scale.data.hashing import hash64
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.input_files import find_inputs
 from gmlp_scale.prepare.job import JobFolder, JobOptions
 from gmlp_scale.prepare.read_records import Record
 
 _NGRAM_WORDS = 13
 
 
+Step = PipelineStep | Callable[[Iterator[Document] | None, int, int], Iterator[Document] | None]
+"""One of datatrove's, or a function of the documents of the step before, the task's number and the number of tasks."""
+
+
 class Pass(NamedTuple):
-    """A run of tasks, over the whole input where its first step reads it, else over what the pass before wrote."""
+    """A run of tasks."""
 
     name: str
-    steps: list[PipelineStep]
+    steps: list[Step]
     num_tasks: int
+    reads_input: bool = True
+    """Or what the pass before wrote."""
 
 
-Readers = Callable[[str], list[PipelineStep]]  # the first steps of the pass with this name, which read and filter
+Readers = Callable[[str], list[Step]]  # the first steps of the pass with this name, which read and filter
 
 
 def exact_passes(options: JobOptions, readers: Readers) -> tuple[list[Pass], PipelineStep]:
@@ -54,7 +59,7 @@ def exact_passes(options: JobOptions, readers: Readers) -> tuple[list[Pass], Pip
     signatures = ExactDedupSignature(f"{folder}/signatures", config)
     passes = [
         Pass("exact-signatures", [*readers("exact-signatures"), signatures], options.num_tasks),
-        Pass("exact-find", [ExactFindDedups(f"{folder}/signatures", f"{folder}/duplicates", config)], 1),
+        Pass("exact-find", [ExactFindDedups(f"{folder}/signatures", f"{folder}/duplicates", config)], 1, False),
     ]
     return passes, ExactDedupFilter(f"{folder}/duplicates", config)
 
@@ -68,8 +73,8 @@ def minhash_passes(options: JobOptions, readers: Readers) -> tuple[list[Pass], P
     clusters = MinhashDedupCluster(f"{folder}/buckets", f"{folder}/remove", config)
     passes = [
         Pass("minhash-signatures", [*readers("minhash-signatures"), signatures], options.num_tasks),
-        Pass("minhash-buckets", [buckets], config.num_buckets),
-        Pass("minhash-clusters", [clusters], 1),
+        Pass("minhash-buckets", [buckets], config.num_buckets, False),
+        Pass("minhash-clusters", [clusters], 1, False),
     ]
     return passes, MinhashDedupFilter(f"{folder}/remove")
 
@@ -88,36 +93,22 @@ class BlankWordTokenizer(WordTokenizer):
     def word_tokenize(self, text: str) -> list[str]:
         return text.split()
 
-    def sent_tokenize(self, text: str) -> list[str]:
-        raise NotImplementedError
-
-    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        raise NotImplementedError
+    sent_tokenize = span_tokenize = None  # nobody asks for them
 
 
-class DropContaminated(PipelineStep):
+def drop_contaminated(options: JobOptions, data: Iterator[Document], rank: int, num_tasks: int) -> Iterator[Document]:
     """Drops documents that share 13 words in a row with a text of --decontaminate, such as the dev set of a task."""
-
-    type = "Filter"
-    name = "Decontamination"
-
-    def __init__(self, options: JobOptions):
-        super().__init__()
-        self._options = options
-        self._files = find_inputs(options.decontaminate, "--decontaminate")
-
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        hashes = [np.empty(0, np.uint64)]
-        for file in self._files:
-            for record in self._options.reader(file):
-                if not isinstance(record, Record):
-                    raise InputError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
-                lines = record.text.splitlines() if file.kind in ("text", "table") else [record.text]
-                hashes += [_ngram_hashes(line) for line in lines]
-        banned = np.unique(np.concatenate(hashes))
-        for document in data:
-            if not np.isin(_ngram_hashes(document.text), banned).any():
-                yield document
+    hashes = [np.empty(0, np.uint64)]
+    for file in options.files_to_avoid:
+        for record in options.reader(file):
+            if not isinstance(record, Record):
+                raise InputError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
+            lines = record.text.splitlines() if file.kind in ("text", "table") else [record.text]
+            hashes += [_ngram_hashes(line) for line in lines]
+    banned = np.unique(np.concatenate(hashes))
+    for document in data:
+        if not np.isin(_ngram_hashes(document.text), banned).any():
+            yield document
 
 
 def _ngram_hashes(text: str) -> np.ndarray:
@@ -134,19 +125,12 @@ def _word_hash(word: str) -> int:
     return xxhash.xxh64_intdigest(word.encode())
 
 
-class CountDocuments(PipelineStep):
-    """Counts the documents that reach it, under `name`."""
-
-    type = "Count"
-
-    def __init__(self, job: JobFolder, name: str):
-        super().__init__()
-        self._job = job
-        self.name = name
-
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        num_documents = 0
-        for document in data:
-            num_documents += 1
-            yield document
-        self._job.write(f"counts/{self.name}-{rank:05d}.json", {"documents": num_documents})
+def count_documents(
+    job: JobFolder, name: str, data: Iterator[Document], rank: int, num_tasks: int
+) -> Iterator[Document]:
+    """Counts the documents that pass, under `name`."""
+    num_documents = 0
+    for document in data:
+        num_documents += 1
+        yield document
+    job.write(f"counts/{name}-{rank:05d}.json", {"documents": num_documents})

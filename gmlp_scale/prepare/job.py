@@ -111,7 +111,7 @@ def _change(name: str, before: object, now: object) -> str:
     return "the inputs are in another order"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # datatrove logs the steps of a task as Python shows them: no passwords of URLs
 class JobOptions:
     """The options of data_prep/tokenize_corpus.py, whose --help explains each. InputError names the first wrong one."""
 
@@ -175,6 +175,11 @@ class JobOptions:
     def files(self) -> list[InputFile]:
         """The input files; none for a data set of the hub. InputError where a source matches nothing readable."""
         return [] if self.hub_data_set else find_inputs(self.input)
+
+    @cached_property
+    def files_to_avoid(self) -> list[InputFile]:
+        """The files of --decontaminate. InputError where a source matches nothing readable."""
+        return find_inputs(self.decontaminate, "--decontaminate")
 
     @cached_property
     def num_tasks(self) -> int:

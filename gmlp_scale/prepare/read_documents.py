@@ -1,4 +1,4 @@
-"""The pipeline step that reads documents, from files or from a data set of the Hugging Face hub."""
+"""The first step of a task: it reads documents, from files or from a data set of the Hugging Face hub."""
 
 import json
 import time
@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from gmlp_scale.errors import InputError
@@ -36,53 +35,43 @@ def stored_bytes_of_task(options: JobOptions, rank: int, num_tasks: int) -> int:
     return sum(file.num_bytes for file, _, _ in inputs_of_task(files, rank, num_tasks)) if files else 0
 
 
-class ReadDocuments(PipelineStep):
+def read_documents(options: JobOptions, name_of_pass: str, data: None, rank: int, num_tasks: int) -> Iterator[Document]:
     """Yields the documents of a task's input. Counts what cannot be read and puts it into quarantine.
 
     A broken file gives the documents before its fault. Raises InputError where a task meets more broken files or bad
     records than are allowed.
     """
+    job = options.job
+    counts, quarantine, bad_files = Counter(), [], []
+    last_report = time.monotonic()
 
-    type = "Reader"
-    name = "Documents"
+    def report(bytes_read: int) -> None:
+        progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
+        job.write(f"progress-{name_of_pass}/{rank:05d}.json", progress)
 
-    def __init__(self, options: JobOptions, name_of_pass: str):
-        super().__init__()
-        self._options = options
-        self._name_of_pass = name_of_pass
-
-    def run(self, data: None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        options, job = self._options, self._options.job
-        counts, quarantine, bad_files = Counter(), [], []
-        last_report = time.monotonic()
-
-        def report(bytes_read: int) -> None:
-            progress = {"documents": counts["documents"], "bytes": counts["bytes"], "bytes_read": bytes_read}
-            job.write(f"progress-{self._name_of_pass}/{rank:05d}.json", progress)
-
-        _redact_task_log()
-        for source, record, bytes_read in records_of_task(options, rank, world_size, bad_files):
-            if isinstance(record, Record):
-                counts["documents"] += 1
-                counts["bytes"] += len(record.text.encode())
-                yield Document(text=record.text, id=f"{source}:{record.line}")
-            else:
-                counts[f"bad: {record.reason}"] += 1
-                if len(quarantine) < _MOST_QUARANTINED:
-                    quarantine.append({"file": source, **vars(record)})
-                if counts["documents"] + bad_records(counts).total() >= _CHECK_AFTER_RECORDS:
-                    first = quarantine[0]
-                    where = f"the first is {first['file']}, line {first['line']}: {first['reason']}"
-                    check_bad_records(options, counts, where)
-            if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
-                report(bytes_read)
-                last_report = time.monotonic()
-        if quarantine:
-            lines = "".join(json.dumps(entry) + "\n" for entry in quarantine)
-            write_text(f"{job.url}/quarantine/{rank:05d}.jsonl", lines)
-        job.write(f"bad_files/{rank:05d}.json", bad_files)
-        job.write(f"counts/read-{rank:05d}.json", counts)
-        report(stored_bytes_of_task(options, rank, world_size))
+    _redact_task_log()
+    for source, record, bytes_read in records_of_task(options, rank, num_tasks, bad_files):
+        if isinstance(record, Record):
+            counts["documents"] += 1
+            counts["bytes"] += len(record.text.encode())
+            yield Document(text=record.text, id=f"{source}:{record.line}")
+        else:
+            counts[f"bad: {record.reason}"] += 1
+            if len(quarantine) < _MOST_QUARANTINED:
+                quarantine.append({"file": source, **vars(record)})
+            if counts["documents"] + bad_records(counts).total() >= _CHECK_AFTER_RECORDS:
+                first = quarantine[0]
+                where = f"the first is {first['file']}, line {first['line']}: {first['reason']}"
+                check_bad_records(options, counts, where)
+        if time.monotonic() - last_report > _PROGRESS_EVERY_SECONDS:
+            report(bytes_read)
+            last_report = time.monotonic()
+    if quarantine:
+        lines = "".join(json.dumps(entry) + "\n" for entry in quarantine)
+        write_text(f"{job.url}/quarantine/{rank:05d}.jsonl", lines)
+    job.write(f"bad_files/{rank:05d}.json", bad_files)
+    job.write(f"counts/read-{rank:05d}.json", counts)
+    report(stored_bytes_of_task(options, rank, num_tasks))
 
 
 def records_of_task(

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
-from datatrove.pipeline.base import PipelineStep
 
 from gmlp_scale.distributed.logs import progress_bar
 from gmlp_scale.errors import InputError, UserError
-from gmlp_scale.prepare.dedup import DEDUPLICATIONS, CountDocuments, DropContaminated, Pass
+from gmlp_scale.prepare.dedup import DEDUPLICATIONS, Pass, Step, count_documents, drop_contaminated
 from gmlp_scale.prepare.job import JobOptions, pool_of_workers
-from gmlp_scale.prepare.read_documents import ReadDocuments, stored_bytes_of_task
-from gmlp_scale.prepare.write_shards import WriteShards
+from gmlp_scale.prepare.read_documents import read_documents, stored_bytes_of_task
+from gmlp_scale.prepare.write_shards import write_shards
 from gmlp_scale.storage.claim import repeating
 
 _MOST_RESTARTS_OF_A_TASK = 5
@@ -44,7 +44,7 @@ def run_passes(options: JobOptions) -> bool:
 def _progress(one: Pass, options: JobOptions) -> Iterator[None]:
     """Show how far a pass is while the body runs: in stored bytes of the input or, if it reads no files, documents."""
     total_bytes = 0
-    if isinstance(one.steps[0], ReadDocuments):
+    if one.reads_input:
         total_bytes = sum(stored_bytes_of_task(options, rank, one.num_tasks) for rank in range(one.num_tasks))
     key, unit = ("bytes_read", "B") if total_bytes else ("documents", "doc")
 
@@ -63,19 +63,20 @@ def _progress(one: Pass, options: JobOptions) -> Iterator[None]:
 
 def _plan_passes(options: JobOptions) -> list[Pass]:
     """All passes of the job with all their steps; the last one tokenizes."""
-    filters: list[PipelineStep] = []
+    filters: list[Step] = []
     passes: list[Pass] = []
 
-    def readers(name_of_pass: str) -> list[PipelineStep]:
-        return [ReadDocuments(options, name_of_pass), *deepcopy(filters)]  # copies: datatrove's steps keep statistics
+    def readers(name_of_pass: str) -> list[Step]:
+        # Copies, since datatrove's steps keep statistics.
+        return [partial(read_documents, options, name_of_pass), *deepcopy(filters)]
 
-    if options.decontaminate:
-        filters += [DropContaminated(options), CountDocuments(options.job, "decontaminate")]
+    if options.files_to_avoid:
+        filters += [partial(drop_contaminated, options), partial(count_documents, options.job, "decontaminate")]
     for kind in options.dedup:
         finding, dedup_filter = DEDUPLICATIONS[kind](options, readers)
         passes += finding
-        filters += [dedup_filter, CountDocuments(options.job, kind)]
-    return [*passes, Pass("tokenizing", [*readers("tokenizing"), WriteShards(options)], options.num_tasks)]
+        filters += [dedup_filter, partial(count_documents, options.job, kind)]
+    return [*passes, Pass("tokenizing", [*readers("tokenizing"), partial(write_shards, options)], options.num_tasks)]
 
 
 class _LocalExecutor(LocalPipelineExecutor):

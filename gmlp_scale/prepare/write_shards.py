@@ -1,4 +1,4 @@
-"""The pipeline step that tokenizes documents, packs them into rows and writes the rows as shards."""
+"""The last step of a task: it tokenizes documents, packs them into rows and writes the rows as shards."""
 
 import time
 from collections import Counter
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import xxhash
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 
 from gmlp_scale.data.batch import CLS_ID, NUM_SPECIAL_TOKENS, PAD_ID, SEP_ID, UNK_ID
 from gmlp_scale.data.shards import ROW_DTYPE, ShardWriter
@@ -86,49 +85,40 @@ class SplitOutput:
         return [shard.model_dump() for shard in self._writer.close()]
 
 
-class WriteShards(PipelineStep):
+def write_shards(options: JobOptions, data: Iterable[Document], rank: int, num_tasks: int) -> None:
     """Tokenizes, packs and writes a task's documents. The receipt, written last, lists the task's shards."""
+    tokenizer = Tokenizer(options.tokenizer)
+    counts, last_lap = Counter(), time.perf_counter()
 
-    type = "Writer"
-    name = "Shards"
+    def lap(stage: str) -> None:
+        nonlocal last_lap
+        now = time.perf_counter()
+        counts[f"{stage} seconds"] += now - last_lap
+        last_lap = now
 
-    def __init__(self, options: JobOptions):
-        super().__init__()
-        self._options = options
-
-    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        tokenizer = Tokenizer(self._options.tokenizer)
-        counts, last_lap = Counter(), time.perf_counter()
-
-        def lap(stage: str) -> None:
-            nonlocal last_lap
-            now = time.perf_counter()
-            counts[f"{stage} seconds"] += now - last_lap
-            last_lap = now
-
-        outputs = {split: SplitOutput(self._options, split, rank, counts) for split in ("train", "heldout")}
-        for texts in _batches(data):
-            lap("reading")
-            encoded = tokenizer.encode_batch(texts)
-            lap("tokenizing")
-            for text, ids in zip(texts, encoded, strict=True):
-                content = text.encode()
-                split = "heldout" if is_heldout(content, self._options.heldout_fraction) else "train"
-                outputs[split].rows.add(ids)
-                counts[f"{split} documents"] += 1
-                counts["bytes"] += len(content)
-            for output in outputs.values():
-                output.write(output.rows.take())
-            ids = np.concatenate(encoded)
-            is_byte = (ids >= NUM_SPECIAL_TOKENS) & (ids < NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS)
-            counts["tokens"] += len(ids)
-            counts["unknown tokens"] += int((ids == UNK_ID).sum())
-            counts["byte tokens"] += int(is_byte.sum())
-            lap("writing")
-        receipt = {split: output.close() for split, output in outputs.items()}
+    outputs = {split: SplitOutput(options, split, rank, counts) for split in ("train", "heldout")}
+    for texts in _batches(data):
+        lap("reading")
+        encoded = tokenizer.encode_batch(texts)
+        lap("tokenizing")
+        for text, ids in zip(texts, encoded, strict=True):
+            content = text.encode()
+            split = "heldout" if is_heldout(content, options.heldout_fraction) else "train"
+            outputs[split].rows.add(ids)
+            counts[f"{split} documents"] += 1
+            counts["bytes"] += len(content)
+        for output in outputs.values():
+            output.write(output.rows.take())
+        ids = np.concatenate(encoded)
+        is_byte = (ids >= NUM_SPECIAL_TOKENS) & (ids < NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS)
+        counts["tokens"] += len(ids)
+        counts["unknown tokens"] += int((ids == UNK_ID).sum())
+        counts["byte tokens"] += int(is_byte.sum())
         lap("writing")
-        self._options.job.write(f"counts/write-{rank:05d}.json", counts)
-        self._options.job.write(f"receipts/{rank:05d}.json", receipt)
+    receipt = {split: output.close() for split, output in outputs.items()}
+    lap("writing")
+    options.job.write(f"counts/write-{rank:05d}.json", counts)
+    options.job.write(f"receipts/{rank:05d}.json", receipt)
 
 
 def is_heldout(content: bytes, fraction: float) -> bool:

@@ -26,6 +26,7 @@ from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, made_ahea
 from gmlp_scale.data.image_shards import ImageShards, StoredImage, pack_images, unpack_images
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError
 from gmlp_scale.errors import UserError
+from tests.damage import flipped
 from tests.data.conftest import plan_of
 from tests.forked import fork
 from tests.written_images import stored_images, write_image_shards
@@ -103,9 +104,8 @@ def test_every_heldout_image_counts_once_on_any_number_of_ranks(shards):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_corrupt_shard_stops_the_run_with_its_name(num_workers, shards, tmp_path):
     copy = shutil.copytree(shards, tmp_path / "shards")
-    bad = bytearray((copy / "train/train-000001.tar").read_bytes())
-    bad[700] ^= 1
-    (copy / "train/train-000001.tar").write_bytes(bad)
+    path = copy / "train/train-000001.tar"
+    path.write_bytes(flipped(path.read_bytes(), 700))
     broken, others = loader(copy, num_workers=num_workers), active_children()
     with pytest.raises(CorruptShardError, match=r"train/train-000001.tar is corrupt: .* sha256") as caught:
         batches(broken)

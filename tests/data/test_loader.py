@@ -14,6 +14,7 @@ from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.manifest import CorruptShardError, ShardError
 from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.data.source import OpenShards
+from tests.damage import flipped
 from tests.written_shards import change_manifest
 
 
@@ -205,10 +206,16 @@ SKIP = {"on_corrupt_shard": "skip", "max_corrupt_shards": 2}
 def corrupt(folder: Path, *indices: int) -> list[str]:
     names = [Manifest.load(folder).splits.train[index].name for index in indices]
     for name in names:
-        content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).write_bytes(content)
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(flipped(content, len(content) // 2))
     return names
+
+
+def recorded(run_dir: Path) -> set[str]:
+    """The names of the shards that a run skipped."""
+    lines = (run_dir / "corrupt_shards.jsonl").read_text().splitlines()
+    assert all("sha256" in json.loads(line)["found"] for line in lines)
+    return {json.loads(line)["shard"] for line in lines}
 
 
 def test_skipped_shards_give_the_same_rows_on_any_world_size(write_shards, make_loader, tmp_path, trials):
@@ -224,9 +231,7 @@ def test_skipped_shards_give_the_same_rows_on_any_world_size(write_shards, make_
     epoch = np.concatenate([unmasked(join(whole.micro_batches(step))) for step in range(10)])
     sound = {tuple(row) for row in rows["train"][np.r_[0:20, 50:80]].tolist()}
     assert len(epoch) == 80 and {tuple(row) for row in epoch.tolist()} == sound
-    for record in (tmp_path / "run0", tmp_path / "ranks"):
-        lines = [json.loads(line) for line in (record / "corrupt_shards.jsonl").read_text().splitlines()]
-        assert {line["shard"] for line in lines} == set(names) and all("sha256" in line["found"] for line in lines)
+    assert recorded(tmp_path / "run0") == recorded(tmp_path / "ranks") == set(names)
     trials("shards missing, empty, of wrong count, listed twice or out of order", len(names))
 
 
@@ -254,8 +259,7 @@ def test_a_record_that_cannot_be_written_is_written_at_a_later_step(write_shards
         loader.micro_batches(step)
     (tmp_path / "run").unlink()
     loader.micro_batches(10)
-    lines = (tmp_path / "run" / "corrupt_shards.jsonl").read_text().splitlines()
-    assert {json.loads(line)["shard"] for line in lines} == set(names)
+    assert recorded(tmp_path / "run") == set(names)
 
 
 def test_more_corrupt_shards_than_allowed_end_the_run(write_shards, make_loader, tmp_path, trials):
@@ -265,8 +269,7 @@ def test_more_corrupt_shards_than_allowed_end_the_run(write_shards, make_loader,
     with pytest.raises(ShardError, match=r"3 shards are corrupt, data\.max_corrupt_shards is 2"):
         for step in range(15):
             loader.micro_batches(step)
-    record = (tmp_path / "run" / "corrupt_shards.jsonl").read_text()
-    assert all(name in record for name in names)
+    assert recorded(tmp_path / "run") == set(names)
     with pytest.raises(ShardError, match=r"3 shards are corrupt.* and delete their lines there, or raise"):
         make_loader(folder, data=SKIP)  # a restart does not forget
     trials("shards missing, empty, of wrong count, listed twice or out of order", len(names))

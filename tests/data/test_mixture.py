@@ -14,7 +14,7 @@ from gmlp_scale.data.mixture import Mixture, Pattern, SourceConfig, mixture_mist
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.reader import load_run_config
-from tests.data.test_loader import SKIP, corrupt, join, same, tensors, unmasked
+from tests.data.test_loader import SKIP, corrupt, join, recorded, same, tensors, unmasked
 from tests.written_shards import change_manifest, write_tiny_shards
 
 weights = st.lists(st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 2.5])), min_size=1, max_size=8)
@@ -226,8 +226,7 @@ def test_folders_of_the_same_name_are_named_by_their_paths(folders, make_loader,
     assert list(loader.fingerprint()["sources"]) == ["a/shards", "b/shards"]
     (skipped,) = corrupt(folder / "b/shards", 0)
     list(make_loader(data=run.data.model_dump() | SKIP).steps(0, 2))
-    record = json.loads((tmp_path / "run" / "corrupt_shards.jsonl").read_text())
-    assert record["shard"] == f"b/shards/{skipped}"
+    assert recorded(tmp_path / "run") == {f"b/shards/{skipped}"}
     named = make_loader(data={"shards": (sources[0], sources[1] | {"name": "new"})})
     assert named.epochs(1) == {"data/epoch/shards": 4 / 40, "data/epoch/new": 4 / 10}
 
@@ -248,8 +247,7 @@ def test_corrupt_shards_of_two_sources_are_recorded_apart(folders, make_loader, 
     (name,) = {*corrupt(folder / "a", 0), *corrupt(folder / "b", 0)}
     loader = make_loader(data=mixed(folder) | SKIP)
     batches = [join(loader.micro_batches(step)) for step in range(6)]
-    lines = (tmp_path / "run" / "corrupt_shards.jsonl").read_text().splitlines()
-    assert {json.loads(line)["shard"] for line in lines} == {f"a/{name}", f"b/{name}"}
+    assert recorded(tmp_path / "run") == {f"a/{name}", f"b/{name}"}
     for path, content in whole.items():
         path.write_bytes(content)
     resumed = make_loader(data=mixed(folder) | SKIP)

@@ -11,6 +11,7 @@ import pytest
 
 from gmlp_scale.data.manifest import CorruptShardError, Shard
 from gmlp_scale.data.shards import ShardRows, ShardWriter, pack_shard
+from tests.damage import flipped
 
 
 @pytest.fixture
@@ -70,9 +71,7 @@ def test_every_kind_of_damage_is_found(shard, trials):
     random = np.random.default_rng(0)
     damaged = [b"", whole[:-1], whole[: len(whole) // 2], whole + b"\0"]
     for place in [0, 100, 511, 512, len(whole) - 1, *random.integers(0, len(whole), 60)]:
-        flipped = bytearray(whole)
-        flipped[place] ^= 1 << int(random.integers(8))
-        damaged.append(bytes(flipped))
+        damaged.append(flipped(whole, place, int(random.integers(8))))
     for content in damaged:
         path.write_bytes(content)
         with pytest.raises(CorruptShardError, match=r"train/train-00000-000000\.tar is corrupt"):

@@ -11,6 +11,7 @@ from data_prep.train_tokenizer import training_seconds
 from gmlp_scale.data.manifest import Splits
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.tokenizer import Tokenizer
+from tests.damage import flipped
 from tests.data_prep.corpora import REPOSITORY, run
 from tests.written_shards import change_manifest
 
@@ -41,9 +42,7 @@ def test_verify_shards_names_each_bad_shard(shards):
     manifest = Manifest.load(shards)
     names = [shard.name for shard in manifest.splits.train]
     assert len(names) >= 5
-    flipped = bytearray((shards / names[0]).read_bytes())
-    flipped[3000] ^= 4
-    (shards / names[0]).write_bytes(flipped)
+    (shards / names[0]).write_bytes(flipped((shards / names[0]).read_bytes(), 3000, bit=2))
     (shards / names[1]).write_bytes((shards / names[1]).read_bytes()[:-512])
     (shards / names[2]).unlink()
     (shards / names[3]).write_bytes(b"")

@@ -76,7 +76,7 @@ def test_training_from_a_bucket_through_the_cache_where_a_bad_copy_is_fetched_ag
 
     server.fault_fraction = 1.0  # nothing is fetched a second time
     restarted = make_loader(shards_to_read, None, tmp_path)
-    restarted.sources[0]._shards._files = remote.sources[0].files
+    restarted.sources[0].files = remote.sources[0].files
     assert same_batches(local, restarted, num_steps)
     for loader in (local, remote, restarted):
         loader.close()

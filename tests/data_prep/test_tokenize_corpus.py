@@ -13,6 +13,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.report import estimate
 from gmlp_scale.prepare.write_shards import is_heldout
+from tests.damage import flipped
 from tests.data_prep.corpora import REPOSITORY, contents, make_texts, run, write_jsonl
 from tests.forked import fork
 
@@ -131,9 +132,7 @@ def test_a_broken_file_ends_the_job_unless_it_is_allowed(corpus, tokenize, token
     report = report_of(tmp_path / "out")
     assert list(report["bad_files"]) == [str(broken)] and 300 < report["documents"] < 600
     assert report["bad_files_bytes_read"] == len(content) // 2 and report["bad_files_bytes_lost"] == 0
-    flipped = bytearray(whole.read_bytes())
-    flipped[len(flipped) // 2] ^= 1
-    whole.write_bytes(flipped)
+    whole.write_bytes(flipped(whole.read_bytes(), whole.stat().st_size // 2))
     options = JobOptions(
         input=(f"{corpus}/part-[01].jsonl.gz",), tokenizer=str(tokenizer_dir), sequence_length=32, output="out",
         max_bad_files=1,

@@ -16,6 +16,7 @@ from PIL import Image
 from gmlp_scale.data.image_shards import StoredImage, pack_images
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg, open_source
+from tests.damage import flipped
 from tests.written_images import tar_of_folder, tar_of_tars, write_image_folder
 
 
@@ -33,9 +34,7 @@ def test_a_tar_file_with_one_damaged_header_or_cut_at_one_is_refused(pack, folde
     headers = [start for start in range(512, len(whole), 512) if whole[start + 257 : start + 262] == b"ustar"]
     assert len(headers) >= 11
     for header in headers:
-        damaged = bytearray(whole)
-        damaged[header + 100] ^= 1
-        for content in (damaged, whole[:header]):
+        for content in (flipped(whole, header + 100), whole[:header]):
             path.write_bytes(content)
             with pytest.raises(InputError, match=r"damaged\.tar is not a whole, uncompressed tar file"):
                 open_source(str(path))

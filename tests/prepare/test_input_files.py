@@ -17,6 +17,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import BadFileError, InputFile, find_inputs
 from gmlp_scale.prepare.read_documents import inputs_of_task
 from gmlp_scale.prepare.read_records import BadRecord, FileReader, Record, records_before_fault
+from tests.damage import flipped
 
 TEXTS = [f"document {number}\twith «ünïcode»\r\nand lines" for number in range(50)]
 
@@ -145,8 +146,7 @@ def test_every_tar_file_that_is_cut_short_or_damaged_or_has_no_text_is_found(tmp
     tar_file(path, MEMBERS)
     whole = path.read_bytes()
     end = len(whole.rstrip(b"\0"))  # after it come zeros, which end the archive
-    damaged = bytearray(whole)
-    damaged[whole.index(b"002.jsonl") + 150] ^= 1
+    damaged = flipped(whole, whole.index(b"002.jsonl") + 150)
     for content in [*(whole[:length] for length in (*range(512, end, 512), 700, end - 1)), damaged]:
         path.write_bytes(content)
         with pytest.raises(BadFileError, match="is broken after"):
@@ -231,9 +231,7 @@ def test_a_file_that_is_cut_short_or_damaged_is_one_bad_file(kind, tmp_path, tri
     random = np.random.default_rng(0)
     damaged = [whole[: len(whole) // 2], whole[:-1], b""]
     for place in random.integers(0, len(whole), 60):
-        flipped = bytearray(whole)
-        flipped[place] ^= 1 << int(random.integers(8))
-        damaged.append(bytes(flipped))
+        damaged.append(flipped(whole, place, int(random.integers(8))))
     for content in damaged:
         path.write_bytes(content)
         try:

@@ -13,9 +13,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import find_inputs
 from gmlp_scale.prepare.job import JobFolder, JobOptions
-from gmlp_scale.prepare.read_documents import ReadDocuments
+from gmlp_scale.prepare.read_documents import read_documents
 from gmlp_scale.prepare.read_records import FileReader, Record
-from gmlp_scale.prepare.write_shards import WriteShards
+from gmlp_scale.prepare.write_shards import write_shards
 from gmlp_scale.storage.files import write_file
 from tests.data_prep.corpora import make_texts
 
@@ -32,7 +32,7 @@ def test_a_wrong_field_is_reported_before_all_is_read(kind, tmp_path):
         input=(source,), tokenizer="x", sequence_length=8, output=str(tmp_path / "out"), text_field="body"
     )
     with pytest.raises(InputError, match=r"10000 of 10000 records are bad \(10000 no text in field 'body'\), "):
-        list(ReadDocuments(options, "tokenizing").run())
+        list(read_documents(options, "tokenizing", None, 0, 1))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def run_task(corpus: str, tokenizer_dir: Path, output: Path) -> int:
         input=[corpus], tokenizer=str(tokenizer_dir), output=str(output), sequence_length=512, shard_bytes=1 << 20,
         max_bad_fraction=1.0,
     )  # fmt: skip
-    WriteShards(options).run(ReadDocuments(options, "tokenizing").run())
+    write_shards(options, read_documents(options, "tokenizing", None, 0, 1), 0, 1)
     status = Path("/proc/self/status").read_text()  # getrusage gives the parent's peak where that is larger
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
