@@ -2,24 +2,16 @@
 
 All ranks are processes of this machine and share its cores. So the bytes are worth quoting, and the shares where each
 rank has its own core; the seconds are not a cluster's. A rank computes on one thread, in plain PyTorch.
-
-torchrun starts this file as each rank's program.
 """
 
-import argparse
-import json
+import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.timing import say
@@ -39,11 +31,16 @@ HERE = ("train.device=cpu", "train.compile=false", "engine.kind=fsdp2")
 
 
 def measure_scaling(recipe: str, overrides: list[str], num_rounds: int) -> dict:
-    """The figures by number of ranks (`1 ranks` and so on) and engine, and the costs."""
+    """The figures by number of ranks (`1 ranks` and so on) and engine, and the costs.
+
+    torch.distributed.elastic.multiprocessing.errors.ChildFailedError if a rank fails.
+    """
     by_ranks = {}
     for num_ranks in NUMS_RANKS:
         say(f"{num_ranks} ranks")
-        by_ranks[f"{num_ranks} ranks"] = on_ranks(num_ranks, recipe, overrides, num_rounds)
+        here = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+        launched = elastic_launch(LaunchConfig(nproc_per_node=num_ranks, max_restarts=0, **here), measure_ranks)
+        by_ranks[f"{num_ranks} ranks"] = launched(recipe, overrides, num_rounds, time.time())[0]
     costs = {
         f"{engine} on {ranks}: bytes sent over the formula's": figures["sent_over_formula"]
         for ranks, measured in by_ranks.items()
@@ -53,44 +50,39 @@ def measure_scaling(recipe: str, overrides: list[str], num_rounds: int) -> dict:
     return {**by_ranks, "costs": costs}
 
 
-def on_ranks(num_ranks: int, recipe: str, overrides: list[str], num_rounds: int) -> dict:
-    """Starts the ranks by torchrun and returns what rank 0 found. ChildProcessError if one fails."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "figures.json")
-        options = ["--config", recipe, "--rounds", str(num_rounds), "--output", str(output)]
-        command = [*launcher, __file__, *options, "--started", str(time.time()), *overrides]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise ChildProcessError(f"the benchmark's {num_ranks} ranks failed: {done.stderr[-2000:]}")
-        return json.loads(output.read_text())
-
-
-def measure_ranks(run: RunConfig, world: World, num_rounds: int, started: float) -> dict:
+def measure_ranks(recipe: str, overrides: list[str], num_rounds: int, started: float) -> dict:
     """Every engine's figures, and the start-up's time. All ranks call it together.
 
-    started: when the launcher was called, in seconds of time.time().
+    started: when the ranks' processes were asked for, in seconds of time.time().
     """
-    engines, start_up_seconds = {}, None
-    for name, engine in SHARDED_ENGINES.items():
-        if mistakes := list(engine.mistakes(run.train)):
-            engines[name] = {"not run": mistakes}
-            continue
-        batch, built = random_batch(run, world.device), new_engine(run.model_copy(update={"engine": engine}), world)
-        step = partial(seconds_of, partial(train_step, built, run, batch), world.device)
-        step()
-        start_up_seconds = start_up_seconds or time.time() - started
-        for _ in range(NUM_WARM_UP_STEPS - 1):
+    os.dup2(2, 1)  # what libraries print is no part of the JSON
+    torch.set_num_threads(1)
+    run, engines, start_up_seconds = load_run_config(recipe, [*overrides, *HERE]), {}, None
+    with start_world(run.engine.timeout_seconds, "cpu", init_group=True, hear_stop_signals=False) as world:
+        run = with_decided_precision(run, world)
+        for name, engine in SHARDED_ENGINES.items():
+            if mistakes := list(engine.mistakes(run.train)):
+                engines[name] = {"not run": mistakes}
+                continue
+            batch, built = random_batch(run, world.device), new_engine(run.model_copy(update={"engine": engine}), world)
+            step = partial(seconds_of, partial(train_step, built, run, batch), world.device)
             step()
-        seconds = statistics.median(step() for _ in range(num_rounds))
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            profiled_seconds = sum(step() for _ in range(NUM_PROFILED_STEPS))
-        built.close()
-        collectives = [event.time_range for event in profiled.events() if event.name.startswith(("gloo:", "c10d::"))]
-        under_way = union_length((span.start, span.end) for span in collectives) / 1e6
-        figures = {"step_seconds": seconds, "communication_share": under_way / profiled_seconds}
-        engines[name] = figures | count(run, engine, world)
+            start_up_seconds = start_up_seconds or time.time() - started
+            for _ in range(NUM_WARM_UP_STEPS - 1):
+                step()
+            seconds = statistics.median(step() for _ in range(num_rounds))
+            engines[name] = {"step_seconds": seconds, "communication_share": communication_share(step)}
+            built.close()
+            engines[name] |= count(run, engine, world)
     return {"start_up_seconds": start_up_seconds, "engines": engines}
+
+
+def communication_share(step: Callable[[], float]) -> float:
+    """The share of a step's seconds in which this rank has a collective under way."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        seconds = sum(step() for _ in range(NUM_PROFILED_STEPS))
+    collectives = [event.time_range for event in profiled.events() if event.name.startswith(("gloo:", "c10d::"))]
+    return union_length((span.start, span.end) for span in collectives) / 1e6 / seconds
 
 
 def union_length(spans: Iterable[tuple[float, float]]) -> float:
@@ -131,24 +123,3 @@ def sixteen_bytes_model(engine: EngineConfig, precision: str, num_ranks: int) ->
     stage = (3 if engine.reshard_after_forward else 2) if isinstance(engine, Fsdp2Config) else engine.stage
     sizes = [(weights, stage >= 3), (gradients, stage >= 2), (states, stage >= 1)]
     return sum(size / num_ranks if is_sharded else size for size, is_sharded in sizes)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--started", type=float, required=True)
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args()
-    torch.set_num_threads(1)
-    run = load_run_config(options.config, [*options.overrides, *HERE])
-    with start_world(run.engine.timeout_seconds, "cpu", init_group=True, hear_stop_signals=False) as world:
-        run = with_decided_precision(run, world)
-        figures = measure_ranks(run, world, options.rounds, options.started)
-        if world.is_main:
-            options.output.write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,10 @@
 """What more ranks cost: each figure is of what it says, not how large it is."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks import scaling
 from benchmarks.reports import table
-from benchmarks.scaling import main, sixteen_bytes_model, union_length
+from benchmarks.scaling import measure_ranks, sixteen_bytes_model, union_length
 from gmlp_scale.engine import SHARDED_ENGINES, Fsdp2Config, ZeroConfig
 from tests.benchmarks.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
@@ -17,16 +13,13 @@ RECIPE = ["model.num_blocks=8", "model.d_model=128", "model.d_ffn=512", "model.s
 ENGINES = {name: SHARDED_ENGINES[name] for name in ("fsdp2", "zero, stage 3")}
 
 
-def _measure(output: Path) -> None:
+def _measure() -> dict:
     scaling.SHARDED_ENGINES = ENGINES
-    options = ["--config", str(SMOKE), "--rounds", "1", "--output", str(output), "--started", "0"]
-    sys.argv = ["scaling.py", *options, *RECIPE, "train.micro_batch_size=1", "train.recompute=selective"]
-    main()
+    return measure_ranks(str(SMOKE), [*RECIPE, "train.micro_batch_size=1", "train.recompute=selective"], 1, 0.0)
 
 
-def test_ranks_are_measured_and_shown(tmp_path):
-    run_ranks(_measure, 2, tmp_path / "figures.json")
-    measured = json.loads((tmp_path / "figures.json").read_text())
+def test_ranks_are_measured_and_shown():
+    measured = run_ranks(_measure, 2)[0]
     refused = measured["engines"]["zero, stage 3"]["not run"]
     assert refused[0].startswith("train.recompute: found selective; needed: none or full with engine.stage=3")
     figures = measured["engines"]["fsdp2"]
