@@ -19,15 +19,22 @@ from benchmarks.run import main, measure_start_up
 from benchmarks.step import PEERS, captured_products, fewest_bytes, measure_step, products_of
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.plan.describe import count_parameters
+from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.trial import new_engine, random_batch
-from tests.benchmarks.smoke_recipe import SMOKE, tiny_run
 from tests.forked import CONTEXT, Script, fork, fork_server
 from tests.hosts.hosts import has_ended, wait_until
+from tests.whole_runs import SMOKE
 
 BASE = SMOKE.parent / "gmlp_base.yaml"
 ROOT = SMOKE.parents[2]
+
+
+def tiny_run(folder: Path, *overrides: str) -> RunConfig:
+    """A recipe that every part of the benchmark runs in seconds."""
+    common = ["engine.kind=single", "train.compile=false", "train.device=cpu", f"output_dir={folder}"]
+    return load_run_config(SMOKE, [*common, *overrides])
 
 
 @pytest.fixture
