@@ -62,7 +62,7 @@ def main() -> int:
     device, recipes = measure(
         options.config, options.overrides, options.parts.split(","), options.rounds, with_peers=not options.no_peers
     )
-    report = print_report(device, {"recipes": recipes}, options.output)
+    report = print_report(str(device), {"recipes": recipes}, options.output)
     lines = worsened(before, report) if before else []
     for line in lines:
         print(f"worse: {line}", file=sys.stderr)
