@@ -6,7 +6,7 @@ the median over the rounds. Every part returns a dict that may hold
     costs    less is better: `--compare` names those that rose
 and what a reader needs to judge them. Do not compare the seconds with those of another run.
 
-The part `scaling` has no peers: it counts and times what more ranks cost (scaling.py).
+The part `scaling` has no peers: it counts and times what more ranks cost (count_collectives.py).
 
 launch/gpu_proof.sh also runs checks, which pass or fail: gpu_proof.py says what the machine is and runs the GPU tests,
 proof.py has the checks of training, and proof_report.py writes down all results.

@@ -4,7 +4,6 @@ python benchmarks/gpu_proof.py environment [--tiny]
 python benchmarks/gpu_proof.py gpu_tests
 python benchmarks/gpu_proof.py engines --config configs/pretrain/gmlp_base.yaml model.num_blocks=4 train.compile=false
 python benchmarks/gpu_proof.py record OUT PART --code 0 --seconds 12 --limit 40 --command TEXT --printed FILE
-python benchmarks/gpu_proof.py record OUT PART --not-run REASON
 
 A check leaves with 1 if anything failed. record adds a part to OUT/results.jsonl, writes OUT/report.md anew, and leaves
 with 1 unless the part passed or was not run.
@@ -24,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
-from benchmarks.proof_report import record, record_not_run
+from benchmarks.proof_report import record
 from gmlp_scale.storage.files import local_path
 
 RUNS = ("engines", "recipe", "stop", "auto", "compile")  # of proof.py, where check_NAME has the part NAME
@@ -40,12 +39,8 @@ TESTS = Path(__file__).parents[1] / "tests"
 def main() -> int:
     options = _parser().parse_args()
     if options.part == "record":
-        if options.not_run:
-            line = record_not_run(options.folder, options.name, options.not_run)
-        else:
-            facts = {"code": options.code, "seconds": options.seconds, "limit": options.limit}
-            printed = options.printed.read_text(encoding="utf-8")
-            line = record(options.folder, options.name, **facts, command=options.command, printed=printed)
+        facts = {"code": options.code, "seconds": options.seconds, "limit": options.limit, "command": options.command}
+        line = record(options.folder, options.name, **facts, printed=options.printed.read_text(encoding="utf-8"))
         print(f"{line['part']}: {line['status']}" + (f" ({line['reason']})" if line["reason"] else ""))
         return 0 if line["status"] in ("passed", "not run") else 1
 
@@ -84,12 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     adding = parts.add_parser("record")
     adding.add_argument("folder", type=local_path, metavar="OUT")
     adding.add_argument("name", metavar="PART")
-    adding.add_argument("--not-run", metavar="REASON")
-    adding.add_argument("--code", type=int, help="the exit code of the part's command")
-    adding.add_argument("--seconds", type=int)
-    adding.add_argument("--limit", type=int)
-    adding.add_argument("--command")
-    adding.add_argument("--printed", type=local_path, metavar="FILE", help="the part's standard output")
+    for number in (
+        "--code",
+        "--seconds",
+        "--limit",
+    ):  # of the part's command: its exit code, how long it ran and might run
+        adding.add_argument(number, type=int, default=0)
+    adding.add_argument("--command", default="")
+    adding.add_argument("--printed", type=local_path, metavar="FILE", help="the part's standard output", required=True)
     return parser
 
 

@@ -65,7 +65,7 @@ def main() -> int:
     if options.images < 1 or options.images % size or options.rounds < 1:
         parser.error(f"--images must be a multiple of train.micro_batch_size={size}, and --rounds at least 1")
     figures = measure_image_loading(run, options.images, options.rounds)
-    print_report(torch.device("cpu"), {run.name: figures}, options.output)
+    print_report("cpu", {run.name: figures}, options.output)
     return 0
 
 

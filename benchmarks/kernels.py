@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.compiled_kernels import compile_for_hopper, launches_of, usage_of, without_kernels
 from benchmarks.step import DTYPES, copy_call, matrix_calls
-from benchmarks.timing import say, time_in_turns, turns_of
+from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
@@ -40,7 +40,6 @@ from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
 from gmlp_scale.models.layers import diagonal_sums
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.recipe.reader import load_run_config
 
 NUM_CALLS = 2000
 TINY = [
@@ -63,13 +62,18 @@ def main() -> int:
         raise InputError("there is no CUDA device: run it on a GPU, or with --device none or cpu")
     if (options.device == "cpu") != is_interpreted():
         raise InputError("--device cpu needs TRITON_INTERPRET=1 in the environment, other devices need it unset")
-    recipe = partial(load_recipe, options.config, options.overrides)
+    tiny = load_measurable(options.config, [*options.overrides, *TINY])
+    run = tiny if options.device == "cpu" else load_measurable(options.config, options.overrides)
+    if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
+        raise InputError(f"{options.config}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
+    if run.train.precision == "auto":
+        raise InputError(f"{options.config}: train.precision: found auto; needed: float32 or bf16, the one timed here")
     report = {}
     if options.device != "cpu":
-        report["host_seconds"] = host_seconds(recipe(tiny=True), "cpu" if options.device == "none" else "cuda")
-        report["compiled_for_sm_90"] = compiled_kernels(recipe(tiny=False))
+        report["host_seconds"] = host_seconds(tiny, "cpu" if options.device == "none" else "cuda")
+        report["compiled_for_sm_90"] = compiled_kernels(run)
     if options.device != "none":
-        report |= measure_kernels(recipe(tiny=options.device == "cpu"), torch.device(options.device), options.rounds)
+        report |= measure_kernels(run, torch.device(options.device), options.rounds)
     print(json.dumps(report, indent=1))
     return 0
 
@@ -117,23 +121,6 @@ class Piece(NamedTuple):
     inputs: tuple
     flops: int
     num_bytes: int
-
-
-def load_recipe(path: str, overrides: list[str], *, tiny: bool) -> RunConfig:
-    """The recipe to measure, at a tiny shape if `tiny`.
-
-    Raises ConfigError or InputError if its kernels cannot be measured.
-    """
-    run = load_run_config(path, overrides)
-    if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
-        raise InputError(f"{path}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
-    if tiny:
-        return load_run_config(path, [*overrides, *TINY])
-    if run.train.micro_batch_size == "auto":
-        raise InputError(f"{path}: train.micro_batch_size: found auto; needed: a number, the rows timed here")
-    if run.train.precision == "auto":
-        raise InputError(f"{path}: train.precision: found auto; needed: float32 or bf16, the one timed here")
-    return run
 
 
 def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> dict:

@@ -44,15 +44,7 @@ def record(folder: Path, part: str, *, code: int, seconds: int, limit: int, comm
     checks, measured = _read(printed)
     status, reason = _outcome(code, code == STOPPED or (code == KILLED and seconds >= limit), checks)
     line = {"part": part, "status": status, "reason": reason, "seconds": seconds, "limit_seconds": limit}
-    line |= {"command": command, "exit_code": code, "checks": checks}
-    return _add(folder, line | ({"measured": measured} if measured else {}))
-
-
-def record_not_run(folder: Path, part: str, reason: str) -> dict:
-    return _add(folder, {"part": part, "status": "not run", "reason": reason})
-
-
-def _add(folder: Path, line: dict) -> dict:
+    line |= {"command": command, "exit_code": code, "checks": checks} | ({"measured": measured} if measured else {})
     with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     lines = [json.loads(text) for text in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -94,7 +86,7 @@ def report(parts: dict[str, dict]) -> str:
         lines += ["The shapes were tiny. It shows that the parts run and that a CPU passes them, nothing of a GPU.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items() if key not in ("check", "status", "reason")]
     rows = (
-        [name, part["status"], part["reason"] or "", str(part.get("seconds", "")), str(part.get("limit_seconds", ""))]
+        [name, part["status"], part["reason"] or "", str(part["seconds"]), str(part["limit_seconds"])]
         for name, part in parts.items()
     )
     lines += ["", markdown(["part", "status", "why", "seconds", "limit"], rows)]

@@ -7,19 +7,19 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import write_text
 
 WORST_CHANGE = 0.05
 
 
-def print_report(device: torch.device, figures: dict, output: Path | None) -> dict:
+def print_report(device: str, figures: dict, output: Path | None) -> dict:
     """Prints the figures with the date, the machine and this command, and returns all that."""
+    import torch  # not above: launch/gpu_proof.sh writes its report with this file after every part
+
     cpu = platform.processor() or platform.machine()
     machine = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({cpu})",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu ({cpu})",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

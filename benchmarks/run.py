@@ -13,7 +13,7 @@ Prints JSON. Only ratios within one run are worth quoting: benchmarks/__init__.p
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -22,16 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is instal
 import torch
 
 from benchmarks.checkpointing import measure_checkpoint
+from benchmarks.count_collectives import measure_scaling
 from benchmarks.loading import measure_loading
 from benchmarks.reports import print_report, read_report, table, worsened
-from benchmarks.scaling import measure_scaling
 from benchmarks.step import measure_step
-from benchmarks.timing import say, time_in_turns, turns_of
+from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.errors import InputError
-from gmlp_scale.recipe.config import ConfigError, RunConfig
-from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.storage.files import local_path
 from gmlp_scale.train.resolve import with_decided_precision
 
@@ -64,7 +62,7 @@ def main() -> int:
     device, recipes = measure(
         options.config, options.overrides, options.parts.split(","), options.rounds, with_peers=not options.no_peers
     )
-    report = print_report(device, {"recipes": recipes}, options.output)
+    report = print_report(str(device), {"recipes": recipes}, options.output)
     lines = worsened(before, report) if before else []
     for line in lines:
         print(f"worse: {line}", file=sys.stderr)
@@ -84,9 +82,15 @@ def measure(
     if unknown := set(parts) - set(PARTS):
         raise InputError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     overrides = ["engine.kind=single", *overrides]
-    runs = {path: load_run_config(path, overrides) for path in recipes}
-    check_measurable(runs)
-    first, figures = next(iter(runs.values())), {}
+    runs = {path: load_measurable(path, overrides) for path in recipes}
+    first, *others = runs.values()
+    for run in others:
+        if run.train.device != first.train.device:
+            raise InputError(
+                f"train.device: found {first.train.device} in {first.name} and {run.train.device} in {run.name}, but a "
+                "report is of one device: add train.device=auto, cpu or cuda, which holds for all recipes"
+            )
+    figures = {}
     with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
         for path, run in runs.items():
             run = with_decided_precision(run, world)
@@ -105,18 +109,6 @@ def measure(
                     case "scaling":
                         of_run[part] = measure_scaling(path, overrides, num_rounds)
         return world.device, figures
-
-
-def check_measurable(runs: Mapping[str, RunConfig]) -> None:
-    if undecided := [path for path, run in runs.items() if run.train.micro_batch_size == "auto"]:
-        raise ConfigError(undecided[0], ["train.micro_batch_size: found auto; needed: a number, the rows timed here"])
-    first, *others = runs.values()
-    for run in others:
-        if run.train.device != first.train.device:
-            raise InputError(
-                f"train.device: found {first.train.device} in {first.name} and {run.train.device} in {run.name}, but a "
-                "report is of one device: add train.device=auto, cpu or cuda, which holds for all recipes"
-            )
 
 
 def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict:

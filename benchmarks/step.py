@@ -186,38 +186,31 @@ def captured_products(step: Callable[[], object]) -> tuple[Counter[str], dict[st
     """
     with _Products() as products:
         step()
-    return products.counts, {name: _alone(*product) for name, product in products.first.items()}
+    return products.counts, products.calls
 
 
 class _Products(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.first: dict[str, tuple] = {}
+        self.calls: dict[str, Callable[[], Tensor]] = {}
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         name = function.overloadpacket.__name__
         if name in PRODUCTS:
             left, right = arguments[-2:]
-            described = (tuple(left.shape), left.stride(), tuple(right.shape), right.stride(), left.dtype, left.device)
-            key = f"product {'bmm' if left.ndim == 3 else 'mm'} {described[:4]}"
+            kind, shapes = "bmm" if left.ndim == 3 else "mm", tuple((tuple(x.shape), x.stride()) for x in (left, right))
+            key = f"product {kind} {sum(shapes, ())}"
             self.counts[key] += 1
-            self.first.setdefault(key, described)
+            if key not in self.calls:
+                self.calls[key] = partial(getattr(torch, kind), _random_like(left), _random_like(right))
         return function(*arguments, **(named or {}))
 
 
-def _alone(
-    left_shape: tuple, left_stride: tuple, right_shape: tuple, right_stride: tuple, dtype: torch.dtype, device
-) -> Callable[[], Tensor]:
-    left, right = (
-        torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        for shape, stride in ((left_shape, left_stride), (right_shape, right_stride))
-    )
-    for operand in (left, right):
-        if 0 in operand.stride():  # the whole batch shares the spatial matrix
-            operand = operand[0]
-        operand.normal_()
-    return partial(torch.bmm if left.ndim == 3 else torch.mm, left, right)
+def _random_like(operand: Tensor) -> Tensor:
+    alike = torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device=operand.device)
+    (alike[0] if 0 in alike.stride() else alike).normal_()  # 0: the whole batch shares the spatial matrix
+    return alike
 
 
 def fewest_bytes(run: RunConfig) -> int | None:

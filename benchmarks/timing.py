@@ -1,4 +1,4 @@
-"""Times calls that take turns, in this process or in contenders' own."""
+"""Times calls that take turns, in this process or in contenders' own; and the recipes that can be timed."""
 
 import contextlib
 import multiprocessing
@@ -6,12 +6,14 @@ import os
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 
+from gmlp_scale.recipe.config import ConfigError, RunConfig
+from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.trial import seconds_of
 
 NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
@@ -19,6 +21,14 @@ CALLS_PER_TURN_ON_CUDA = 5  # in a row, without waiting for the device between t
 
 Turn = Callable[[], float]
 """Runs once and returns the seconds that it took."""
+
+
+def load_measurable(path: str, overrides: Iterable[str]) -> RunConfig:
+    """The recipe. ConfigError if it has mistakes, or does not say how many rows are to be timed."""
+    run = load_run_config(path, overrides)
+    if run.train.micro_batch_size == "auto":
+        raise ConfigError(path, ["train.micro_batch_size: found auto; needed: a number, the rows timed here"])
+    return run
 
 
 def turns_of(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Turn]:

@@ -97,19 +97,16 @@ class _Agent(LocalElasticAgent):
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts there are")
-    parser.add_argument(
-        "--ranks-per-host", required=True, type=int, metavar="N", help="one rank for each GPU of a host"
-    )
-    parser.add_argument("--rendezvous", required=True, metavar="HOST:PORT", help="where the hosts meet")
-    parser.add_argument("--job", help="the job's name among those that meet at one store (default: the recipe's name)")
-    parser.add_argument("--max-restarts", type=int, default=100, metavar="N", help="after failures (default: 100)")
-    parser.add_argument(
-        "--unfinished-code", type=int, default=0, metavar="N",
-        help="exit code after a stop signal, for a cluster that restarts what leaves with N (default: 0)",
-    )  # fmt: skip
-    parser.add_argument("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
+    add = parser.add_argument
+    add("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts there are")
+    add("--ranks-per-host", required=True, type=int, metavar="N", help="one rank for each GPU of a host")
+    add("--rendezvous", required=True, metavar="HOST:PORT", help="where the hosts meet")
+    add("--job", help="the job's name among those that meet at one store (default: the recipe's name)")
+    add("--max-restarts", type=int, default=100, metavar="N", help="after failures (default: 100)")
+    restarts = "exit code after a stop signal, for a cluster that restarts what leaves with N (default: 0)"
+    add("--unfinished-code", type=int, default=0, metavar="N", help=restarts)
+    add("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
+    add("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.ranks_per_host < 1:
         parser.error("--ranks-per-host is a positive number")

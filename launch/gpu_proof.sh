@@ -37,7 +37,8 @@ part() {
     known+=" $name "
     if ((${#chosen[@]})) && [[ " environment ${chosen[*]} " != *" $name "* ]]; then return; fi
     if ((left < seconds)); then
-        "$python" benchmarks/gpu_proof.py record "$out" "$name" --not-run "needs $seconds s, and $left s were left"
+        printf '{"check": "time", "status": "not run", "reason": "needs %s s, and %s s were left"}\n' "$seconds" "$left" |
+            "$python" benchmarks/gpu_proof.py record "$out" "$name" --printed /dev/stdin
         return
     fi
     limit=$((deadline - began > seconds ? deadline - began : seconds))

@@ -58,7 +58,7 @@ EXCEPTIONS = {
 # modules that alone may import these
 CONFINED = {
     "benchmarks": ("benchmarks",),
-    "gmlp_scale.prepare": ("gmlp_scale.prepare", "data_prep", "benchmarks"),
+    "gmlp_scale.prepare": ("gmlp_scale.prepare", "data_prep"),
     "datatrove": ("gmlp_scale.prepare",),
     "deepspeed": ("gmlp_scale.engine.zero_sharding",),
     "torch.distributed": (
@@ -68,7 +68,7 @@ CONFINED = {
         "benchmarks",
         "launch.elastic",
     ),
-    "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep", "benchmarks.tokenizing"),
+    "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
     "tensorboard": ("gmlp_scale.train.sinks", "gmlp_scale.analysis.run_records", "gmlp_scale.train.rank_server"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records", "gmlp_scale.train.sinks"),
     "wandb": ("gmlp_scale.train.sinks",),

@@ -15,8 +15,8 @@ from benchmarks.gpu_proof import one_rank_all_reduce
 from benchmarks.proof import DifferenceError, Trial, compare_bits, compare_metrics, compiling, parity_with_cpu
 from benchmarks.proof_report import record
 from gmlp_scale.models.gmlp import GmlpBlock
-from tests.benchmarks.smoke_recipe import SMOKE
 from tests.gloo_ranks import run_ranks
+from tests.whole_runs import SMOKE
 
 MEASURED = sorted((SMOKE.parents[2] / "docs/benchmarks").glob("*-cpu-gmlp_base-*.json"))[0]
 TINY = ["model.d_model=16", "model.d_ffn=32", "model.sequence_length=32", "train.global_batch_size=4"]
