@@ -2,13 +2,16 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from gmlp_scale.export.card import render
-from gmlp_scale.science.claims import ALIKE, PARTS, QUANTITIES, RATES, Quantity, p_value, verdict
+from gmlp_scale.science.claims import ALIKE, LEVEL, PARTS, QUANTITIES, RATES, Quantity, holm, p_value, verdict
 from gmlp_scale.science.runs import HELDOUT_ROWS, Table, arguments
+
+_LOST = ", undecided after the correction"
 
 
 def document(table: Table) -> str:
@@ -16,6 +19,7 @@ def document(table: Table) -> str:
     run, precision = table.run(table.models[0], RATES[0], 0), table.precision()
     rates = {model: table.chosen_rate(model) for model in table.models}
     overrides = dict.fromkeys((*table.overrides, f"train.precision={precision}"))
+    sentences = _sentences(table)
     parts = []
     for part, (title, models) in PARTS.items():
         if part in table.parts:
@@ -24,7 +28,7 @@ def document(table: Table) -> str:
                 {
                     "title": title,
                     "rows": [_row(table, model) for model in models],
-                    "sentences": [_sentence_of(table, quantity) for quantity in QUANTITIES if quantity.part == part],
+                    "sentences": [sentences[quantity] for quantity in QUANTITIES if quantity.part == part],
                     "picture": dense_rate and table.run("gmlp_dense", dense_rate, 0).name,
                 }
             )
@@ -37,13 +41,14 @@ def document(table: Table) -> str:
         heldout_rows=f"{HELDOUT_ROWS:,}",
         alike=f"{ALIKE:.3f}",
         rates=", ".join(f"{rate:g}" for rate in RATES),
+        counts=_counts_of(sentences.values()),
         parts=parts,
         commands=[_command(model, rate, overrides) for model, rate in rates.items() if rate],
     )
     return text.rstrip() + "\n"
 
 
-def sentence(quantity: Quantity, values: Sequence[float], counts: str, num_seeds: int) -> str:
+def sentence(quantity: Quantity, values: Sequence[float], counts: str, num_seeds: int, corrected_p: float = 1.0) -> str:
     """What the quantity's values on the seeds say. `counts`: how many runs of its models are done, in words."""
     found_verdict = verdict(values, num_seeds)
     found = f"{quantity.text}: {spread(values)}" if values else quantity.text
@@ -54,7 +59,9 @@ def sentence(quantity: Quantity, values: Sequence[float], counts: str, num_seeds
     elif not np.isfinite(values).all():
         detail = " (a loss was not finite)"
     else:
-        detail = f" (p = {p_value(values):.2g})"
+        is_lost = found_verdict != "undecided" and corrected_p >= LEVEL
+        corrected = f"by Holm {corrected_p:.2g}" + (_LOST if is_lost else "")
+        detail = f" (p = {p_value(values):.2g}, {corrected})"
     return f"- **{found_verdict.capitalize()}**: {f'{quantity.claim}. ' if quantity.claim else ''}{found}{detail}."
 
 
@@ -74,9 +81,27 @@ def _row(table: Table, model: str) -> str:
     return f"| {model} | {table.num_parameters(model):,} | {tried} | {shown}"
 
 
-def _sentence_of(table: Table, quantity: Quantity) -> str:
-    counts = ", ".join(f"{model} {len(table.losses(model))} of {table.num_seeds}" for model in quantity.models)
-    return sentence(quantity, table.values(quantity), counts, table.num_seeds)
+def _sentences(table: Table) -> dict[Quantity, str]:
+    """What the runs say about every quantity of the table's parts."""
+    values = {quantity: table.values(quantity) for quantity in QUANTITIES if quantity.part in table.parts}
+    claims = [quantity for quantity in values if quantity.claim and len(values[quantity]) == table.num_seeds]
+    corrected = dict(zip(claims, holm([p_value(values[claim]) for claim in claims]), strict=True))
+    return {
+        quantity: sentence(quantity, found, _counts(table, quantity), table.num_seeds, corrected.get(quantity, 1.0))
+        for quantity, found in values.items()
+    }
+
+
+def _counts_of(sentences: Iterable[str]) -> str:
+    """How the claims came out, in one sentence."""
+    verdicts = Counter(text.split("**")[1] for text in sentences if "**" in text)
+    found = ", ".join(f"{count} x {text.lower()}" for text, count in verdicts.most_common())
+    lost = sum(_LOST in text for text in sentences)
+    return f"Verdicts on {verdicts.total()} claims: {found}. {lost} of them do not survive the correction."
+
+
+def _counts(table: Table, quantity: Quantity) -> str:
+    return ", ".join(f"{model} {len(table.losses(model))} of {table.num_seeds}" for model in quantity.models)
 
 
 def _command(model: str, rate: float, overrides: Iterable[str]) -> str:

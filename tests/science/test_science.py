@@ -21,6 +21,7 @@ from gmlp_scale.science.claims import (
     RATES,
     Quantity,
     Trained,
+    holm,
     p_value,
     slope,
     toeplitz_share,
@@ -153,16 +154,37 @@ CLAIM = Quantity("b", "Loss of x - loss of y", ("y", "x"), lambda y, x: x.loss -
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([0.5, 0.51, 0.52], "- **Holds**: y beats x. Loss of x - loss of y: 0.510 ± 0.010 (p = 0.00013)."),
-        ([-0.5, -0.51, -0.52], "- **Does not hold**: y beats x. Loss of x - loss of y: -0.510 ± 0.010 (p = 0.00013)."),
-        ([0.5, -0.2, 0.1], "- **Cannot be told**: y beats x. Loss of x - loss of y: 0.133 ± 0.351 (p = 0.58)."),
-        ([0.5, np.inf, 0.5], "- **Cannot be told**: y beats x. Loss of x - loss of y: inf (a loss was not finite)."),
+        (
+            [0.5, 0.51, 0.52],
+            "- **Holds**: y beats x. Loss of x - loss of y: 0.510 ± 0.010 (p = 0.00013, by Holm 0.04).",
+        ),
+        (
+            [-0.5, -0.51, -0.52],
+            "- **Does not hold**: y beats x. Loss of x - loss of y: -0.510 ± 0.010 (p = 0.00013, by Holm 0.04).",
+        ),
+        (
+            [0.5, -0.2, 0.1],
+            "- **Undecided**: y beats x. Loss of x - loss of y: 0.133 ± 0.351 (p = 0.58, by Holm 0.04).",
+        ),
+        ([0.5, np.inf, 0.5], "- **Undecided**: y beats x. Loss of x - loss of y: inf (a loss was not finite)."),
         ([0.5, 0.51], "- **Not run**: y beats x. Loss of x - loss of y: 0.505 ± 0.007 (done: y 2 of 3)."),
         ([], "- **Not run**: y beats x. Loss of x - loss of y (done: y 2 of 3)."),
     ],
 )
 def test_sentences(values, expected):
-    assert sentence(CLAIM, values, "y 2 of 3", num_seeds=3) == expected
+    assert sentence(CLAIM, values, "y 2 of 3", num_seeds=3, corrected_p=0.04) == expected
+
+
+def test_a_claim_that_does_not_survive_the_correction_says_so():
+    found = sentence(CLAIM, [-0.5, -0.51, -0.52], "", num_seeds=3, corrected_p=0.06)
+    assert found.startswith("- **Does not hold**: y beats x.")
+    assert found.endswith("(p = 0.00013, by Holm 0.06, undecided after the correction).")
+
+
+def test_holms_correction_by_hand():
+    # By size: 4 x 0.01, 3 x 0.02, then 2 x 0.02 = 0.04 and 1 x 0.9, each at least the one before.
+    assert holm([0.02, 0.01, 0.9, 0.02]) == pytest.approx([0.06, 0.04, 0.9, 0.06])
+    assert holm([0.5, 0.4]) == pytest.approx([0.8, 0.8]) and holm([]) == []
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 8, 31])
