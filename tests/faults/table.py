@@ -15,6 +15,7 @@ ROWS = (
     "a checkpoint's bit flipped, byte zeroed, file cut or longer",
     "full disk during a save",
     "full disk during logs, cache and data jobs",
+    "a run's folder, log or place for checkpoints that is gone or no folder",
     "fsync of 5 s under asynchronous saves",
     "world size 2 to 1 to 4, other micro-batch",
     "resume in a later epoch, at an epoch's end, 100 batches on",
