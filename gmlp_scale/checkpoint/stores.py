@@ -76,11 +76,12 @@ class LocalCheckpoints:
 
     def write(self, name: str, attempt: str, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
         """Writes one rank's files. Returns their receipt, as write_pieces does."""
-        self.directory.mkdir(exist_ok=True)  # not the run folder, which may have been moved away
+        self.directory.mkdir(exist_ok=True)
         return write_pieces(self.directory / attempt, rank, pieces)
 
     def publish(self, name: str, attempt: str, done: str) -> None:
         """Writes DONE and makes a checkpoint of all ranks' files."""
+        (self.directory / attempt).stat()  # fails if the run folder was moved away: write_text would make a new one
         write_text(self.directory / attempt / "DONE", done)
         final = self.directory / name
         if final.exists():
@@ -167,6 +168,7 @@ class RemoteCheckpoints:
     def write(self, name: str, attempt: str, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
         for copy in step_folders(self.directory):  # of the checkpoint that the run resumed from: all ranks have read it
             shutil.rmtree(copy, ignore_errors=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         folder = self.directory / f"{attempt}-{rank}"
         try:
             receipt = write_pieces(folder, rank, pieces)
