@@ -27,6 +27,7 @@ We do not trust the filesystem either: before a tensor is used, every file that 
 """
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -101,6 +102,10 @@ class Checkpoint:
     @property
     def keys(self) -> list[str]:
         return list(self.tensors)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(of.shape) for key, of in self.tensors.items() if key.startswith(model_key("")))
 
     def read(self, key: str, first: int = 0, stop: int | None = None) -> Tensor:
         """Indices [first, stop) along dimension 0, float32 on the CPU, as a copy; a 0-d tensor is read whole.
