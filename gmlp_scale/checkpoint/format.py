@@ -45,7 +45,7 @@ from gmlp_scale.checkpoint.pieces import PIECE_FILE, FileRecord, TensorRecord, f
 from gmlp_scale.engine import Engine
 from gmlp_scale.engine.masters import model_key
 from gmlp_scale.errors import UserError
-from gmlp_scale.storage.files import check_seal
+from gmlp_scale.storage.files import check_seal, read_file
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
 FORMAT_VERSION = 3
@@ -149,7 +149,7 @@ class Checkpoint:
 def read_done(path: Path) -> _Done:
     """The DONE of a checkpoint's folder. CheckpointError if there is none, or if it is damaged or of another step."""
     try:
-        text = (path / "DONE").read_text(encoding="ascii")
+        text = read_file(path / "DONE").decode("ascii")
         check_seal(text)  # first, so that a damaged version number is not taken for another version
         _check_version(path, text)
         done = _Done.model_validate_json(text)

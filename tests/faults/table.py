@@ -16,6 +16,7 @@ ROWS = (
     "full disk during a save",
     "full disk during logs, cache and data jobs",
     "a run's folder, log or place for checkpoints that is gone or no folder",
+    "a pipe or device where a file of a run is read",
     "fsync of 5 s under asynchronous saves",
     "world size 2 to 1 to 4, other micro-batch",
     "resume in a later epoch, at an epoch's end, 100 batches on",
