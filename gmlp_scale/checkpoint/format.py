@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, field_validator
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -62,6 +62,19 @@ class CheckpointVersionError(CheckpointError):
     """A checkpoint has another FORMAT_VERSION. It may well be whole."""
 
 
+class _Config(BaseModel, frozen=True, extra="allow"):
+    train: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+class _Details(BaseModel, frozen=True, extra="allow"):
+    """What the code behind relies on in the details of a run of any task."""
+
+    config: _Config
+    data: dict[str, Any] = Field(min_length=1)
+    time_budget: dict[str, Any] = {}
+
+
 class _Done(BaseModel, frozen=True, extra="forbid"):
     format_version: int
     step: int
@@ -72,6 +85,12 @@ class _Done(BaseModel, frozen=True, extra="forbid"):
     """Of a DONE written before these became a part of the details."""
     xxh3_128: str
     """The checksum of DONE's text without this field."""
+
+    @field_validator("details")
+    @classmethod
+    def _check_details(cls, details: dict[str, Any]) -> dict[str, Any]:
+        _Details.model_validate(details)
+        return details
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     lock = Path(run_folder) / "LOCK"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
+        for path in lock.parent.iterdir():
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise InputError(f"{path} is a pipe or a device, which a run would wait for: move it away")
         held = FileLock(lock, fallback_to_soft=False).acquire(blocking=False)
     except Timeout:
         holder = lock.read_text(encoding="utf-8").strip() or "another process"
