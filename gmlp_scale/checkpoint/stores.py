@@ -151,7 +151,7 @@ class RemoteCheckpoints:
 
     def names(self) -> list[str]:
         """The folders with a DONE."""
-        return [name for name, files in self._folders().items() if "DONE" in files]
+        return [name for name, files in self._folders().items() if self._has_done(name, files)]
 
     def open(self, name: str, verify_files: bool = True) -> Checkpoint:
         """Copies the checkpoint here first."""
@@ -193,8 +193,15 @@ class RemoteCheckpoints:
 
     def prepare(self) -> None:
         for name, files in self._folders().items():
-            if not any(file.startswith("DONE") for file in files):
+            if not any(file.startswith("DONE.") for file in files) and not self._has_done(name, files):
                 self.delete(name)
+
+    def _has_done(self, name: str, files: list[str]) -> bool:
+        """Some stores list a new file late, so a DONE that is not listed is asked for."""
+        try:
+            return "DONE" in files or bool(read_file(f"{self.place}/{name}/DONE"))
+        except FileNotFoundError:
+            return False
 
     def _folders(self) -> dict[str, list[str]]:
         """The files of each folder, in the order of steps."""

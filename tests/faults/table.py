@@ -30,6 +30,7 @@ ROWS = (
     "data job killed, its processes or its own",
     "S3: 10 % of answers 503, reset, cut or late",
     "S3: 403 and 404",
+    "a store that lists new files late",
     "corpus files cut or damaged",
     "an export's file damaged",
     "pickles where a file is read",
