@@ -52,7 +52,7 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
         checkpointer = Checkpointer(
             LocalCheckpoints(directory),
             CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed
-            details={},
+            details={"config": run.to_json(), "data": {"rows": 0}},
             world=world,
             timeout_seconds=run.engine.timeout_seconds,
         )

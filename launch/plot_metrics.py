@@ -4,9 +4,11 @@ python launch/plot_metrics.py --runs outputs/compare_gmlp outputs/compare_amlp -
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
+from gmlp_scale.analysis.curves import is_drawable
 from gmlp_scale.analysis.run_records import curve
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
@@ -24,6 +26,7 @@ def main() -> int:
 
     from matplotlib.figure import Figure
 
+    is_log = not options.tag.endswith("/loss")  # a loss is already a logarithm
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for run_dir in options.runs:
@@ -35,9 +38,9 @@ def main() -> int:
             tags = sorted({tag for line in lines for tag in line} - {"step"}) or ["none"]
             raise InputError(f"{run_dir}/metrics.jsonl: no line has {options.tag}; there are {', '.join(tags)}")
         steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.4g})")
-    # A loss is already a logarithm.
-    axes.set(xlabel="step", ylabel=options.tag, yscale="linear" if options.tag.endswith("/loss") else "log")
+        shown = [value if is_drawable(value, is_log=is_log) else math.nan for value in values]
+        axes.plot(steps, shown, marker=".", label=f"{Path(run_dir).name} ({values[-1]:.4g})")
+    axes.set(xlabel="step", ylabel=options.tag, yscale="log" if is_log else "linear")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     options.output.parent.mkdir(parents=True, exist_ok=True)

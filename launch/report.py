@@ -42,7 +42,7 @@ def _filters(folders: list[str], records: list[RunRecord]) -> list[Filters]:
     """Each run's filters, or why they cannot be read. Runs without spatial projections are left out."""
     filters = []
     for number, (folder, record) in enumerate(zip(folders, records, strict=True)):
-        family = FAMILIES.get(record.config.get("model.kind"))
+        family = FAMILIES.get(str(record.config.get("model.kind")))
         if not family or not family.has_spatial_filters:
             continue
         try:

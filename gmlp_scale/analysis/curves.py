@@ -13,6 +13,8 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 408, 10, 212
 """Where the axes end; the numbers beside them stand outside."""
 MOST_POINTS = 200
 """The most points of a drawn curve."""
+LEAST, MOST = 1e-150, 1e150
+"""Between these sizes a value can be drawn: sums, products and ratios of two stay finite."""
 
 
 class Point(NamedTuple):
@@ -50,8 +52,13 @@ class Axis:
         return ticks[:: math.ceil(len(ticks) / 7)]
 
 
+def is_drawable(value: float, *, is_log: bool) -> bool:
+    """Whether an axis can show a value. NaN and infinity cannot be drawn."""
+    return LEAST <= (value if is_log else abs(value)) <= MOST or (value == 0 and not is_log)
+
+
 def y_axis(values: Sequence[float], *, is_log: bool, from_zero: bool) -> Axis:
-    """An axis on which all the values lie; on a logarithmic one they are positive."""
+    """An axis on which all the values lie, which are drawable."""
     low, high = min(values), max(values)
     if is_log:
         margin = max((high / low) ** 0.04, 1.01)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gmlp_scale.analysis.curves import is_drawable
 from gmlp_scale.analysis.run_records import curve
 from gmlp_scale.checkpoint.saved_run import read_recipe
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
@@ -116,7 +117,7 @@ def run_sizes(run_folders: Sequence[str | Path]) -> list[RunSize]:
         perplexities = curve(read_metrics(f"{run_folder}/metrics.jsonl"), "eval/perplexity")
         if not perplexities:
             problems.append(f"{run_folder} has no held-out evaluation in metrics.jsonl: train it further")
-        elif not math.isfinite(perplexities[-1][1]):
+        elif not is_drawable(perplexities[-1][1], is_log=True):
             problems.append(f"{run_folder} has the perplexity {perplexities[-1][1]}: leave it out")
         else:
             sizes.append(RunSize(recipe.name, count_parameters(recipe), *perplexities[-1]))

@@ -7,7 +7,6 @@ TensorBoard would stop reading the run's file once a second one appears, and a r
 """
 
 import logging
-import math
 import shutil
 import tempfile
 from collections import Counter
@@ -18,29 +17,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from gmlp_scale.checkpoint.format import CheckpointError
+from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
+from gmlp_scale.checkpoint.saved_run import config_path
 from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of
-from gmlp_scale.checkpoint.trained import PREFIX
 from gmlp_scale.errors import InputError
 from gmlp_scale.fields import flatten
-from gmlp_scale.storage.files import delete_file, download_file, is_url, list_files, read_file, redacted, upload_file
+from gmlp_scale.recipe.reader import read_yaml
+from gmlp_scale.storage.files import delete_file, download_file, is_url, list_files, redacted, upload_file
 from gmlp_scale.train.sinks import read_metrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """What a checkpoint's DONE says. The weights are neither read nor checked."""
-
-    step: int
-    num_parameters: int
-    details: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,8 @@ class RunRecord:
     """The step of each resume after which the run trained on. None if there are no events that say it."""
     skipped: list[dict[str, Any]]
     """The updates that were left out."""
-    newest: SavedModel | None
+    newest: Checkpoint | None
+    """The newest checkpoint whose DONE can be read. Its weights are neither read nor checked."""
 
     @property
     def last_step(self) -> int:
@@ -67,8 +57,8 @@ class RunRecord:
 
 
 def curve(lines: Sequence[dict[str, Any]], tag: str) -> list[tuple[int, float]]:
-    """(step, value) of each line that has the tag. Values may be NaN or infinite."""
-    return [(line["step"], line[tag]) for line in lines if isinstance(line.get(tag), int | float)]
+    """(step, value) of each line that has a number for the tag. Values may be NaN or infinite."""
+    return [(line["step"], float(line[tag])) for line in lines if type(line.get(tag)) in (int, float)]
 
 
 def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
@@ -86,7 +76,8 @@ def read_run_records(run_folders: Sequence[str]) -> list[RunRecord]:
 
 
 def _read(folder: str) -> RunRecord:
-    config, lines = _config(folder), read_metrics(f"{folder}/metrics.jsonl")
+    config = dict(flatten(read_yaml(config_path(folder))))
+    lines = read_metrics(f"{folder}/metrics.jsonl")
     if not lines:
         raise InputError(redacted(f"{folder} has no metrics yet: give a run whose metrics.jsonl has a line"))
     starts, last_step = start_steps(f"{folder}/tensorboard"), lines[-1]["step"]
@@ -101,33 +92,14 @@ def _read(folder: str) -> RunRecord:
     )
 
 
-def _config(folder: str) -> dict[str, Any]:
-    path = f"{folder}/config.yaml"
-    try:
-        content = yaml.safe_load(read_file(path))
-    except (FileNotFoundError, NotADirectoryError):
-        needed = "give OUTPUT_DIR/NAME of a run of launch/pretrain.py or launch/finetune.py"
-        raise InputError(redacted(f"no run at {folder}: {path} does not exist; {needed}")) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        found = " ".join(str(error).split())
-        raise InputError(redacted(f"{path} is not plain YAML ({found}); give a run's own folder")) from None
-    if not isinstance(content, dict):
-        raise InputError(redacted(f"{path} is no run's config: it has no fields; give a run's own folder"))
-    return dict(flatten(content))
-
-
-def _newest(folder: str) -> SavedModel | None:
-    """The newest checkpoint whose DONE can be read; a warning names those that cannot."""
+def _newest(folder: str) -> Checkpoint | None:
+    """As in RunRecord; a warning names those that cannot be read."""
     with checkpoints_of(folder) as checkpoints:
         try:
-            newest, _ = newest_of(checkpoints, verify_files=False)
+            return newest_of(checkpoints, verify_files=False)[0]
         except CheckpointError as error:
             log.warning("%s", error)
             return None
-    if newest is None:
-        return None
-    sizes = [math.prod(record.shape) for key, record in newest.tensors.items() if key.startswith(PREFIX)]
-    return SavedModel(newest.step, sum(sizes), newest.details)
 
 
 @contextmanager
@@ -166,6 +138,8 @@ def start_steps(folder: str) -> list[int]:
             path = Path(copies, name) if is_url(folder) else Path(folder, name)
             if is_url(folder):
                 download_file(f"{folder}/{name}", path)
+            if not path.is_file():  # a pipe or a device, which may never end
+                continue
             first_events = islice(EventFileLoader(str(path)).Load(), 3)
             starts += [event for event in first_events if event.session_log.status == SessionLog.START]
     return [start.step - 1 for start in sorted(starts, key=lambda start: start.wall_time)]

@@ -15,7 +15,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gmlp_scale.analysis import curves
-from gmlp_scale.analysis.curves import Axis, Point, band, line, short, stretches, y_axis
+from gmlp_scale.analysis.curves import Axis, Point, band, is_drawable, line, short, stretches, y_axis
 from gmlp_scale.analysis.run_records import RunRecord
 from gmlp_scale.train.time_budget import num_steps_of
 
@@ -68,7 +68,7 @@ class Chart:
     y_axis: Axis
     curves: list[Curve]
     num_left_out: int
-    """Values that the axis cannot show: not finite, or not positive on a logarithmic axis."""
+    """Values that the axis cannot show."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,7 @@ def _charts(records: Sequence[RunRecord], plots: Sequence[Plot]) -> list[Chart]:
     charts = []
     for plot in plots:
         found = [record.curve(plot.tag) for record in records]
-        drawn = [
-            [(step, value) for step, value in curve if math.isfinite(value) and (value > 0 or not plot.is_log)]
-            for curve in found
-        ]
+        drawn = [[point for point in curve if is_drawable(point[1], is_log=plot.is_log)] for curve in found]
         values = [value for curve in drawn for _, value in curve]
         if not values:
             continue

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import FORMAT_VERSION, Checkpoint, CheckpointError, folder_name, step_of
 from gmlp_scale.checkpoint.pieces import merged, staged
-from gmlp_scale.checkpoint.stores import Checkpoints, newest_of, remove
+from gmlp_scale.checkpoint.stores import NEVER_PASSES, Checkpoints, newest_of, remove
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, Piece
 from gmlp_scale.storage.files import sealed
@@ -97,7 +97,8 @@ class Checkpointer:
         """Collective: rank 0 finds the newest checkpoint and verifies it, and all ranks open it.
 
         Deletes what killed saves left. Renames damaged checkpoints, since the run will save those steps again when it
-        reaches them. Raises CheckpointError where all are damaged, and OtherRankError on the other ranks.
+        reaches them. Raises CheckpointError where all are damaged, InputError where none can be saved, and
+        OtherRankError on the other ranks.
         """
         name = self.world.on_main(self._find_newest)
         if name is None:
@@ -111,7 +112,7 @@ class Checkpointer:
 
     def _find_newest(self) -> str | None:
         try:
-            self.checkpoints.delete_unfinished()
+            self.checkpoints.prepare()
             checkpoint, damaged = newest_of(self.checkpoints)
             for name in damaged:
                 self.checkpoints.set_aside(name, f"damaged-{self._token}")
@@ -132,8 +133,12 @@ class Checkpointer:
         saving or has resumed from.
 
         states: JSON-able, by name. This checkpoint's details have them beside those of all checkpoints.
+
+        Raises InputError if the run folder is gone, and OtherRankError on the other ranks.
         """
         began = time.monotonic()
+        if self.checkpoints.is_shared:
+            self.world.on_main(self.checkpoints.check_run_folder)
         if step == self._newest_step:
             return 0.0
         assert self._newest_step is None or step > self._newest_step, f"step {step} after step {self._newest_step}"
@@ -258,7 +263,7 @@ class Checkpointer:
             checkpoints.delete(old[0])
             logger.warning("%s. Deleted %s to make room (checkpoint.on_full_disk)", self.last_error, old[0])
             return True
-        if None in numbers or self._no_more_attempts.is_set():
+        if None in numbers or numbers & NEVER_PASSES or self._no_more_attempts.is_set():
             logger.error("%s. Earlier checkpoints are untouched", self.last_error)
             return False
         room = str(checkpoints.directory)

@@ -27,6 +27,7 @@ We do not trust the filesystem either: before a tensor is used, every file that 
 """
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, field_validator
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ from gmlp_scale.checkpoint.pieces import PIECE_FILE, FileRecord, TensorRecord, f
 from gmlp_scale.engine import Engine
 from gmlp_scale.engine.masters import model_key
 from gmlp_scale.errors import UserError
-from gmlp_scale.storage.files import check_seal
+from gmlp_scale.storage.files import check_seal, read_file
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
 FORMAT_VERSION = 3
@@ -61,6 +62,19 @@ class CheckpointVersionError(CheckpointError):
     """A checkpoint has another FORMAT_VERSION. It may well be whole."""
 
 
+class _Config(BaseModel, frozen=True, extra="allow"):
+    train: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+class _Details(BaseModel, frozen=True, extra="allow"):
+    """What the code behind relies on in the details of a run of any task."""
+
+    config: _Config
+    data: dict[str, Any] = Field(min_length=1)
+    time_budget: dict[str, Any] = {}
+
+
 class _Done(BaseModel, frozen=True, extra="forbid"):
     format_version: int
     step: int
@@ -71,6 +85,12 @@ class _Done(BaseModel, frozen=True, extra="forbid"):
     """Of a DONE written before these became a part of the details."""
     xxh3_128: str
     """The checksum of DONE's text without this field."""
+
+    @field_validator("details")
+    @classmethod
+    def _check_details(cls, details: dict[str, Any]) -> dict[str, Any]:
+        _Details.model_validate(details)
+        return details
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,10 @@ class Checkpoint:
     @property
     def keys(self) -> list[str]:
         return list(self.tensors)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(of.shape) for key, of in self.tensors.items() if key.startswith(model_key("")))
 
     def read(self, key: str, first: int = 0, stop: int | None = None) -> Tensor:
         """Indices [first, stop) along dimension 0, float32 on the CPU, as a copy; a 0-d tensor is read whole.
@@ -144,7 +168,7 @@ class Checkpoint:
 def read_done(path: Path) -> _Done:
     """The DONE of a checkpoint's folder. CheckpointError if there is none, or if it is damaged or of another step."""
     try:
-        text = (path / "DONE").read_text(encoding="ascii")
+        text = read_file(path / "DONE").decode("ascii")
         check_seal(text)  # first, so that a damaged version number is not taken for another version
         _check_version(path, text)
         done = _Done.model_validate_json(text)

@@ -105,7 +105,8 @@ def staged(engine: Engine, buffers: dict[str, Tensor]) -> dict[str, Piece]:
 
 
 def write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
-    """Writes and fsyncs one rank's pieces, a new file about every FILE_BYTES. Makes the folder if needed.
+    """Writes and fsyncs one rank's pieces, a new file about every FILE_BYTES. Makes the folder, but none above it: the
+    run folder may have been moved away.
 
     Returns its receipt, JSON-able: each file's FileRecord, and its layout_of the pieces.
     """
@@ -120,7 +121,7 @@ def write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str,
     def write(name: str) -> dict[str, Any]:
         return write_safetensors(contents[name], folder / name).model_dump()
 
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(NUM_WRITER_THREADS) as pool:
         files = dict(zip(contents, pool.map(write, contents), strict=True))
     fsync(folder)

@@ -25,14 +25,18 @@ def read_recipe(run_folder: str | Path, config_class: type[AnyConfig] = RunConfi
 
     TrainedModelError if there is no run; ConfigError if it cannot be read or is of another task.
     """
+    return load_config(config_class, config_path(run_folder))
+
+
+def config_path(run_folder: str | Path) -> str:
+    """A run's config.yaml. TrainedModelError if there is no run."""
     path = f"{run_folder}/config.yaml"
     try:
         read_file(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise TrainedModelError(
-            f"no run at {run_folder}: {path} does not exist; give OUTPUT_DIR/NAME of a run of launch/pretrain.py"
-        ) from None
-    return load_config(config_class, path)
+        needed = "give OUTPUT_DIR/NAME of a run of launch/pretrain.py or launch/finetune.py"
+        raise TrainedModelError(redacted(f"no run at {run_folder}: {path} does not exist; {needed}")) from None
+    return path
 
 
 def read_run(run_folder: str | Path, step: int | None = None) -> TrainedModel:

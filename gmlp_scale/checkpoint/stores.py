@@ -6,12 +6,14 @@ all the others are there. Stores have no rename: a folder is a checkpoint if it 
 and the first to go when a checkpoint is deleted. What a kill leaves has no DONE, and the next run deletes it.
 """
 
+import errno
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from gmlp_scale.checkpoint.format import (
 )
 from gmlp_scale.checkpoint.pieces import fsync, write_pieces
 from gmlp_scale.engine import Piece
+from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import (
     delete_file,
     download_file,
@@ -39,6 +42,8 @@ from gmlp_scale.storage.files import (
 
 logger = logging.getLogger("gmlp_scale")
 
+NEVER_PASSES = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
+"""What stops a save and no waiting mends."""
 NUM_TRANSFERS = 4
 """Files that are copied at a time. Of a large file, several parts are."""
 
@@ -54,6 +59,7 @@ class LocalCheckpoints:
         """The run's folder `checkpoints`: a path or a URL."""
         self.directory = directory
         """Where this host's ranks write and read files."""
+        self._lock: tuple[int, int] | None = None
 
     def names(self) -> list[str]:
         """In the order of steps."""
@@ -70,10 +76,12 @@ class LocalCheckpoints:
 
     def write(self, name: str, attempt: str, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
         """Writes one rank's files. Returns their receipt, as write_pieces does."""
+        self.directory.mkdir(exist_ok=True)
         return write_pieces(self.directory / attempt, rank, pieces)
 
     def publish(self, name: str, attempt: str, done: str) -> None:
         """Writes DONE and makes a checkpoint of all ranks' files."""
+        (self.directory / attempt).stat()  # fails if the run folder was moved away: write_text would make a new one
         write_text(self.directory / attempt / "DONE", done)
         final = self.directory / name
         if final.exists():
@@ -88,10 +96,43 @@ class LocalCheckpoints:
     def delete(self, name: str) -> None:
         remove(self.directory / name)
 
-    def delete_unfinished(self) -> None:
-        """Deletes what killed saves and deletions left."""
+    def prepare(self) -> None:
+        """At a run's start, on rank 0: deletes what killed saves and deletions left, and sees that files can be made.
+
+        Leaves no folder that was not there. InputError if no waiting makes this a place for checkpoints.
+        """
+        is_new = not os.path.lexists(self.directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            if error.errno in NEVER_PASSES:
+                needed = "needed: a folder that you may write to. Move it away, or mount its disk"
+                raise InputError(f"{self.directory} cannot hold checkpoints ({error.strerror}); {needed}") from None
         for leftover in self.directory.glob("step_*.tmp-*"):
             remove(leftover)
+        if is_new:
+            with suppress(OSError):
+                self.directory.rmdir()
+        self._lock = self._found_lock()
+
+    def check_run_folder(self) -> None:
+        """Raises InputError if the run folder, or its LOCK, was deleted or moved since `prepare`."""
+        with suppress(OSError):  # a disk may fail for a moment
+            if self._found_lock() != self._lock:
+                needed = "Move it back, and the same command resumes from its newest checkpoint"
+                raise InputError(
+                    f"{self.directory.parent}, or its LOCK, was deleted or moved away: the run ends. {needed}"
+                )
+
+    def _found_lock(self) -> tuple[int, int] | None:
+        """Which file the run folder's LOCK is; None if there is none."""
+        try:
+            found = (self.directory.parent / "LOCK").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
 
 
 class RemoteCheckpoints:
@@ -110,7 +151,7 @@ class RemoteCheckpoints:
 
     def names(self) -> list[str]:
         """The folders with a DONE."""
-        return [name for name, files in self._folders().items() if "DONE" in files]
+        return [name for name, files in self._folders().items() if self._has_done(name, files)]
 
     def open(self, name: str, verify_files: bool = True) -> Checkpoint:
         """Copies the checkpoint here first."""
@@ -127,6 +168,7 @@ class RemoteCheckpoints:
     def write(self, name: str, attempt: str, rank: int, pieces: dict[str, Piece]) -> dict[str, Any]:
         for copy in step_folders(self.directory):  # of the checkpoint that the run resumed from: all ranks have read it
             shutil.rmtree(copy, ignore_errors=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         folder = self.directory / f"{attempt}-{rank}"
         try:
             receipt = write_pieces(folder, rank, pieces)
@@ -149,10 +191,17 @@ class RemoteCheckpoints:
         delete_file(f"{folder}/DONE")
         self._transfer(lambda file: delete_file(f"{folder}/{file}"), list_files(folder))
 
-    def delete_unfinished(self) -> None:
+    def prepare(self) -> None:
         for name, files in self._folders().items():
-            if not any(file.startswith("DONE") for file in files):
+            if not any(file.startswith("DONE.") for file in files) and not self._has_done(name, files):
                 self.delete(name)
+
+    def _has_done(self, name: str, files: list[str]) -> bool:
+        """Some stores list a new file late, so a DONE that is not listed is asked for."""
+        try:
+            return "DONE" in files or bool(read_file(f"{self.place}/{name}/DONE"))
+        except FileNotFoundError:
+            return False
 
     def _folders(self) -> dict[str, list[str]]:
         """The files of each folder, in the order of steps."""

@@ -17,7 +17,7 @@ from gmlp_scale.engine import EngineConfig, OptimizerConfig
 from gmlp_scale.fields import flatten, leaves
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.recipe.config import ConfigError, Recipe, RunConfig
-from gmlp_scale.storage.files import is_url, read_file
+from gmlp_scale.storage.files import is_url, read_file, usable
 
 _PACKAGE = Path(__file__).parents[1]
 _RECIPES = next(place / "configs" for place in (_PACKAGE, _PACKAGE.parent) if (place / "configs").is_dir())
@@ -84,13 +84,13 @@ def read_recipe_file(path: str | Path) -> dict[str, Any]:
 def _read_with_base(path: str | Path) -> tuple[dict[str, Any], str]:
     """The fields as in `read_recipe_file`, and the file or files that messages name."""
     path = _recipe_file(path)
-    own = _read_yaml(path)
+    own = read_yaml(path)
     base = own.pop("base", None)
     if base is None:
         return own, str(path)
     base_path = _base_file(path, base)
     try:
-        content = _read_yaml(base_path)
+        content = read_yaml(base_path)
     except ConfigError as error:
         raise ConfigError(str(path), [f"base: {base_path} {error.mistakes[0]}"]) from None
     source = f"{path} with its base {base_path}"
@@ -119,9 +119,10 @@ def _base_file(path: str | Path, base: Any) -> str | Path:
     return beside if beside.exists() or not is_name else package_recipes().get(base, beside)
 
 
-def _read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The content of a YAML file with fields, before any base. ConfigError if it is none."""
     try:
-        content = yaml.load(read_file(path).decode(), Loader=_StrictLoader)
+        content = parse_yaml(read_file(path).decode())
     except OSError as error:
         mistake = f"cannot be read ({error.strerror or error}); give a recipe's file, or a name such as gmlp_base"
         raise ConfigError(str(path), [mistake]) from None
@@ -159,6 +160,11 @@ def _purpose(recipe: dict) -> str:
             return "finetuning"
 
 
+def parse_yaml(text: str) -> Any:
+    """The only reader of YAML here. Raises YAMLError, ValueError or RecursionError for what it cannot take."""
+    return usable(yaml.load(text, Loader=_StrictLoader))
+
+
 class _StrictLoader(yaml.SafeLoader):
     """Refuses repeated keys, and aliases, which a recipe does not need and which can expand without bound."""
 
@@ -188,7 +194,7 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
             mistakes.append(f"{override}: only a recipe file has a base; give the fields that differ, or another file")
             continue
         try:
-            parsed[tuple(name.strip().split("."))] = yaml.load(text, Loader=_StrictLoader)
+            parsed[tuple(name.strip().split("."))] = parse_yaml(text)
         except (yaml.YAMLError, ValueError, RecursionError):
             mistakes.append(f"{override[:200]}: the value is not plain YAML; quote it")
     return mistakes + _set_fields(content, parsed)

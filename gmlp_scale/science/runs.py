@@ -27,7 +27,7 @@ from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields
 from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained, toeplitz_share
 from gmlp_scale.storage.claim import ClaimedError
-from gmlp_scale.storage.files import create_file, read_file, write_text
+from gmlp_scale.storage.files import create_file, read_json, write_text
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.resolve import resolve, with_decided_precision
@@ -98,7 +98,7 @@ class Table:
     def result(self, run: RunConfig) -> dict | None:
         """What a finished run gave; None if it is not done. ConfigError if the file is of another run."""
         try:
-            content = json.loads(read_file(self.place(run)))
+            content = read_json(self.place(run))
         except FileNotFoundError:
             return None
         if changed := changed_fields(content["config"], run, "train.precision"):
@@ -161,13 +161,13 @@ def like_the_first_start(table: Table, world: World, *, keep: bool) -> Table:
     path, first = f"{table.output}/first_start.json", next(table.runs())
     asked = {"precision": first.train.precision, "shards_sha256": Manifest.load(table.shards).sha256}
     try:
-        known = json.loads(read_file(path))
+        known = read_json(path)
     except FileNotFoundError:
         known = asked | {"precision": with_decided_precision(first, world).train.precision}
         if keep:
             with suppress(FileExistsError):  # another process has decided meanwhile
                 create_file(path, json.dumps(known).encode())
-            known = json.loads(read_file(path))
+            known = read_json(path)
     mistakes = [
         f"{name}: found {found}; the runs there have {known[name]}"
         for name, found in asked.items()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from gmlp_scale.errors import UserError
-from gmlp_scale.storage.files import create_file, open_filesystem, read_file, redacted, with_retries, write_file
+from gmlp_scale.storage.files import create_file, open_filesystem, read_json, redacted, with_retries, write_file
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def hold_folder(output: str, claims: str) -> Iterator[Callable[[], bool]]:
 
     try:
         with repeating(lambda: rewrite(beats=mine["beats"] + 1), _BEAT_SECONDS):
-            yield lambda: _newest(claims) == number
+            yield lambda: _newest(claims) <= number  # a listing may lack what is new
     finally:
         rewrite(ended=True)
 
@@ -75,13 +75,13 @@ def repeating(call: Callable[[], object], every_seconds: float) -> Iterator[None
 def _take(url: str, output: str, mine: dict) -> int:
     """The number of the claim that is now ours."""
     number = _newest(url)
-    if number:
-        _wait_until_gone(_name(url, number), output)
-    try:
-        create_file(_name(url, number + 1), _encoded(mine))
-    except FileExistsError as error:
-        raise _refusal(json.loads(read_file(_name(url, number + 1))), output) from error
-    return number + 1
+    while True:
+        if number:
+            _wait_until_gone(_name(url, number), output)
+        number += 1
+        with suppress(FileExistsError):  # another job was quicker, or the listing was late
+            create_file(_name(url, number), _encoded(mine))
+            return number
 
 
 def _newest(url: str) -> int:
@@ -96,12 +96,13 @@ def _wait_until_gone(name: str, output: str) -> None:
     deadline = time.monotonic() + _GONE_AFTER_SECONDS
     first = None
     while time.monotonic() < deadline:
-        holder = json.loads(read_file(name))
+        holder = read_json(name)
         first = first or holder
         if holder["ended"] or (holder["host"] == socket.gethostname() and not _is_other_process(holder["process"])):
             return
         if holder != first:
-            raise _refusal(holder, output)
+            by = f"process {holder['process']} on {holder['host']}"
+            raise ClaimedError(f"another job writes to {output}: {by}. Wait for it or stop it")
         time.sleep(_LOOK_EVERY_SECONDS)
     log.warning(
         "%s was held by process %s on %s, which has shown no sign for %.0f s: taking it over",
@@ -120,12 +121,6 @@ def _is_other_process(process: int) -> bool:
     except PermissionError:
         pass
     return process != os.getpid()  # after a restart of its container, a job may have the number of the one before
-
-
-def _refusal(holder: dict, output: str) -> ClaimedError:
-    return ClaimedError(
-        f"another job writes to {output}: process {holder['process']} on {holder['host']}. Wait for it or stop it"
-    )
 
 
 def json_names(url: str) -> list[str]:

@@ -37,7 +37,7 @@ _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
 
 MOST_LEVELS = 100
-"""Of lists and objects in one another in a JSON text."""
+"""Of lists and objects in one another in a JSON or YAML text."""
 
 _store_has_answered = False
 """Whether any store has answered this process. Before that, a store that is out of reach is a mistake of the set-up."""
@@ -170,24 +170,32 @@ def read_json(url: str | Path) -> Any:
 
 
 def parse_json(text: str | bytes, place: str) -> Any:
-    """The value of a JSON text that may be damaged or hostile. InputError names its `place`, such as a file's line.
-
-    Refuses what Python's own reader takes and the code behind it would fail at: more levels than MOST_LEVELS, integers
-    beyond a float's range, and halves of surrogate pairs, which UTF-8 does not have.
-    """
+    """The value of a JSON text that may be damaged or hostile. InputError names its `place`, such as a file's line."""
     try:
-        level = [value := json.loads(text)]
-        for _ in range(MOST_LEVELS):
-            level = [part for of_level in level for part in _parts(of_level)]
-        if level:
-            raise ValueError(f"it has more than {MOST_LEVELS} levels")
-    except (ValueError, OverflowError, RecursionError) as error:
+        return usable(json.loads(text))
+    except (ValueError, RecursionError) as error:
         raise InputError(redacted(f"{place} is damaged ({error}): mend or remove it")) from None
+
+
+def usable(value: T) -> T:
+    """What a reader of JSON or YAML returned, or ValueError for what the code behind the reader would fail at.
+
+    That is more levels than MOST_LEVELS, integers beyond a float's range, and halves of surrogate pairs, which UTF-8
+    does not have.
+    """
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        try:
+            level = [part for of_level in level for part in _parts(of_level)]
+        except OverflowError as error:
+            raise ValueError(str(error)) from None
+    if level:
+        raise ValueError(f"it has more than {MOST_LEVELS} levels")
     return value
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """The values in a JSON value. Raises ValueError or OverflowError for a text or number that cannot be used."""
+    """The values in a value. Raises ValueError or OverflowError for a text or number that cannot be used."""
     match value:
         case dict():
             return (*value, *value.values())

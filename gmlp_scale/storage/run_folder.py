@@ -48,6 +48,9 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     lock = Path(run_folder) / "LOCK"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
+        for path in lock.parent.iterdir():
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise InputError(f"{path} is a pipe or a device, which a run would wait for: move it away")
         held = FileLock(lock, fallback_to_soft=False).acquire(blocking=False)
     except Timeout:
         holder = lock.read_text(encoding="utf-8").strip() or "another process"
@@ -86,17 +89,11 @@ class RemoteFolder:
     def held(self) -> Iterator[None]:
         """For rank 0: holds the folder for this process, and copies to it what changes in `local`.
 
-        `local` begins with the run folder's own files, not those of its subfolders.
-
         Raises:
             ClaimedError: another process holds the folder.
             OSError: the last files cannot be copied. They stay in `local`. After a body that failed it is a warning.
         """
         with claimed(self.url) as self._is_held, self.local_folder():
-            for name in list_files(self.url):
-                if "/" not in name:
-                    download_file(f"{self.url}/{name}", self.local / name)
-                    self._pushed[name] = _state(self.local / name)
             try:
                 with repeating(self._try_push, PUSH_EVERY_SECONDS):
                     yield
@@ -111,10 +108,14 @@ class RemoteFolder:
 
     @contextmanager
     def local_folder(self) -> Iterator[None]:
-        """For a rank of another host: `local` is an empty folder, which only this user can read. It stays if the body
-        fails."""
+        """For a rank of another host: `local` begins with the run folder's own files, such as the record of corrupt
+        shards, not those of its subfolders. Only this user can read it. It stays if the body fails."""
         shutil.rmtree(self.local, ignore_errors=True)
         self.local.mkdir(parents=True, mode=0o700)
+        for name in list_files(self.url):
+            if "/" not in name:
+                download_file(f"{self.url}/{name}", self.local / name)
+                self._pushed[name] = _state(self.local / name)
         yield
         shutil.rmtree(self.local, ignore_errors=True)
 

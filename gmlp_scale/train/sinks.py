@@ -103,7 +103,8 @@ class EventsFile(GrowingFile):
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, or of another file of a run with a JSON object for each step, at a path or URL.
 
-    None without a file. A last line that a kill cut short is left out. InputError if a line is damaged or has no step.
+    None without a file. A last line that a kill cut short is left out. InputError if a line is damaged, has no step, or
+    has a tag, such as train/loss, that is no number.
     """
     metrics = []
     try:
@@ -117,6 +118,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
                     metrics.append(values)
                 case _:
                     raise InputError(redacted(f"{path}: line {number} has no step: mend or remove it"))
+            if wrong := [tag for tag, value in values.items() if "/" in tag and type(value) not in (int, float)]:
+                raise InputError(redacted(f"{path}: line {number}: {wrong[0]} is no number: mend or remove it"))
     return metrics
 
 

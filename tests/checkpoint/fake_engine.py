@@ -24,6 +24,8 @@ SHAPES = {
     "optimizer.embedding.weight.exp_avg": (7, 3),
 }
 
+DETAILS = {"config": {"train": {}, "optimizer": {}}, "data": {"rows": 40}}
+
 KEYS, LENGTH = ["model.a", "model.b", "model.c"], 64
 """Of a StepEngine's tensors, which are (LENGTH, 8)."""
 
@@ -121,7 +123,7 @@ def checkpointer_on(
     """One rank's, which saves after every step."""
     config = CheckpointConfig(save_every_steps=1, **config)
     checkpoints = LocalCheckpoints(directory) if isinstance(directory, Path) else directory
-    return Checkpointer(checkpoints, config, details=details or {}, world=world, timeout_seconds=timeout_seconds)
+    return Checkpointer(checkpoints, config, details=details or DETAILS, world=world, timeout_seconds=timeout_seconds)
 
 
 def alone(directory: Path, keep_last: int = 9, waits_for_room: bool = True, **options) -> Checkpointer:
@@ -134,8 +136,7 @@ def save_steps(directory: Path, steps: list[int], world_size: int = 1, **options
     """Save the state of seed `step` as each of `steps`."""
 
     def save_all(world):
-        defaults = {"keep_last": 9, "details": {"name": "of a test"}}
-        checkpointer = checkpointer_on(directory, world, **defaults | options)
+        checkpointer = checkpointer_on(directory, world, **{"keep_last": 9} | options)
         for step in steps:
             checkpointer.save(FakeEngine(world.rank, world_size, seed=step), step)
         checkpointer.wait()

@@ -16,7 +16,7 @@ from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError
 from gmlp_scale.checkpoint.pieces import FileRecord
 from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
-from tests.checkpoint.fake_engine import FakeWorld, Shared, StepEngine, assert_holds_its_step, names_in
+from tests.checkpoint.fake_engine import DETAILS, FakeWorld, Shared, StepEngine, assert_holds_its_step, names_in
 from tests.forked import fork
 
 WORLD_SIZE = 2  # two ranks, on threads of one process: a kill takes the whole node
@@ -44,7 +44,7 @@ def start_ranks(directory: Path, world_size: int = WORLD_SIZE) -> list[Checkpoin
     config, shared = CheckpointConfig(save_every_steps=1, keep_last=2), Shared(1)
     worlds = [InTurnWorld(rank, world_size, shared) for rank in range(world_size)]
     place = LocalCheckpoints(directory)
-    return [Checkpointer(place, config, world=world, details={}, timeout_seconds=20) for world in worlds]
+    return [Checkpointer(place, config, world=world, details=DETAILS, timeout_seconds=20) for world in worlds]
 
 
 class Killer:

@@ -16,6 +16,7 @@ from gmlp_scale.checkpoint.pieces import TensorRecord, layout_of, merged
 from gmlp_scale.checkpoint.stores import newest_checkpoint
 from gmlp_scale.errors import OtherRankError
 from tests.checkpoint.fake_engine import (
+    DETAILS,
     FakeEngine,
     Piece,
     alone,
@@ -57,7 +58,7 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert names_in(folder) == ["DONE", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one file may read all
     done = json.loads((folder / "DONE").read_text())
-    assert (done["step"], done["format_version"], done["details"]) == (12000, 3, {"name": "of a test"})
+    assert (done["step"], done["format_version"], done["details"]) == (12000, 3, DETAILS)
     assert done["tensors"]["model.embedding.weight"] == {"shape": [7, 3], "pieces": [[0, 1, 0, 4], [1, 1, 0, 3]]}
     assert done["tensors"]["model.blocks.0.weight"] == {"shape": [4, 3, 2], "pieces": [[0, 2, 0, 2]]}  # equal shares
     second = load_file(folder / "rank_00001_000.safetensors")
@@ -322,6 +323,28 @@ def test_an_index_that_the_files_contradict_is_found(tmp_path, trials):
             Checkpoint.open(done.parent)
         assert newest_checkpoint(tmp_path)[0].step == 1
     trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 4)
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        {},
+        DETAILS | {"config": None},
+        DETAILS | {"config": {}},
+        DETAILS | {"config": {"train": None, "optimizer": {}}},
+        {"config": DETAILS["config"]},
+        DETAILS | {"data": {}},
+        DETAILS | {"data": ["rows"]},
+        DETAILS | {"time_budget": None},
+    ],
+    ids=str,
+)
+def test_a_done_without_the_run_s_details_is_damaged_whatever_its_seal(details, tmp_path, trials):
+    save_steps(tmp_path, [1, 2])
+    reseal(tmp_path / "step_000000002", lambda done: done.update(details=details))
+    taken, passed_over = newest_checkpoint(tmp_path)
+    assert (taken.step, passed_over) == (1, ["step_000000002"])
+    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 1)
 
 
 def test_an_unknown_checksum_is_named(tmp_path):

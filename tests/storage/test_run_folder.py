@@ -54,6 +54,13 @@ def test_a_folder_that_cannot_be_created_says_why_and_what_to_change(tmp_path):
         claimed(tmp_path / "file" / "run").__enter__()
 
 
+@pytest.mark.parametrize("name", ["LOCK", "config.yaml", "metrics.jsonl", "skipped_steps.jsonl", "wandb_id"])
+def test_a_pipe_in_the_folder_is_refused(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=f"{name} is a pipe or a device, which a run would wait for: move it away"):
+        claimed(tmp_path).__enter__()
+
+
 def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
     with claimed(tmp_path / "run"):
         (tmp_path / "run" / "config.yaml").write_text("")

@@ -66,6 +66,8 @@ def test_a_run_that_ends_on_a_full_disk_says_what_is_missing(tmp_path, trials):
         ('{"step": 1}\n{"loss": 2.0}\n', "line 2 has no step"),
         ("[1]\n", "line 1 has no step"),
         ('{"step": true}\n', "line 1 has no step"),
+        ('{"step": 1, "train/loss": "low"}\n', "line 1: train/loss is no number"),
+        ('{"step": 1, "eval/loss": true}\n', "line 1: eval/loss is no number"),
         ('{"step": 1}\n{"step": 9223372036854775808}\n', "line 2 has no step"),
         ('{"step": 1, "a": ' + "[" * 100_000 + "\n", "line 1 is damaged (maximum recursion depth"),
     ],
