@@ -99,6 +99,7 @@ def _run(options: argparse.Namespace, splits: dict[str, ImageSource], job: JobFo
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the shards that are not written", file=sys.stderr)
         return 130
+    job.remove_leftovers()
     write_text(f"{options.output}/{MANIFEST_NAME}", manifest.to_json())
     rows = manifest.total_rows
     print(f"{rows['train']:,} train and {rows['heldout']:,} held-out images of {len(manifest.classes):,} classes")

@@ -15,16 +15,18 @@ import math
 import os
 import sys
 import time
+from tempfile import TemporaryDirectory
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
-from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
+from gmlp_scale.data.tokenizer import MODEL_NAME, NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import find_inputs
 from gmlp_scale.prepare.read_records import FileReader, Record, records_before_fault
 from gmlp_scale.storage.claim import repeating
-from gmlp_scale.storage.files import open_filesystem, redacted, with_retries, write_text
+from gmlp_scale.storage.files import open_filesystem, read_file, redacted, with_retries, write_file, write_text
 
+_DETAILS_NAME = "training.json"
 _READ_PER_SAMPLED_BYTE = 10
 _MAX_RECORD_BYTES = 4_000_000
 _SMALLEST_VOCABULARY = NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS + 1
@@ -53,8 +55,7 @@ def parse_options() -> argparse.Namespace:
 @command
 def main() -> int:
     options, started = parse_options(), time.monotonic()
-    filesystem, path = open_filesystem(options.output)
-    if with_retries(lambda: filesystem.exists(path), f"looking for {options.output}"):
+    if _is_taken(options.output):
         raise InputError(f"--output {options.output} is there already: choose another, or delete it")
     texts = sample(options)
     num_bytes = sum(len(text.encode()) for text in texts)
@@ -66,9 +67,10 @@ def main() -> int:
         flush=True,
     )
     bar = progress_bar(desc="training", bar_format=f"{{desc}}: {{elapsed_s:.0f}} of about {seconds:.0f} s")
-    with bar, repeating(bar.refresh, every_seconds=1.0):
-        train_tokenizer(texts, options.vocab_size, options.output)
-    tokenizer = Tokenizer(options.output)
+    with TemporaryDirectory() as folder:
+        with bar, repeating(bar.refresh, every_seconds=1.0):
+            train_tokenizer(texts, options.vocab_size, folder)
+        tokenizer, model = Tokenizer(folder), read_file(f"{folder}/{MODEL_NAME}")
     tokens_per_byte = sum(map(len, tokenizer.encode_batch(texts[:1000]))) / sum(len(t.encode()) for t in texts[:1000])
     details = vars(options) | {
         "sampled_documents": len(texts),
@@ -76,10 +78,25 @@ def main() -> int:
         "tokens_per_byte": round(tokens_per_byte, 4),
         "sha256": tokenizer.sha256,
     }
-    write_text(f"{options.output}/training.json", json.dumps(redacted(details), indent=1) + "\n")
+    write_text(f"{options.output}/{_DETAILS_NAME}", json.dumps(redacted(details), indent=1) + "\n")
+    write_file(f"{options.output}/{MODEL_NAME}", model)
     seconds = time.monotonic() - started
     print(f"{options.output}: {tokenizer.vocab_size} pieces, {tokens_per_byte:.4f} tokens per byte, {seconds:.0f} s")
     return 0
+
+
+def _is_taken(output: str) -> bool:
+    """Whether the folder has more than a killed start, or one on a full disk, leaves: the model is written last."""
+    filesystem, path = open_filesystem(output)
+
+    def look() -> bool:
+        names = [found.rsplit("/", 1)[-1] for found in filesystem.ls(path, detail=False)]
+        return not filesystem.isdir(path) or any(name != _DETAILS_NAME and name[0] != "." for name in names)
+
+    try:
+        return with_retries(look, f"looking into {output}")
+    except FileNotFoundError:
+        return False
 
 
 def training_seconds(num_bytes: int, vocab_size: int, num_cores: int) -> float:

@@ -20,7 +20,8 @@ import numpy as np
 from PIL import Image
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.prepare.input_files import StrictTarInfo, parquet_faults
+from gmlp_scale.prepare.input_files import StrictTarInfo
+from gmlp_scale.storage.damage import damage_as
 
 if TYPE_CHECKING:
     import pyarrow
@@ -211,7 +212,7 @@ def _parquet(paths: list[Path]) -> ImageSource:
     images, names = [], ()
     for path in paths:
         with _no_parquet(path):
-            file = pq.ParquetFile(path)
+            file = pq.ParquetFile(path, page_checksum_verification=True)
             _check_columns(path, file.schema_arrow)
             metadata = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
             names = names or metadata.get("info", {}).get("features", {}).get("label", {}).get("names") or ()
@@ -225,7 +226,7 @@ def _parquet(paths: list[Path]) -> ImageSource:
 
 
 def _no_parquet(path: str | Path) -> AbstractContextManager:
-    return parquet_faults(lambda found: InputError(f"{path} is no whole Parquet file ({found}): fetch it again"))
+    return damage_as(lambda found: InputError(f"{path} is no whole Parquet file ({found}): fetch it again"))
 
 
 def _check_columns(path: Path, schema: "pyarrow.Schema") -> None:
@@ -248,8 +249,9 @@ def _row_group(path: str, group: int) -> list[bytes | None]:
     import pyarrow.parquet as pq
 
     with _no_parquet(path):
-        columns = pq.ParquetFile(path).read_row_group(group, columns=["image"]).flatten()
-    return columns["image.bytes" if "image.bytes" in columns.column_names else "image"].to_pylist()
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        columns = file.read_row_group(group, columns=["image"]).flatten()
+        return columns["image.bytes" if "image.bytes" in columns.column_names else "image"].to_pylist()
 
 
 def _read_parquet(ref: ImageRef) -> bytes:

@@ -5,8 +5,7 @@ import io
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -154,19 +153,6 @@ class _RetriedFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-@contextmanager
-def parquet_faults(refuse: Callable[[str], InputError]) -> Iterator[None]:
-    """Raises what `refuse` makes of pyarrow's message where the body finds a Parquet file damaged."""
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
-            raise  # from the disk or the store; for a damaged page pyarrow raises an OSError without a number
-        raise refuse(str(error)) from error
 
 
 class StrictTarInfo(tarfile.TarInfo):

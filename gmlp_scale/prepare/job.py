@@ -13,6 +13,7 @@ OUTPUT/job/bad_files/00003.json     broken files that a task met, with the bytes
 OUTPUT/job/progress-PASS/00003.json how far a running task is
 """
 
+import errno
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import BaseContext
+from pathlib import Path
 
 from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.data.tokenizer import Tokenizer
@@ -33,7 +35,8 @@ from gmlp_scale.errors import InputError, UserError
 from gmlp_scale.prepare.input_files import InputFile, find_inputs
 from gmlp_scale.prepare.read_records import FileReader
 from gmlp_scale.storage.claim import hold_folder, json_names
-from gmlp_scale.storage.files import open_filesystem, read_file, redacted, with_retries, write_text
+from gmlp_scale.storage.damage import damage_as
+from gmlp_scale.storage.files import is_local, open_filesystem, read_file, redacted, with_retries, write_text
 
 
 class JobFolder:
@@ -60,9 +63,18 @@ class JobFolder:
             raise InputError(
                 f"--output {self.output} is there and is not the output of a job like this: choose another"
             )
-        with hold_folder(self.output, f"{self.url}/claims"):
-            self._record(json.loads(json.dumps(redacted(settings))))
-            yield
+        try:
+            with hold_folder(self.output, f"{self.url}/claims"):
+                self._record(json.loads(json.dumps(redacted(settings))))
+                yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                place = error.filename or redacted(self.output)
+                raise UserError(
+                    f"{place} cannot be written ({error.strerror}): make room there; the same command again goes on "
+                    "with what is not done"
+                ) from error
+            raise
 
     def _record(self, settings: dict) -> None:
         known = self.read("job.json")
@@ -75,6 +87,13 @@ class JobFolder:
                 f"--output {self.output} holds a job with other settings ({changes}): give another --output, or "
                 "the old settings and inputs to go on with that job"
             )
+
+    def remove_leftovers(self) -> None:
+        """Removes the half-written files of killed processes. Only on disks are there any."""
+        if is_local(self.output):
+            folder = Path(self.output.removeprefix("file://"))
+            for path in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
+                path.unlink()
 
     def write(self, name: str, content: object) -> None:
         write_text(f"{self.url}/{name}", json.dumps(redacted(content), indent=1) + "\n")
@@ -195,10 +214,8 @@ class JobOptions:
         from datasets import load_dataset
 
         name, config, split = self.hub_data_set
-        try:
+        with damage_as(lambda found: InputError(f"--input {self.input[0]}: {found}")):  # or no such config or split
             return load_dataset(name, config, split=split, streaming=True)
-        except ValueError as error:  # no such config or split, and which there are
-            raise InputError(f"--input hf:{name}:{config}:{split}: {error}") from error
 
     def settings(self, tokenizer: Tokenizer) -> dict:
         """Everything that the output's bytes depend on."""

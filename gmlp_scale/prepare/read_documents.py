@@ -13,6 +13,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import InputFile
 from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.read_records import BadRecord, Record, records_before_fault
+from gmlp_scale.storage.damage import damage_as
 from gmlp_scale.storage.files import redacted, write_text
 
 _MOST_QUARANTINED = 10_000  # bad records that a task keeps; it counts all
@@ -109,11 +110,12 @@ def _hub_records(options: JobOptions, rank: int, num_tasks: int) -> Iterator[tup
     else:
         return
     line = 0
-    for rows in data_set.iter(_HUB_ROWS_AT_A_TIME):
-        reason = "empty text" if field in rows else f"no text in field {field!r}"
-        for text in rows.get(field) or [""] * len(next(iter(rows.values()))):
-            line += 1
-            yield options.input[0], Record(text, line) if text else BadRecord(line, reason, ", ".join(rows)), 0
+    with damage_as(lambda reason: InputError(f"--input {options.input[0]} cannot be read after {line} rows: {reason}")):
+        for rows in data_set.iter(_HUB_ROWS_AT_A_TIME):
+            reason = "empty text" if field in rows else f"no text in field {field!r}"
+            for text in rows.get(field) or [""] * len(next(iter(rows.values()))):
+                line += 1
+                yield options.input[0], Record(text, line) if text else BadRecord(line, reason, ", ".join(rows)), 0
 
 
 def _redact_task_log() -> None:

@@ -22,8 +22,8 @@ from gmlp_scale.prepare.input_files import (
     StrictTarInfo,
     decompressed,
     open_input,
-    parquet_faults,
 )
+from gmlp_scale.storage.damage import damage_as
 
 _TEXT_PART_BYTES = 1_000_000
 _TAR_ENDINGS = (".txt", ".json", ".jsonl")
@@ -120,7 +120,7 @@ class FileReader:
         from pyarrow.parquet import ParquetFile
 
         num_read, self._fraction_read = 0, 0.0
-        with parquet_faults(lambda reason: BadFileError(self._file, self.bytes_read, reason)):
+        with damage_as(lambda reason: BadFileError(self._file, self.bytes_read, reason)):
             table = ParquetFile(raw, page_checksum_verification=True)
             names = table.schema_arrow.names
             if self._text_field not in names:

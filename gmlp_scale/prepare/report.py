@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections import Counter
-from pathlib import Path
 
 from gmlp_scale.data.manifest import MANIFEST_NAME, Splits
 from gmlp_scale.data.shards import ROW_DTYPE, Manifest
@@ -14,7 +13,7 @@ from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.read_documents import bad_records, check_bad_records, records_of_task
 from gmlp_scale.prepare.read_records import Record, check_bad_files
 from gmlp_scale.prepare.write_shards import PACKINGS
-from gmlp_scale.storage.files import is_local, read_file, write_file, write_text
+from gmlp_scale.storage.files import read_file, write_file, write_text
 
 _MAX_PARTS = 8  # files, or parts of a data set of the hub, of which a sample is taken
 _SAMPLE_BYTES_PER_PART = 500_000
@@ -175,10 +174,7 @@ def _write_manifest(options: JobOptions, tokenizer: Tokenizer) -> None:
     splits = Splits(**shards)
     if not splits.train:
         raise InputError("the input gave no training rows: it is empty, or every document was held out or refused")
-    if is_local(options.output):  # only there do killed processes leave half-written files
-        folder = Path(options.output.removeprefix("file://"))
-        for path in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
-            path.unlink()
+    options.job.remove_leftovers()
     manifest = Manifest(
         sequence_length=options.sequence_length,
         vocab_size=tokenizer.vocab_size,

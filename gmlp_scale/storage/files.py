@@ -306,11 +306,18 @@ def delete_file(url: str) -> None:
 
 
 def _write_temporary(target: Path, content: bytes) -> Path:
-    """Write and fsync a file beside `target`, under a name that no other process uses."""
+    """Write and fsync a file beside `target`, under a name that no other process uses.
+
+    On a full disk it leaves nothing, and raises an OSError that names `target`.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from error
     return temporary

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gmlp_scale.errors import InputError
+from gmlp_scale.storage.damage import damage_as
 
 log = logging.getLogger(__name__)
 
@@ -155,15 +156,12 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
+    from pyarrow.parquet import ParquetFile
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(str(path), [f"is not Parquet ({error})"]) from None
-    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-    yield from (Record(f"row {number}", fields) for number, fields in enumerate(rows, start=1))
+    with damage_as(lambda reason: DataError(str(path), [f"is not Parquet, or is damaged ({reason})"])):
+        file = ParquetFile(path, page_checksum_verification=True)
+        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+        yield from (Record(f"row {number}", fields) for number, fields in enumerate(rows, start=1))
 
 
 def _read_hub(source: str, part: str, data_set: DataSet) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""Disks that are full for a data job, the cache or an export, and one that takes 5 s for each fsync."""
+"""A disk that is full for the cache, and one that takes 5 s for each fsync."""
 
 import hashlib
 import itertools
@@ -14,7 +14,6 @@ import torch
 from gmlp_scale.checkpoint.format import Checkpoint
 from gmlp_scale.data.loader import Loader
 from tests.data_prep.conftest import shards_to_read, tokenizer_dir  # noqa: F401
-from tests.data_prep.corpora import make_texts, write_jsonl
 from tests.faults.test_soak import RECIPE
 from tests.forked import Script
 from tests.whole_runs import SMOKE
@@ -25,25 +24,6 @@ pytestmark = pytest.mark.faults
 
 def _limit_files(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-
-
-@pytest.mark.parametrize("num_bytes", [1000, 15_000])
-def test_a_data_job_on_a_full_disk_says_so_and_goes_on_later(num_bytes, tokenizer_dir, tmp_path, trials):  # noqa: F811
-    write_jsonl(tmp_path / "corpus.jsonl.gz", make_texts(900))
-    arguments = [
-        "--input", tmp_path / "corpus.jsonl.gz", "--tokenizer", tokenizer_dir, "--sequence-length", 32, "--output",
-        tmp_path / "shards", "--heldout-fraction", 0.1, "--shard-bytes", 20_000,
-    ]  # fmt: skip
-    code, printed, errors = Script(
-        "data_prep/tokenize_corpus.py", arguments, prepare=partial(_limit_files, num_bytes)
-    ).end()
-    assert code == 1 and "File too large" in printed + errors, (code, printed, errors)
-    assert not (tmp_path / "shards/manifest.json").exists()
-    code, printed, errors = Script("data_prep/tokenize_corpus.py", arguments).end()
-    assert code == 0, errors
-    code, printed, errors = Script("data_prep/verify_shards.py", [tmp_path / "shards"]).end()
-    assert code == 0 and "0 problems" in printed
-    trials("full disk during logs, cache and data jobs", 1)
 
 
 def test_a_cache_on_a_full_disk_ends_the_run_and_leaves_no_part_of_a_shard(shards_to_read, tmp_path, trials):  # noqa: F811

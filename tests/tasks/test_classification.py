@@ -122,7 +122,7 @@ NO_LABEL = "; mnli has entailment, neutral, contradiction"
         (SST2, "train", "a.jsonl", ["[1]"], ["line 1: found list; a line holds an object"]),
         (SST2, "train", "a.jsonl", ['{"sentence": 3, "label": 1}'], ["line 1: sentence is 3, which is no text"]),
         (SST2, "train", "a.jsonl", ['{"sentence": "\\ud800", "label": 1}'], ["line 1: sentence has a lone surrogate"]),
-        (SST2, "train", "a.parquet", ["x"], ["is not Parquet"]),
+        (SST2, "train", "a.parquet", ["x"], ["is not Parquet, or is damaged"]),
         (SST2, "train", "a.csv", ["x"], ["has the suffix '.csv'; known are .tsv, .json, .jsonl, .parquet"]),
         (COLA, "train", "a.tsv", ["x\t0\tno"], ["line 1: found 3 columns; needed 4: source, label, mark, sentence"]),
         (MNLI, "train", "a.tsv", ["sentence1\tsentence2\tgold_label", "a\tb\tneutral", "a\tb\tentails", "a\tb\t2"],
