@@ -6,17 +6,19 @@ A URL may hold a password or a signature. `redacted` takes them out of all that 
 
 import argparse
 import errno
+import json
 import logging
 import os
 import re
 import socket
+import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 import xxhash
@@ -33,6 +35,9 @@ _REFUSALS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryEr
 _PERMANENT = (*_REFUSALS, ValueError, TypeError, ImportError)
 _WAIT_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
+
+MOST_LEVELS = 100
+"""Of lists and objects in one another in a JSON text."""
 
 _store_has_answered = False
 """Whether any store has answered this process. Before that, a store that is out of reach is a mistake of the set-up."""
@@ -149,11 +154,50 @@ def _missing(error: BaseException | None) -> tuple[type[OSError], str] | None:
 
 
 def read_file(url: str | Path) -> bytes:
-    """The content of a file. FileNotFoundError if there is none."""
+    """The content of a file. FileNotFoundError if there is none; PlaceError for a pipe or a device, which may never
+    end."""
     filesystem, path = open_filesystem(url)
-    if isinstance(filesystem, LocalFileSystem):
-        return Path(path).read_bytes()
-    return with_retries(lambda: filesystem.cat_file(path), f"reading {url}")
+    if not isinstance(filesystem, LocalFileSystem):
+        return with_retries(lambda: filesystem.cat_file(path), f"reading {url}")
+    if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
+        raise PlaceError(f"{path} is a pipe or a device; needed: an ordinary file")
+    return Path(path).read_bytes()
+
+
+def read_json(url: str | Path) -> Any:
+    """`parse_json` of a file. Raises as `read_file` too."""
+    return parse_json(read_file(url), str(url))
+
+
+def parse_json(text: str | bytes, place: str) -> Any:
+    """The value of a JSON text that may be damaged or hostile. InputError names its `place`, such as a file's line.
+
+    Refuses what Python's own reader takes and the code behind it would fail at: more levels than MOST_LEVELS, integers
+    beyond a float's range, and halves of surrogate pairs, which UTF-8 does not have.
+    """
+    try:
+        level = [value := json.loads(text)]
+        for _ in range(MOST_LEVELS):
+            level = [part for of_level in level for part in _parts(of_level)]
+        if level:
+            raise ValueError(f"it has more than {MOST_LEVELS} levels")
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InputError(redacted(f"{place} is damaged ({error}): mend or remove it")) from None
+    return value
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The values in a JSON value. Raises ValueError or OverflowError for a text or number that cannot be used."""
+    match value:
+        case dict():
+            return (*value, *value.values())
+        case list():
+            return value
+        case str():
+            value.encode()
+        case int():
+            float(value)
+    return ()
 
 
 def create_file(url: str | Path, content: bytes) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.storage.files import read_file, redacted, write_text
+from gmlp_scale.storage.files import parse_json, read_file, redacted, write_text
 from gmlp_scale.storage.growing_file import GrowingFile
 
 if TYPE_CHECKING:
@@ -106,14 +106,14 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     InputError if a line is damaged or has no step.
     """
-    try:
-        lines = read_file(path).decode().splitlines(keepends=True)
-        metrics = [json.loads(line) for line in lines if line.endswith("\n")]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(redacted(f"{path} is damaged ({error}): mend or remove the line")) from None
-    for number, line in enumerate(metrics, start=1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise InputError(redacted(f"{path}: line {number} has no step: mend or remove the line"))
+    metrics = []
+    for number, line in enumerate(read_file(path).splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            match values := parse_json(line, f"{path}: line {number}"):
+                case {"step": int(step)} if type(step) is int and 0 <= step < 2**63:
+                    metrics.append(values)
+                case _:
+                    raise InputError(redacted(f"{path}: line {number} has no step: mend or remove it"))
     return metrics
 
 

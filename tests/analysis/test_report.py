@@ -182,7 +182,7 @@ def test_mistakes_are_one_message_and_leave_with_2(runs, launched, tmp_path):
     (tmp_path / "other" / "metrics.jsonl").write_text("[1]\n")
     for names, messages in (
         (["absent", "new"], ["no run at", "has no metrics yet"]),
-        (["damaged"], ["metrics.jsonl is damaged", "mend or remove the line"]),
+        (["damaged"], ["metrics.jsonl: line 2 is damaged", "mend or remove it"]),
         (["other"], ["line 1 has no step"]),
         ([], ["arguments are required: RUN_DIR_OR_URL"]),
     ):

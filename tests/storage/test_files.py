@@ -1,4 +1,5 @@
 import errno
+import json
 import logging
 import os
 import socket
@@ -7,12 +8,16 @@ import ssl
 import pytest
 from botocore.exceptions import NoCredentialsError
 
+from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import (
     PlaceError,
     StoreError,
     is_local,
     open_filesystem,
+    parse_json,
     print_error,
+    read_file,
+    read_json,
     redacted,
     with_retries,
     write_file,
@@ -39,6 +44,36 @@ def test_a_pipe_is_written_to_and_a_link_leads_to_its_file(tmp_path):
     for content in (b"one", b"two"):
         write_file(tmp_path / "link", content)
         assert (tmp_path / "folder/file").read_bytes() == content and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[" * 100_000, "maximum recursion depth"),
+        ("[" * 101 + "]" * 101, "it has more than 100 levels"),
+        ('{"a": [1' + "0" * 400 + "]}", "int too large"),
+        ("1" * 5000, "Exceeds the limit"),
+        (r'{"\ud83d": 1}', "surrogates not allowed"),
+        (b'"\xff"', "can't decode byte 0xff"),
+        ("", "Expecting value"),
+    ],
+)
+def test_json_that_would_fail_later_is_refused_where_it_is_read(text, found, tmp_path):
+    with pytest.raises(InputError, match=rf"^a.json is damaged \(.*{found}.*\): mend or remove it$"):
+        parse_json(text, "a.json")
+
+
+def test_json_that_can_be_used_is_read(tmp_path):
+    text = r'{"a": [null, true, -1.5, 1e999, 170], "\ud83d\ude00": ' + "[" * 99 + "]" * 99 + "}"
+    (tmp_path / "a.json").write_text(text)
+    assert read_json(tmp_path / "a.json") == json.loads(text)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_what_may_never_end_is_not_read(make, tmp_path):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(PlaceError, match=r"metrics.jsonl is a pipe or a device; needed: an ordinary file"):
+        read_file(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

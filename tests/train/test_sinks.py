@@ -65,6 +65,9 @@ def test_a_run_that_ends_on_a_full_disk_says_what_is_missing(tmp_path, trials):
         ("\udcff\n", "is damaged ('utf-8' codec can't decode"),
         ('{"step": 1}\n{"loss": 2.0}\n', "line 2 has no step"),
         ("[1]\n", "line 1 has no step"),
+        ('{"step": true}\n', "line 1 has no step"),
+        ('{"step": 1}\n{"step": 9223372036854775808}\n', "line 2 has no step"),
+        ('{"step": 1, "a": ' + "[" * 100_000 + "\n", "line 1 is damaged (maximum recursion depth"),
     ],
 )
 def test_a_damaged_file_is_one_message(text, message, tmp_path):
@@ -72,7 +75,7 @@ def test_a_damaged_file_is_one_message(text, message, tmp_path):
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match=re.escape(message)) as refused:
         MetricsFile(path, start_step=4)
-    assert str(refused.value).startswith(str(path)) and str(refused.value).endswith("mend or remove the line")
+    assert str(refused.value).startswith(str(path)) and str(refused.value).endswith("mend or remove it")
 
 
 FIELDS = {
