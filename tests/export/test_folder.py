@@ -1,5 +1,7 @@
 """Export folders and launch/export.py on a real run: written whole or not at all, and read back to the bit."""
 
+import json
+import math
 import os
 
 import pytest
@@ -84,6 +86,22 @@ def test_the_card_of_finetuned_weights_shows_their_scores(tiny_export, tmp_path)
         "pads every row to 8 tokens",
     ):  # fmt: skip
         assert text in card.text
+
+
+def test_figures_that_are_not_finite_are_null_and_in_no_index(tiny_export, tmp_path):
+    heldout = {"step": 3, "loss": math.nan, "perplexity": math.inf, "accuracy": 0.5, "num_rows": 4}
+    details = {"step": 3, "heldout": heldout, "config": {"data": {"shards": "x"}}}
+    tiny_export("gmlp", tmp_path / "hf", details=details)
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is no JSON")
+
+    content = json.loads((tmp_path / "hf" / "config.json").read_text(), parse_constant=refuse)
+    assert content["details"]["heldout"] == heldout | {"loss": None, "perplexity": None}
+    assert read_export(tmp_path / "hf").details == content["details"]
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert "held-out perplexity inf" in card.text
+    assert [result.metric_type for result in card.data.eval_results] == ["accuracy"]
 
 
 def test_details_keep_no_place_of_this_machine(tiny_export, tmp_path):
