@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -201,8 +202,12 @@ def new_export(
         sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
         (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
         unfinished.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished)
+        if isinstance(error, SafetensorError):  # as of a full disk
+            raise OSError(f"{folder} cannot be written: {error}") from error
+        if isinstance(error, OSError) and not error.filename:  # as of a full disk too
+            error.filename = str(folder)
         raise
 
 

@@ -223,7 +223,8 @@ class Finetuning(Task):
     def _replace_export(self, folder: Path, trained: TrainedModel) -> None:
         """Writes the new export beside the old one, and gives it the old one's name once it is whole."""
         unfinished, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
-        for leftover in (unfinished, old):
+        of_killed = folder.parent.glob(f".{unfinished.name}.unfinished-*")
+        for leftover in (unfinished, old, *of_killed):
             shutil.rmtree(leftover, ignore_errors=True)
         write_export(trained, unfinished, document_stride=self.config.data.document_stride)
         if folder.exists():

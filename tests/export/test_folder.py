@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 
 import pytest
 import torch
@@ -146,6 +147,18 @@ def test_nothing_is_left_where_writing_fails(tiny_export, tmp_path, monkeypatch)
     monkeypatch.setattr(folder_module, "write_tokenizer", fail)
     with pytest.raises(OSError, match="disk full"):
         tiny_export("gmlp", tmp_path / "exports" / "hf")
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [1_000, 20_000], ids=["text", "weights"])
+def test_a_full_disk_is_an_error_that_names_the_folder(tiny_export, tmp_path, num_bytes):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*exports/hf|exports/hf cannot be written.*File too large"):
+            tiny_export("gmlp", tmp_path / "exports" / "hf", sequence_length=128)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "exports").iterdir()) == []
 
 
