@@ -55,11 +55,7 @@ class Publication:
     """The branch of the repository."""
 
 
-class _Source(BaseModel):
-    manifest_sha256: str = ""
-
-
-class _Data(_Source):
+class _Data(BaseModel):
     """What the card shows of a fingerprint of shards."""
 
     train_rows: int
@@ -68,7 +64,8 @@ class _Data(_Source):
     packing: str
     vocab_size: int
     tokenizer_sha256: str
-    sources: dict[str, _Source] = {}
+    manifest_sha256: str = ""
+    sources: dict[str, dict[str, Any]] = {}
 
 
 def model_card(trained: TrainedModel, publication: Publication) -> str:

@@ -206,7 +206,7 @@ def new_export(
         shutil.rmtree(unfinished)
         if isinstance(error, SafetensorError):  # as of a full disk
             raise OSError(f"{folder} cannot be written: {error}") from error
-        if isinstance(error, OSError) and not error.filename:  # as of a full disk too
+        if isinstance(error, OSError) and error.errno and not error.filename:  # as of a full disk too
             error.filename = str(folder)
         raise
 

@@ -11,13 +11,9 @@ huggingface_hub takes the token from HF_TOKEN or from `hf auth login`, and the H
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gmlp_scale.checkpoint.format import STEP_FOLDER, folder_name
 from gmlp_scale.errors import InputError
-
-if TYPE_CHECKING:
-    from huggingface_hub.errors import HfHubHTTPError
 
 
 def open_repository(name: str) -> str:
@@ -70,8 +66,8 @@ def _errors_of_the_hub(name: str) -> Iterator[None]:
         ) from error
 
 
-def _refusal(name: str, error: "HfHubHTTPError") -> OSError | InputError:
-    """What to raise for an answer of the Hub."""
+def _refusal(name: str, error: OSError) -> OSError | InputError:
+    """What to raise for a HfHubHTTPError, which has the Hub's answer."""
     code, found = error.response.status_code, error.server_message or " ".join(str(error).split())
     if code in (401, 403):
         return InputError(

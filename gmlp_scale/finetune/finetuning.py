@@ -157,7 +157,7 @@ class Finetuning(Task):
         self._evaluated_step, self._summaries = step, self._predict(scored, engine, world)
         scores = self._scores(self._summaries)
         score = scores["dev"][self.config.task_row.main_score]
-        best = self.best["score"] if self.best else None
+        best = self.best and self.best["score"]
         if best is None or score > best or math.isnan(best):
             self.best = {"step": step, "score": score}
             self._write_weights("best", engine, world, step, scores)

@@ -31,6 +31,8 @@ from gmlp_scale.train.step_guard import NotFiniteError
 
 log = logging.getLogger(__name__)
 
+_COMPARED = ("scores", "config", "data")
+"""The parts of scores.json that are compared with the run's."""
 _COLUMNS = (
     ("sst2", "accuracy"),
     ("mnli", "accuracy"),
@@ -236,13 +238,10 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     """
     path = f"{run.run_folder}/scores.json"
     content = world.on_main(lambda: read_record(path))
-    match content:
-        case None:
-            return None
-        case {"scores": dict(), "config": dict(), "data": dict()}:
-            pass
-        case _:
-            raise InputError(f"{path} is damaged: remove it, and the run writes it again")
+    if content is None:
+        return None
+    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in _COMPARED):
+        raise InputError(f"{path} is damaged: remove it, and the run writes it again")
     changed = [
         *changed_fields(content["config"], run),
         *(f"data {line}" for line in check_unchanged(content["data"], inputs.fingerprint)),
