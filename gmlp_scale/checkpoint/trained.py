@@ -5,7 +5,6 @@ folder is run or unpickled.
 """
 
 import hashlib
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,7 +28,7 @@ from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.storage.files import download_file, is_url, list_files, redacted
+from gmlp_scale.storage.files import download_file, is_url, list_files, read_json, redacted
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,24 @@ CLASS_OF_HEAD: dict[Head, str] = {
     "sequence_classification": "GmlpScaleForSequenceClassification",
     "question_answering": "GmlpScaleForQuestionAnswering",
 }
+
+
+class _Details(BaseModel):
+    """The parts of an export's details that are read."""
+
+    step: int | None = None
+    config: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    pretrained: "_Details | None" = None
+
+
+class _BesideTheModel(BaseModel):
+    """The types of what is read of config.json beside the model's own fields."""
+
+    id2label: dict[str, str] = {"0": "LABEL_0", "1": "LABEL_1"}
+    """transformers does not write its own default, the names of two classes."""
+    row_length: PositiveInt | None = None
+    details: _Details = _Details()
 
 
 class TrainedModelError(InputError):
@@ -128,16 +145,18 @@ def read_export(folder: str | Path) -> TrainedModel:
     """Reads a folder of write_export, or of transformers' save_pretrained with tokenizer.model copied into it.
 
     Raises:
-        FileNotFoundError, ExportError: naming the file and what is wrong with it, such as its checksum.
+        FileNotFoundError, InputError: naming the file and what is wrong with it, such as its checksum.
     """
     if is_url(folder):
         return _read_remote_export(str(folder))
     folder = Path(folder)
     _check_files(folder)
     config = _read_config(folder / "config.json")
-    model = _model_config(config, folder)
+    names = {name for family in FAMILIES.values() for name in family.model_fields}
+    model = _checked(ModelConfig, {name: config[name] for name in names if name in config}, folder)
+    beside = _checked(_BesideTheModel, config, folder)
     head = _head(config, folder)
-    labels = _labels(config) if head == "sequence_classification" else ()
+    labels = tuple(beside.id2label.values()) if head == "sequence_classification" else ()
     tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size != model.vocab_size:
         raise ExportError(
@@ -158,7 +177,7 @@ def read_export(folder: str | Path) -> TrainedModel:
         weights=weights,
         tokenizer_folder=str(folder),
         tokenizer_sha256=tokenizer.sha256,
-        row_length=config.get("row_length"),
+        row_length=beside.row_length,
         details=details,
         recipe=recipe_in(details),
     )
@@ -172,7 +191,7 @@ def _read_remote_export(url: str) -> TrainedModel:
                 download_file(f"{url}/{name}", Path(copy, name))
         try:
             export = read_export(copy)
-        except (FileNotFoundError, ExportError) as error:
+        except (FileNotFoundError, InputError) as error:
             raise type(error)(redacted(str(error).replace(copy, url))) from error
     return replace(export, place=redacted(url), tokenizer_folder=url)
 
@@ -230,7 +249,7 @@ def _check_files(folder: Path) -> None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError:
         needed = "launch/export.py writes it"
         if (path.parent / "scores.json").exists():
@@ -238,18 +257,16 @@ def _read_config(path: Path) -> dict[str, Any]:
         elif (path.parent / "config.yaml").exists():
             needed = f"it is a run, so export it first: launch/export.py --run {path.parent} --output HF_DIR"
         raise FileNotFoundError(f"no export at {path.parent}: {path} does not exist; {needed}") from None
-    except ValueError as error:
-        raise ExportError(f"{path} is not JSON ({error}): export the model again") from error
     found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
     if found != MODEL_TYPE:
         raise ExportError(f"{path} is of model_type {found!r}, not {MODEL_TYPE!r}: give a folder of launch/export.py")
     return config
 
 
-def _model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
-    names = {name for family in FAMILIES.values() for name in family.model_fields}
+def _checked(type_: Any, config: dict[str, Any], folder: Path) -> Any:
+    """What config.json says, as the type has it. ExportError names every field that does not fit."""
     try:
-        return TypeAdapter(ModelConfig).validate_python({name: config[name] for name in names if name in config})
+        return TypeAdapter(type_).validate_python(config)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in error.errors())
         raise ExportError(f"{folder / 'config.json'} describes no model of ours: {problems}") from error
@@ -262,11 +279,6 @@ def _head(config: dict[str, Any], folder: Path) -> Head:
             return head
     known = ", ".join(CLASS_OF_HEAD.values())
     raise ExportError(f"{folder / 'config.json'} has architectures {names!r}; needed is one of {known}")
-
-
-def _labels(config: dict[str, Any]) -> tuple[str, ...]:
-    """transformers does not write id2label where it is its own default, the names of two classes."""
-    return tuple(config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}).values())
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -287,7 +299,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_NAME).exists() or not index.exists():
         return [folder / WEIGHTS_NAME]
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExportError(f"{index} is not an index of weights ({error!r}): save or copy the model again") from error
     if outside := [name for name in names if Path(name).name != name]:

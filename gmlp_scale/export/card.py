@@ -3,12 +3,14 @@
 Its text stands in card.md. The metadata before the text follow https://huggingface.co/docs/hub/model-cards.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from pydantic import BaseModel, ValidationError
 
 from gmlp_scale.checkpoint.trained import Head, TrainedModel, recipe_in
 from gmlp_scale.models import ModelConfig
@@ -53,6 +55,19 @@ class Publication:
     """The branch of the repository."""
 
 
+class _Data(BaseModel):
+    """What the card shows of a fingerprint of shards."""
+
+    train_rows: int
+    heldout_rows: int
+    sequence_length: int
+    packing: str
+    vocab_size: int
+    tokenizer_sha256: str
+    manifest_sha256: str = ""
+    sources: dict[str, dict[str, Any]] = {}
+
+
 def model_card(trained: TrainedModel, publication: Publication) -> str:
     """The card in Markdown. Its last section shows the model's `details` unchanged."""
     model, details = trained.config, trained.details
@@ -72,7 +87,7 @@ def model_card(trained: TrainedModel, publication: Publication) -> str:
         task=task,
         example=example,
         row_length=trained.row_length or model.sequence_length,
-        data=_of_pretraining(details).get("data"),
+        data=_data(details),
         shards_name=partial(_shards_name, details),
         training=_training(recipe, details) if recipe else {},
         precision=recipe and recipe.train.precision,
@@ -116,7 +131,7 @@ def _metadata(model: ModelConfig, task: str, details: dict[str, Any], publicatio
         )
         for part, figures in measured.items()
         for name, metric in _METRICS.items()
-        if name in figures
+        if math.isfinite(figures.get(name, math.nan))
     ]
     card = ModelCardData(
         license=publication.license or "unknown",
@@ -156,6 +171,15 @@ def _heldout(details: dict[str, Any]) -> dict[str, Any] | None:
     """The held-out evaluation of these very weights; None if there was none after their step."""
     heldout = details.get("heldout")
     return heldout if heldout and heldout["step"] == details["step"] else None
+
+
+def _data(details: dict[str, Any]) -> _Data | None:
+    """None for an export whose details, which anyone may write, have no recipe or no such data."""
+    of_pretraining = _of_pretraining(details)
+    try:
+        return _Data.model_validate(of_pretraining.get("data")) if recipe_in(of_pretraining) else None
+    except ValidationError:
+        return None
 
 
 def _shards_name(details: dict[str, Any]) -> str:

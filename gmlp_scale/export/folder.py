@@ -13,6 +13,7 @@ gmlp_scale/checkpoint/trained.py reads it back.
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -153,6 +155,22 @@ def without_local_places(details: Any) -> Any:
             return details
 
 
+def json_text(content: dict[str, Any]) -> str:
+    """`content` as JSON. A number that is not finite, such as the loss of a model with NaN weights, becomes null."""
+
+    def finite(value: Any) -> Any:
+        match value:
+            case float() if not math.isfinite(value):
+                return None
+            case dict():
+                return {name: finite(item) for name, item in value.items()}
+            case list() | tuple():
+                return [finite(item) for item in value]
+        return value
+
+    return json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
+
+
 def check_is_free(folder: Path) -> None:
     """Raises ExportError unless `folder` is absent or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -175,7 +193,7 @@ def new_export(
     try:
         tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (unfinished / "config.json").write_text(json_text(config), encoding="utf-8")
         # safetensors lets only the file's owner read it.
         shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)
         copy_sources(unfinished, of_images=of_images)
@@ -184,8 +202,12 @@ def new_export(
         sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
         (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
         unfinished.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished)
+        if isinstance(error, SafetensorError):  # as of a full disk
+            raise OSError(f"{folder} cannot be written: {error}") from error
+        if isinstance(error, OSError) and error.errno and not error.filename:  # as of a full disk too
+            error.filename = str(folder)
         raise
 
 
@@ -198,7 +220,9 @@ def _heldout_result(run_folder: str | Path, trained: TrainedModel) -> dict[str, 
     evaluations = [line for line in lines if "eval/perplexity" in line and line["step"] <= trained.step]
     if not evaluations:
         return None
-    heldout = {name.removeprefix("eval/"): value for name, value in evaluations[-1].items()}
+    heldout = {
+        name.removeprefix("eval/"): math.nan if value is None else value for name, value in evaluations[-1].items()
+    }
     if heldout["step"] == trained.step:
         heldout["num_rows"] = trained.num_evaluation_rows
     return heldout

@@ -2,7 +2,8 @@
 
 A revision is a branch with the name of the checkpoint's folder, such as step_000012000. A tag would not do: it stays at
 its first commit, and a checkpoint may be pushed again, with a license or after an upload that was cut off.
-A branch begins as a copy of main, and its export comes in one commit.
+A branch begins at the repository's first commit, and its export comes in one commit: cut off in between, it holds
+nothing. A copy of main would hold another step's weights.
 
 huggingface_hub takes the token from HF_TOKEN or from `hf auth login`, and the Hub's address from HF_ENDPOINT.
 """
@@ -36,7 +37,8 @@ def push(folder: Path, repository: str, step: int) -> None:
 
     hub, revision = HfApi(), folder_name(step)
     with _errors_of_the_hub(repository):
-        hub.create_branch(repository, branch=revision, exist_ok=True)
+        first_commit = hub.list_repo_commits(repository)[-1].commit_id
+        hub.create_branch(repository, branch=revision, revision=first_commit, exist_ok=True)
         branches = [branch.name for branch in hub.list_repo_refs(repository).branches]
         is_newest = revision == max(name for name in branches if STEP_FOLDER.fullmatch(name))
         for branch in [revision, "main"] if is_newest else [revision]:
@@ -52,19 +54,26 @@ def _errors_of_the_hub(name: str) -> Iterator[None]:
         yield
     except HFValidationError as error:
         raise InputError(str(error)) from error
-    except HfHubHTTPError as error:
-        code, found = error.response.status_code, error.server_message or " ".join(str(error).split())
-        if code in (401, 403):
-            raise InputError(
-                f"the Hub does not let this token write {name} ({code}: {found}): give a token that may, in HF_TOKEN "
-                "or by `hf auth login`, or the name of a repository of yours"
-            ) from error
-        if 400 <= code < 500 and code not in (408, 429):
-            raise InputError(f"the Hub refuses {name} ({code}: {found}): change what it names") from error
-        raise ConnectionError(f"the Hub failed to take {name} ({code}: {found}): try again later") from error
     except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
-        found = error.__cause__ or error  # an upload's is a RuntimeError, and its cause says more
+        found = error
+        if isinstance(error, RuntimeError) and error.__cause__:
+            found = error.__cause__  # an upload's, which says more
+        if isinstance(found, HfHubHTTPError):
+            raise _refusal(name, found) from error
         raise ConnectionError(
             f"the Hub was not reached to write {name} ({type(found).__name__}: {found}): check that this machine has a "
             "network, and HF_ENDPOINT if it is set; the same command goes on"
         ) from error
+
+
+def _refusal(name: str, error: OSError) -> OSError | InputError:
+    """What to raise for a HfHubHTTPError, which has the Hub's answer."""
+    code, found = error.response.status_code, error.server_message or " ".join(str(error).split())
+    if code in (401, 403):
+        return InputError(
+            f"the Hub does not let this token write {name} ({code}: {found}): give a token that may, in HF_TOKEN or by "
+            "`hf auth login`, or the name of a repository of yours"
+        )
+    if 400 <= code < 500 and code not in (408, 429):
+        return InputError(f"the Hub refuses {name} ({code}: {found}): change what it names")
+    return ConnectionError(f"the Hub failed to take {name} ({code}: {found}): try again later")

@@ -5,7 +5,6 @@ evaluation), code that needs torch and transformers but not this package, a mode
 """
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +24,7 @@ from gmlp_scale.checkpoint.trained import ExportError, TrainedModel, TrainedMode
 from gmlp_scale.data.augmentation import CENTRE_CROP
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
-from gmlp_scale.export.folder import new_export, transformers_config, without_local_places
+from gmlp_scale.export.folder import json_text, new_export, transformers_config, without_local_places
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpConfig
 from gmlp_scale.models.image_classifier import NUM_COLOURS, ImageClassifier
@@ -122,7 +121,7 @@ def write_image_export(trained: TrainedModel, folder: Path) -> None:
     config = transformers_config(trained, patch_size=trained.patch_size, image_size=image_size)
     card = render("image_card.md", trained=trained, size=image_size, centre_crop=CENTRE_CROP)
     with new_export(folder, config, trained.weights, card, of_images=True) as unfinished:
-        processor = json.dumps(_processor(image_size), indent=2) + "\n"
+        processor = json_text(_processor(image_size))
         (unfinished / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 

@@ -6,8 +6,8 @@ scores.json           the last weights' scores on every part with labels, writte
 """
 
 import hashlib
-import json
 import logging
+import math
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -22,13 +22,14 @@ from gmlp_scale.data.batch_plan import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
-from gmlp_scale.export.folder import write_export
+from gmlp_scale.errors import InputError
+from gmlp_scale.export.folder import json_text, write_export
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.models import build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import ConfigError
-from gmlp_scale.storage.files import read_file, write_text
+from gmlp_scale.storage.files import read_json, write_text
 from gmlp_scale.tasks.table import TaskRows, summarize_all
 from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.metrics import StartUp
@@ -156,7 +157,8 @@ class Finetuning(Task):
         self._evaluated_step, self._summaries = step, self._predict(scored, engine, world)
         scores = self._scores(self._summaries)
         score = scores["dev"][self.config.task_row.main_score]
-        if self.best is None or score > self.best["score"]:
+        best = self.best and self.best["score"]
+        if best is None or score > best or math.isnan(best):
             self.best = {"step": step, "score": score}
             self._write_weights("best", engine, world, step, scores)
         return by_name(scores, "eval/")
@@ -199,7 +201,7 @@ class Finetuning(Task):
             folder = self.config.run_dir / "predictions" / part
             folder.mkdir(parents=True, exist_ok=True)
             self.inputs.rows[part].write_predictions(of_part, folder)
-        write_json(self.config.run_dir / "scores.json", self.content)
+        write_record(self.config.run_dir / "scores.json", self.content)
 
     def _write_weights(self, name: str, engine: Engine, world: World, step: int, scores: dict) -> None:
         weights = dict(engine.full_weights())  # all ranks take part; only rank 0 gets them
@@ -221,7 +223,8 @@ class Finetuning(Task):
     def _replace_export(self, folder: Path, trained: TrainedModel) -> None:
         """Writes the new export beside the old one, and gives it the old one's name once it is whole."""
         unfinished, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
-        for leftover in (unfinished, old):
+        of_killed = folder.parent.glob(f".{unfinished.name}.unfinished-*")
+        for leftover in (unfinished, old, *of_killed):
             shutil.rmtree(leftover, ignore_errors=True)
         write_export(trained, unfinished, document_stride=self.config.data.document_stride)
         if folder.exists():
@@ -234,29 +237,35 @@ class Finetuning(Task):
 
         None if best/ is of `step` or a later one: a killed run wrote it, and this run will evaluate that step again.
         """
-        exported = read_json(f"{self.config.run_folder}/best/config.json")
-        best = exported and exported["details"]["finetuned"]
-        if not best or best["step"] >= step:
-            return None
-        return {"step": best["step"], "score": best["scores"]["dev"][self.config.task_row.main_score]}
+        place = f"{self.config.run_folder}/best/config.json"
+        match read_record(place):
+            case None:
+                return None
+            case {"details": {"finetuned": {"step": int(best_step), "scores": {"dev": dict(scores)}}}}:
+                score = scores.get(self.config.task_row.main_score)
+                return {"step": best_step, "score": score} if best_step < step else None
+        raise InputError(f"{place} is damaged: remove the folder best; the next evaluation writes it")
 
 
-def read_json(place: str) -> dict | None:
-    """The content of a JSON file, or None if there is none."""
+def read_record(place: str) -> dict | None:
+    """The content of a JSON file, or None if there is none. InputError if it is damaged."""
     try:
-        return json.loads(read_file(place))
+        return read_json(place)
     except FileNotFoundError:
         return None
 
 
-def write_json(place: str | Path, content: dict) -> None:
-    write_text(place, json.dumps(content, indent=2) + "\n")
+def write_record(place: str | Path, content: dict) -> None:
+    write_text(place, json_text(content))
 
 
 def by_name(scores: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:
-    """The parts' scores in one dictionary: accuracy of dev, accuracy_mismatched, accuracy_test and so on."""
+    """The parts' scores in one dictionary: accuracy of dev, accuracy_mismatched, accuracy_test and so on.
+
+    A score that is not finite is null in a file, and NaN here.
+    """
     return {
-        f"{prefix}{name}{f'_{part}'.removeprefix('_dev')}": value
+        f"{prefix}{name}{f'_{part}'.removeprefix('_dev')}": math.nan if value is None else value
         for part, of_part in scores.items()
         for name, value in of_part.items()
     }

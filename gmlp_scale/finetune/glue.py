@@ -13,7 +13,7 @@ from gmlp_scale.distributed.world import World
 from gmlp_scale.export.card import render
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import read_inputs
-from gmlp_scale.finetune.sweep import member, sweep, write_table
+from gmlp_scale.finetune.sweep import best_of, member, sweep, write_table
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import read_file, write_text
@@ -90,7 +90,7 @@ def _write_submission(run: FinetuneConfig, table: dict) -> None:
     GLUE's server takes the folder as a zip.
     """
     by_seed = table["scores"][run.task_row.main_score]["by_seed"]
-    best_folder = member(run, table, table["seeds"][by_seed.index(max(by_seed))]).run_folder
+    best_folder = member(run, table, table["seeds"][best_of(by_seed)]).run_folder
     for part in run.parts:
         if part.startswith("test"):
             name = run.task_row.submission(part)

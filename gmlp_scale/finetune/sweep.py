@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_json, write_json
+from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_record, write_record
 from gmlp_scale.models import with_kernels
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
 from gmlp_scale.plan.rank_bytes import state_bytes
@@ -29,6 +31,8 @@ from gmlp_scale.train.step_guard import NotFiniteError
 
 log = logging.getLogger(__name__)
 
+_COMPARED = ("scores", "config", "data")
+"""The parts of scores.json that are compared with the run's."""
 _COLUMNS = (
     ("sst2", "accuracy"),
     ("mnli", "accuracy"),
@@ -98,11 +102,10 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
         if scores is None:
             return None
         tried.append(scores)
-    main_score = run.task_row.main_score
     finite = [scores for scores in tried if scores["scores"]]
     if not finite:
         raise NotFiniteError(f"{run.run_folder}: all points of the grid diverged; give a lower grid.peak_learning_rate")
-    picked = max(finite, key=lambda scores: scores["scores"]["dev"][main_score])  # the first of equals
+    picked = finite[best_of([by_name(scores["scores"])[run.task_row.main_score] for scores in finite])]
     seeds = [picked]
     for seed in range(run.seed + 1, run.seed + num_seeds):
         scores = _scores(member(run, _point(picked), seed), inputs, world, may_diverge=False)
@@ -112,6 +115,11 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
     table = build_table(run, inputs, tried, seeds)
     world.on_main(lambda: write_table(run.run_folder, table, to_markdown(table)))
     return table
+
+
+def best_of(scores: list[float]) -> int:
+    """The index of the highest score, the first of equals. NaN is the lowest."""
+    return int(np.argmax(np.nan_to_num(scores, nan=-np.inf)))
 
 
 def _point(scores: dict) -> dict[str, float]:
@@ -219,7 +227,7 @@ def _scores(run: FinetuneConfig, inputs: Inputs, world: World, *, may_diverge: b
             log.warning("%s counts as the worst point: %s", run.name, error)
         content = {"scores": {}, "diverged": str(error), "config": run.to_json()}
         content |= {"data": inputs.fingerprint, "tests": inputs.tests_fingerprint}
-        world.on_main(lambda: write_json(f"{run.run_folder}/scores.json", content))
+        world.on_main(lambda: write_record(f"{run.run_folder}/scores.json", content))
         return content
 
 
@@ -229,9 +237,11 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     A run that has predicted other test parts, or none, is not done: its last checkpoint predicts those of now.
     """
     path = f"{run.run_folder}/scores.json"
-    content = world.on_main(lambda: read_json(path))
+    content = world.on_main(lambda: read_record(path))
     if content is None:
         return None
+    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in _COMPARED):
+        raise InputError(f"{path} is damaged: remove it, and the run writes it again")
     changed = [
         *changed_fields(content["config"], run),
         *(f"data {line}" for line in check_unchanged(content["data"], inputs.fingerprint)),
@@ -247,5 +257,5 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
 
 def write_table(folder: str, table: dict, markdown: str) -> None:
     """Writes table.json, and table.md for a reader."""
-    write_json(f"{folder}/table.json", table)
+    write_record(f"{folder}/table.json", table)
     write_text(f"{folder}/table.md", markdown)

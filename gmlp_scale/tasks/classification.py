@@ -112,7 +112,7 @@ class RegressionTask(ClassificationTask):
         """The number that a file gives; None if it is none, or outside the scale."""
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
         return number if self.scale[0] <= number <= self.scale[1] else None
 

@@ -3,9 +3,9 @@
 A record's `place` says where it stands in its source, for messages.
 """
 
-import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.damage import damage_as
+from gmlp_scale.storage.files import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +104,8 @@ def require_columns(source: str, record: Record, alternatives: Sequence[tuple[st
 
 
 def text_mistake(place: str, column: str, value: Any) -> str | None:
-    """What is wrong with a value that should be text; None if the tokenizer can take it."""
-    if not isinstance(value, str):
-        return f"{place}: {column} is {value!r}, which is no text"
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        return f"{place}: {column} has a lone surrogate at character {error.start}, which is no character"
-    return None
+    """What is wrong with a value that should be text; None if it is one."""
+    return None if isinstance(value, str) else f"{place}: {column} is {value!r}, which is no text"
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -133,6 +128,7 @@ def _read_tsv(path: Path, part: str, data_set: DataSet) -> Iterator[Record]:
             has_header = not data_set.tsv_columns or not set(values).isdisjoint(data_set.tsv_columns)
             columns = tuple(values) if has_header else data_set.tsv_columns
             if has_header:
+                _check_distinct(path, columns)
                 continue
         if len(values) == len(columns):
             yield Record(f"line {number}", dict(zip(columns, values, strict=True)))
@@ -144,12 +140,18 @@ def _read_tsv(path: Path, part: str, data_set: DataSet) -> Iterator[Record]:
         log.warning("%s: %d broken lines were left out; first %s", path, len(broken), broken[0])
 
 
+def _check_distinct(path: Path, columns: Sequence[str]) -> None:
+    """Raises DataError if a column stands in the table twice: which of them counts would be a guess."""
+    if repeated := [column for column, count in Counter(columns).items() if count > 1]:
+        raise DataError(str(path), [f"column {column} stands there twice: leave one out" for column in repeated])
+
+
 def _read_jsonl(path: Path) -> Iterator[Record]:
     for number, line in _lines(path):
         try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise DataError(str(path), [f"line {number}: is not JSON ({error})"]) from None
+            fields = parse_json(line, f"line {number}")
+        except InputError as error:
+            raise DataError(str(path), [str(error)]) from None
         if not isinstance(fields, dict):
             raise DataError(str(path), [f"line {number}: found {type(fields).__name__}; a line holds an object"])
         yield Record(f"line {number}", fields)
@@ -160,6 +162,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     with damage_as(lambda reason: DataError(str(path), [f"is not Parquet, or is damaged ({reason})"])):
         file = ParquetFile(path, page_checksum_verification=True)
+        _check_distinct(path, file.schema_arrow.names)
         rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
         yield from (Record(f"row {number}", fields) for number, fields in enumerate(rows, start=1))
 
@@ -179,7 +182,7 @@ def _read_hub(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
 def _read_squad_json(path: Path) -> Iterator[Record]:
     """SQuAD's questions, which stand in paragraphs of articles, as the flat records that `datasets` gives."""
     try:
-        articles = json.loads(path.read_text(encoding="utf-8-sig"))["data"]
+        articles = parse_json(path.read_bytes(), "the file")["data"]
         for article in articles:
             for number, paragraph in enumerate(article["paragraphs"], start=1):
                 for question in paragraph["qas"]:

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 TOKEN, OWNER = "hf_stand_in", "me"
+FIRST_COMMIT = hashlib.sha1(b"the first commit").hexdigest()
 
 
 class HubStandIn:
@@ -24,7 +25,9 @@ class HubStandIn:
         """(branch, message) of every commit, in order."""
         self.large_files: dict[str, bytes] = {}
         self.fails_at: str | None = None
-        """A part of the addresses that answer 500."""
+        """A part of the addresses that fail."""
+        self.failure: int | str = 500
+        """How they fail: this status; "cut": no answer; "lost": what was asked for is done, but without an answer."""
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -37,14 +40,15 @@ class HubStandIn:
 
 class _Handler(BaseHTTPRequestHandler):
     hub: HubStandIn
+    _is_lost = False
 
     def log_message(self, *_):
         pass
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.hub.fails_at and self.hub.fails_at in self.path:
-            return self._refuse(500, "Internal Error")
+        if self._fails():
+            return
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._refuse(401, "Invalid credentials in Authorization header")
         path = urlsplit(self.path).path
@@ -62,15 +66,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self._fails():
+            return
         self.hub.large_files[hashlib.sha256(content).hexdigest()] = content
         self._send({})
 
     def do_GET(self):
         path = unquote(urlsplit(self.path).path)
+        if self._fails():
+            return
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/refs", path):
             names = self.hub.branches[found[1]]
             branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": _commit_id(name)} for name in names]
             return self._send({"branches": branches, "converts": [], "tags": []})
+        if re.fullmatch(r"/api/models/[^/]+/[^/]+/commits/main", path):
+            ids, facts = (_commit_id("main"), FIRST_COMMIT), {"authors": [], "date": "2026-01-01T00:00:00.000Z"}
+            return self._send([{"id": id, "title": "", "message": "", **facts} for id in ids])
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             files = self.hub.branches.get(found[1], {}).get(found[2] or "main")
             if files is None:
@@ -102,7 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         branches = self.hub.branches[repository]
         if branch in branches:
             return self._refuse(409, "Reference already exists")
-        branches[branch] = dict(branches["main"])
+        is_empty = json.loads(body).get("startingPoint") == FIRST_COMMIT
+        branches[branch] = {".gitattributes": b""} if is_empty else dict(branches["main"])
         self._send({})
 
     def _preupload(self, body: bytes, repository: str, branch: str) -> None:
@@ -136,11 +148,28 @@ class _Handler(BaseHTTPRequestHandler):
                     files[file["path"]] = self.hub.large_files[file["oid"]]
         self._send({"commitUrl": f"{self.hub.url}/{repository}/commit/x", "commitOid": _commit_id(branch)})
 
+    def _fails(self) -> bool:
+        """Whether this request was made to fail."""
+        if not self.hub.fails_at or self.hub.fails_at not in self.path:
+            return False
+        match self.hub.failure:
+            case int(status):
+                self._refuse(status, "Internal Error")
+            case "cut":
+                self.close_connection = True
+            case "lost":
+                self._is_lost = True
+                return False
+        return True
+
     def _refuse(self, status: int, message: str, code: str = "") -> None:
         self._send({"error": message}, {"X-Error-Message": message, "X-Error-Code": code}, status)
 
-    def _send(self, content: dict | bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+    def _send(self, content: dict | list | bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        if self._is_lost:
+            self.close_connection = True
+            return
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)

@@ -1,6 +1,9 @@
 """Export folders and launch/export.py on a real run: written whole or not at all, and read back to the bit."""
 
+import json
+import math
 import os
+import resource
 
 import pytest
 import torch
@@ -86,6 +89,22 @@ def test_the_card_of_finetuned_weights_shows_their_scores(tiny_export, tmp_path)
         assert text in card.text
 
 
+def test_figures_that_are_not_finite_are_null_and_in_no_index(tiny_export, tmp_path):
+    heldout = {"step": 3, "loss": math.nan, "perplexity": math.inf, "accuracy": 0.5, "num_rows": 4}
+    details = {"step": 3, "heldout": heldout, "config": {"data": {"shards": "x"}}}
+    tiny_export("gmlp", tmp_path / "hf", details=details)
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is no JSON")
+
+    content = json.loads((tmp_path / "hf" / "config.json").read_text(), parse_constant=refuse)
+    assert content["details"]["heldout"] == heldout | {"loss": None, "perplexity": None}
+    assert read_export(tmp_path / "hf").details == content["details"]
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert "held-out perplexity inf" in card.text
+    assert [result.metric_type for result in card.data.eval_results] == ["accuracy"]
+
+
 def test_details_keep_no_place_of_this_machine(tiny_export, tmp_path):
     config = {
         "output_dir": "/home/ann/runs",
@@ -128,6 +147,18 @@ def test_nothing_is_left_where_writing_fails(tiny_export, tmp_path, monkeypatch)
     monkeypatch.setattr(folder_module, "write_tokenizer", fail)
     with pytest.raises(OSError, match="disk full"):
         tiny_export("gmlp", tmp_path / "exports" / "hf")
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [1_000, 20_000], ids=["text", "weights"])
+def test_a_full_disk_is_an_error_that_names_the_folder(tiny_export, tmp_path, num_bytes):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*exports/hf|exports/hf cannot be written.*File too large"):
+            tiny_export("gmlp", tmp_path / "exports" / "hf", sequence_length=128)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "exports").iterdir()) == []
 
 

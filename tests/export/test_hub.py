@@ -4,9 +4,12 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import load, save
 
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.checkpoint.trained import read_export
@@ -146,15 +149,47 @@ def test_refusals_and_a_hub_out_of_reach_are_one_message(hub, run_dir, launched_
     assert hub.branches == {}
 
 
-def test_the_same_command_finishes_what_was_cut_off(hub, run_dir, launched_export):
+@pytest.mark.parametrize(
+    ("place", "failures"),
+    [
+        ("/commits/", (500, "cut")),
+        ("/branch/step_000000004", (403, "lost")),
+        ("/refs", (503, "cut")),
+        ("/preupload/step_000000004", (429, "lost")),
+        ("/info/lfs/objects/batch", (413, "cut")),
+        ("/upload/", (413, "cut")),
+        ("/commit/step_000000004", (500, "lost")),
+        ("/commit/main", (503, "lost")),
+    ],
+)
+def test_the_same_command_finishes_what_failed_anywhere(
+    hub, run_dir, launched_export, monkeypatch, place, failures, trials
+):
+    """Where it failed, no revision holds another step's weights."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the tries of huggingface_hub
     pushing = ["--run", run_dir, "--push-to-hub", NAME, "--every-step"]
-    hub.fails_at = "/branch/step_000000004"
-    code, printed, error = launched_export(*pushing)
-    assert code == 1 and "the Hub failed to take me/tiny (500: Internal Error): try again later" in error
-    assert len(printed.splitlines()) == 1 and hub.branches[NAME].keys() == {"main", "step_000000003"}
-    hub.fails_at = None
-    assert launched_export(*pushing)[0] == 0
-    assert [branch for branch, _ in hub.messages] == ["step_000000003", "main", "step_000000004", "main"]
+    weights = [save({f"model.{name}": w for name, w in read_run(run_dir, step).weights.items()}) for step in (3, 4)]
+    expected = dict(zip(("step_000000003", "step_000000004"), weights, strict=True))
+    for failure in failures:
+        hub.branches.clear(), hub.large_files.clear()
+        hub.fails_at, hub.failure = place, failure
+        code, _, error = launched_export(*pushing)
+        assert code == (2 if failure in (403, 413) else 1) and "Traceback" not in error
+        message = error.splitlines()[-1]
+        found = "RemoteProtocolError: Server disconnected" if failure in ("cut", "lost") else f"{failure}: Internal"
+        assert re.match(rf"the Hub .* me/tiny \({found}", message), message
+        for revision, files in hub.branches[NAME].items():
+            written = files.get("model.safetensors")
+            assert written is None or load(written).keys() == load(weights[0]).keys()
+            if written and revision != "main":
+                torch.testing.assert_close(load(written), load(expected[revision]))
+        hub.fails_at = None
+        assert launched_export(*pushing)[0] == 0
+        branches = hub.branches[NAME]
+        assert branches.keys() == {"main", *expected} and branches["main"] == branches["step_000000004"]
+        for revision, of_step in expected.items():
+            torch.testing.assert_close(load(branches[revision]["model.safetensors"]), load(of_step))
+    trials("a push to the Hub that fails in the middle", len(failures))
 
 
 def test_a_mistake_of_the_run_reaches_no_hub(hub, run_dir, tmp_path, launched_export):

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from gmlp_scale.checkpoint.trained import ExportError, read_export
 from gmlp_scale.data.tokenizer import train_tokenizer
+from gmlp_scale.errors import InputError
+from gmlp_scale.storage.files import upload_file
 
 
 def edit_config(folder, without=(), **changes):
@@ -50,6 +52,15 @@ def test_two_labels_that_transformers_left_out(tiny_export, tmp_path):
         ({"architectures": ["GmlpScaleModel"]}, r"architectures \['GmlpScaleModel'\]; needed is one of GmlpScaleForM"),
         ({"vocab_size": 421}, "has 420 pieces but config.json says vocab_size 421"),
         ({"num_blocks": 3}, r"blocks\.2\..* is missing and should be .*; and \d+ more"),
+        *[
+            ({"details": details}, "describes no model of ours: details: Input should be")
+            for details in ([], None, "x")
+        ],
+        ({"details": {"step": [1]}}, r"details\.step: Input should be a valid integer"),
+        ({"details": {"pretrained": {"data": "x"}}}, r"details\.pretrained\.data: Input should be a valid dictionary"),
+        ({"row_length": "long"}, "row_length: Input should be a valid integer"),
+        ({"id2label": ["a", "b"]}, "id2label: Input should be a valid dictionary"),
+        ({"architectures": {"a": [1]}}, r"architectures \{'a': \[1\]\}; needed is one of"),
         ({"d_attn": 9}, r"attention\.out\.weight is \(16, 8\) and should be \(16, 9\)"),
     ],
 )
@@ -81,13 +92,35 @@ def test_one_flipped_bit_is_found_and_an_export_without_checksums_is_read_with_a
 
 def test_damaged_files_are_refused(export, trials):
     (export / "SHA256SUMS").unlink()
+    for content, found in (
+        ("{", "is damaged .Expecting property name"),
+        ("[]", "is of model_type 'list'"),
+        ("null", "is of model_type 'NoneType'"),
+        ('"text"', "is of model_type 'str'"),
+        ("[" * 100_000, "is damaged .maximum recursion depth"),
+        ('{"details": ' + "[" * 200 + "]" * 200 + "}", "has more than 100 levels"),
+    ):
+        (export / "config.json").write_text(content)
+        with pytest.raises(InputError, match=rf"{export}/config\.json .*{found}"):
+            read_export(export)
+    trials("an export's file damaged", 6)
+
+
+def test_an_export_at_a_url_is_refused_by_its_url(export):
+    (export / "SHA256SUMS").unlink()
     (export / "config.json").write_text("{")
-    with pytest.raises(ExportError, match="is not JSON"):
-        read_export(export)
-    (export / "config.json").write_text("[]")
-    with pytest.raises(ExportError, match="is of model_type 'list'"):
-        read_export(export)
-    trials("an export's file damaged", 2)
+    for path in export.iterdir():
+        upload_file(path, f"memory://damaged/{path.name}")
+    with pytest.raises(InputError, match=r"^memory://damaged/config\.json is damaged"):
+        read_export("memory://damaged")
+
+
+def test_a_card_is_written_whatever_the_details_of_the_pretrained_model_are(tiny_export, tmp_path):
+    """Anyone may have written them: finetuning must not end with an error once it is done."""
+    finetuned = {"task": "sst2", "step": 1, "scores": {"dev": {"accuracy": 0.5}}, "config": {}}
+    for number, pretrained in enumerate(({"data": {"train_rows": "x"}}, {"data": {}, "config": {"data": []}}, {})):
+        details = {"finetuned": finetuned, "pretrained": pretrained}
+        tiny_export("gmlp", tmp_path / f"{number}", "sequence_classification", ("a", "b"), details=details)
 
 
 def test_damaged_weights_are_refused(export):

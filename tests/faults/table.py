@@ -28,6 +28,8 @@ ROWS = (
     "SIGTERM, SIGUSR1 or SIGINT to a rank",
     "SIGTERM to a launcher",
     "data job killed, its processes or its own",
+    "finetuning sweep killed at a file operation",
+    "a push to the Hub that fails in the middle",
     "S3: 10 % of answers 503, reset, cut or late",
     "S3: 403 and 404",
     "a store that lists new files late",

@@ -135,6 +135,14 @@ def test_best_weights_of_a_step_that_was_lost_do_not_hide_the_ones_that_count(tm
     assert scores["best"]["score"] == max(after.values())
 
 
+def test_what_a_killed_run_left_of_an_export_goes_with_the_next_one(tmp_path, export, world):
+    run = sentiment_run(tmp_path, export, "train.num_steps=2")
+    for name in (".best.new.unfinished-1", ".last.new.unfinished-12", "best.old", "last.new"):
+        (run.run_dir / name).mkdir(parents=True)
+    go(run, world)
+    assert not [path.name for path in run.run_dir.iterdir() if "best." in path.name or "last." in path.name]
+
+
 def test_another_run_and_other_texts_are_refused_but_a_moved_file_is_not(tmp_path, export, world):
     go(sentiment_run(tmp_path, export, "train.stop_after_step=1"), world)
     for override, found in {

@@ -1,6 +1,7 @@
 """Grid and seeds: which runs are trained, picked or skipped, and the table."""
 
 import json
+import math
 import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ import pytest
 
 from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.checkpoint.trained import read_export
+from gmlp_scale.errors import InputError
 from gmlp_scale.finetune import sweep as sweep_module
 from gmlp_scale.finetune.finetuning import read_inputs
 from gmlp_scale.finetune.sweep import build_table, members, published, sweep, to_markdown
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.storage.files import read_file, upload_file
+from gmlp_scale.tasks.classification import ClassificationRows
 from gmlp_scale.train.step_guard import NotFiniteError
 from tests.finetune.conftest import sentiment_run, write_sentiment
 from tests.whole_runs import losses
@@ -95,6 +98,42 @@ def test_a_point_that_diverges_counts_as_the_worst(tmp_path, export, world, monk
     run = small(tmp_path, export, "train.global_batch_size=8", "optimizer.peak_learning_rate=1e30")
     with pytest.raises(NotFiniteError, match=r"^batch_8_rate_1e\+30_seed_0: step 2: .*\.gradient_clipping\.$"):
         sweep(run, inputs, world, num_seeds=2, grid=False)
+
+
+def test_a_score_that_is_not_finite_is_null_in_files_and_the_worst(tmp_path, export, world, monkeypatch):
+    trained, of_rows = count_runs(monkeypatch), ClassificationRows.scores
+
+    def scores(rows, logits_RC):
+        is_first = trained == ["batch_8_rate_0.001_seed_0"]
+        return of_rows(rows, logits_RC) | ({"accuracy": math.nan, "loss": math.inf} if is_first else {})
+
+    monkeypatch.setattr(ClassificationRows, "scores", scores)
+    run = small(tmp_path, export)
+    inputs = read_inputs(run)
+    assert sweep(run, inputs, world, num_seeds=1, grid=True)["global_batch_size"] == 16
+    for name in ("table.json", "batch_8_rate_0.001_seed_0/scores.json", "batch_8_rate_0.001_seed_0/best/config.json"):
+        text = (run.run_dir / name).read_text()
+        assert "NaN" not in text and "Infinity" not in text and '"accuracy": null' in text
+    trained.clear()
+    assert sweep(run, inputs, world, num_seeds=1, grid=True)["global_batch_size"] == 16 and trained == []
+    assert "| 8 | 0.001 | nan |" in (run.run_dir / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("{", r"scores\.json is damaged \(Expecting"),
+        ("[1]", r"scores\.json is damaged: remove it, and the run writes it again"),
+        ('{"scores": {}, "config": null, "data": {}}', r"scores\.json is damaged: remove it"),
+    ],
+)
+def test_damaged_scores_are_refused(content, found, tmp_path, export, world):
+    run = small(tmp_path, export)
+    member = members(run, grid=False)[0]
+    member.run_dir.mkdir(parents=True)
+    (member.run_dir / "scores.json").write_text(content)
+    with pytest.raises(InputError, match=found):
+        sweep(run, read_inputs(run), world, num_seeds=1, grid=False)
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, export, world, monkeypatch):

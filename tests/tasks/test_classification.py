@@ -118,11 +118,14 @@ NO_LABEL = "; mnli has entailment, neutral, contradiction"
         (SST2, "train", "a.tsv", ["text\tlabel", "x\t1"], ["line 2: no column sentence; found text, label"]),
         (SST2, "train", "a.tsv", ["sentence\tlabel", "\t\t1"], ["line 2: found 3 columns; needed 2: sentence, label"]),
         (SST2, "train", "a.tsv", ["sentence\tlabel"], ["holds no examples"]),
-        (SST2, "train", "a.jsonl", ["{"], ["line 1: is not JSON"]),
+        (SST2, "train", "a.jsonl", ["{"], ["line 1 is damaged (Expecting property name"]),
         (SST2, "train", "a.jsonl", ["[1]"], ["line 1: found list; a line holds an object"]),
         (SST2, "train", "a.jsonl", ['{"sentence": 3, "label": 1}'], ["line 1: sentence is 3, which is no text"]),
-        (SST2, "train", "a.jsonl", ['{"sentence": "\\ud800", "label": 1}'], ["line 1: sentence has a lone surrogate"]),
-        (SST2, "train", "a.parquet", ["x"], ["is not Parquet, or is damaged"]),
+        (SST2, "train", "a.jsonl", ['{"sentence": "\\ud800", "label": 1}'], ["line 1 is damaged ('utf-8' codec"]),
+        (SST2, "train", "a.parquet", ["x"], ["is not Parquet, or is damaged (Parquet file"]),
+        (SST2, "train", "a.tsv", ["label\tsentence\tlabel", "1\tx\t0"], ["column label stands there twice: leave one"]),
+        (MNLI, "dev", "a.tsv", [f"{MNLI_COLUMNS}\tlabel1\tlabel1", "x"], ["column label1 stands there twice"]),
+        (SST2, "train", "a.jsonl", ["[" * 100_000], ["line 1 is damaged (maximum recursion depth"]),
         (SST2, "train", "a.csv", ["x"], ["has the suffix '.csv'; known are .tsv, .json, .jsonl, .parquet"]),
         (COLA, "train", "a.tsv", ["x\t0\tno"], ["line 1: found 3 columns; needed 4: source, label, mark, sentence"]),
         (MNLI, "train", "a.tsv", ["sentence1\tsentence2\tgold_label", "a\tb\tneutral", "a\tb\tentails", "a\tb\t2"],
@@ -140,6 +143,19 @@ def test_every_mistake_is_named_with_its_line(tmp_path, task, part, name, lines,
     found = mistakes_of(task, write(tmp_path / name, *lines), part)
     assert len(found) == len(mistakes)
     assert all(one.startswith(start) for one, start in zip(found, mistakes, strict=True)), found
+
+
+def test_parquet_with_a_column_twice_or_a_damaged_page_is_refused(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [["good"] * 9, [1] * 9, [0] * 9]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table(columns, names=["sentence", "label", "label"]), path)
+    assert mistakes_of(SST2, str(path)) == ["column label stands there twice: leave one out"]
+    parquet.write_table(pyarrow.table(columns[:2], names=["sentence", "label"]), path)
+    content = bytearray(path.read_bytes())
+    content[10:40] = b"\xff" * 30
+    path.write_bytes(content)
+    assert mistakes_of(SST2, str(path))[0].startswith("is not Parquet, or is damaged (")
 
 
 def test_missing_file_and_bad_bytes(tmp_path):
