@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.config import CheckpointConfig
-from gmlp_scale.checkpoint.stores import LocalCheckpoints
+from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.models import build_model
 from gmlp_scale.train.trial import ByteCounts
@@ -149,10 +149,16 @@ def _count_collectives(engine_configs: dict, folder: Path) -> dict:
     return counted | {"agreeing": dict(counts.num_calls)}
 
 
-def test_a_save_sends_nothing_between_the_ranks_but_whether_one_is_saving(tmp_path):
+def test_a_save_sends_nothing_but_whether_one_is_under_way_and_its_files_hold_the_same_from_every_engine(tmp_path):
     counted = run_ranks(_count_collectives, 2, SHARDED, tmp_path)[0]
     assert counted.pop("agreeing") == {"gather": 2}
     assert len(counted) == 2 * len(SHARDED) and list(counted.values()) == [{"gather": 2}] * len(counted), counted
+    saved = {}
+    for name in SHARDED:
+        checkpoint, _ = newest_checkpoint(tmp_path / f"{name} muon")
+        saved[name] = {key: checkpoint.read(key) for key in checkpoint.keys}
+        assert checkpoint.misfit(build_model(AMLP)) == ""
+        torch.testing.assert_close(saved[name], saved["fsdp2"], rtol=1e-4, atol=1e-6)
 
 
 def _bad_step(engine, world: World, factor: float) -> float:
