@@ -1,8 +1,15 @@
-"""Saves and loads the recipe's state, beside a plain copy, torch.save with fsync, and torch.load of the same bytes."""
+"""Saves and loads the recipe's state, beside a plain copy, torch.save with fsync, and torch.load of the same bytes.
 
+torchrun --nproc_per_node 2 benchmarks/checkpointing.py --config configs/pretrain/smoke.yaml model.d_model=512
+
+This prints how long a save stops training under every engine beside a plain copy of the rank's bytes.
+"""
+
+import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,16 +17,94 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
+import torch
+from torch import Tensor
+
+from benchmarks.reports import markdown
 from benchmarks.timing import say, time_in_turns
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
-from gmlp_scale.distributed.world import World
-from gmlp_scale.engine import Engine
+from gmlp_scale.distributed.logs import command
+from gmlp_scale.distributed.world import World, start_world
+from gmlp_scale.engine import SHARDED_ENGINES, Engine
 from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.trial import new_engine, seconds_of
+
+NUM_STALLS = 15
+
+
+@command
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a recipe's file, or its name: smoke")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
+    options = parser.parse_intermixed_args()
+    run = load_run_config(options.config, options.overrides)
+    with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
+        lines = measure_stalls(with_decided_precision(run, world), world)
+        if world.is_main:
+            print(lines)
+    return 0
+
+
+def measure_stalls(run: RunConfig, world: World) -> str:
+    """The median stall of a save on the slowest rank, and a plain copy there, as a Markdown table.
+
+    All ranks call it together. The first save of each engine, which allocates the staging buffers, is not counted.
+    """
+    rows = []
+    for name, engine_config in SHARDED_ENGINES.items():
+        engine = new_engine(run.model_copy(update={"engine": engine_config}), world)
+        buffers, copy = plain_copy_of(engine, world)
+        folder = Path(world.on_main(tempfile.mkdtemp))
+        checkpointer, rounds = checkpointer_in(folder, run, world), []
+        for step in range(NUM_STALLS + 1):
+            world.barrier()
+            copied = seconds_of(copy, world.device)
+            world.barrier()
+            rounds.append((checkpointer.save(engine, step), copied))
+            checkpointer.wait()
+        stall, copied = (statistics.median(values) for values in zip(*rounds[1:], strict=True))
+        stall, copied = max(world.gather((stall, copied)))
+        num_bytes = sum(buffer.nbytes for buffer in buffers.values())
+        figures = (num_bytes / 1e6, 1e3 * copied, 1e3 * stall, stall / copied)
+        rows.append([name, *(f"{figure:.2f}" for figure in figures)])
+        checkpointer.close()
+        engine.close()
+        world.on_main(lambda folder=folder: shutil.rmtree(folder))
+    return markdown(["engine", "MB of a rank", "copy ms", "stall ms", "stall over copy"], rows)
+
+
+def plain_copy_of(engine: Engine, world: World) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Host memory for this rank's pieces, and a call that copies them there."""
+    pieces = dict(engine.state())
+    buffers = {
+        key: torch.empty(piece.tensor.shape, device="cpu", pin_memory=world.device.type == "cuda")
+        for key, piece in pieces.items()
+    }
+
+    def copy() -> None:
+        for key, piece in pieces.items():
+            buffers[key].copy_(piece.tensor, non_blocking=True)
+
+    return buffers, copy
+
+
+def checkpointer_in(directory: Path, run: RunConfig, world: World) -> Checkpointer:
+    """One that deletes nothing, which would be timed too."""
+    config = CheckpointConfig(save_every_steps=1, keep_last=10**6)
+    return Checkpointer(
+        LocalCheckpoints(directory),
+        config,
+        details={"config": run.to_json(), "data": {"rows": 0}},
+        world=world,
+        timeout_seconds=run.engine.timeout_seconds,
+    )
 
 
 def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
@@ -30,14 +115,7 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
     counted: its save allocates the staging buffers that later ones use again.
     """
     engine, timed = new_engine(run, world), partial(seconds_of, device=world.device)
-    buffers = {
-        key: torch.empty(piece.tensor.shape, device="cpu", pin_memory=world.device.type == "cuda")
-        for key, piece in engine.state()
-    }
-
-    def copy() -> None:
-        for key, piece in engine.state():
-            buffers[key].copy_(piece.tensor, non_blocking=True)
+    buffers, copy = plain_copy_of(engine, world)
 
     def torch_save() -> None:
         with file.open("wb") as opened:
@@ -49,13 +127,7 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
     rounds = []
     with tempfile.TemporaryDirectory(dir=run.run_dir.parent) as folder:  # on the disk that checkpoints go to
         directory, file = Path(folder) / "checkpoints", Path(folder) / "state.pt"
-        checkpointer = Checkpointer(
-            LocalCheckpoints(directory),
-            CheckpointConfig(save_every_steps=1, keep_last=10**6),  # deleting is not timed
-            details={"config": run.to_json(), "data": {"rows": 0}},
-            world=world,
-            timeout_seconds=run.engine.timeout_seconds,
-        )
+        checkpointer = checkpointer_in(directory, run, world)
         for number in range(1, num_rounds + 2):
             seconds = {"copy": timed(copy), "stall": timed(partial(checkpointer.save, engine, number))}
             seconds["save"] = seconds["stall"] + timed(checkpointer.wait)
@@ -114,3 +186,7 @@ def read_whole(file: Path) -> None:
     with file.open("rb", buffering=0) as opened:
         while opened.readinto(buffer):
             pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,13 @@
 """Portable checkpoints: written by any engine at any world size, read by any other.
 
-    checkpoints/step_000012000/rank_00000_000.safetensors   rank 0's pieces: float32 slices along dimension 0
+    checkpoints/step_000012000/rank_00000_000.safetensors   rank 0's pieces, in float32
                                rank_00000_001.safetensors   a new file about every FILE_BYTES
                                rank_00001_000.safetensors   ...
                                DONE                         JSON: where each tensor's pieces lie, each file's bytes and
                                                             checksum, step, details, its own checksum (class `_Done`)
+
+A piece is a slice of a tensor along dimension 0 or, as ZeRO cuts parameters anywhere, some elements of the flattened
+tensor. The second kind is new in format 4; in DONE its tensors have "by_elements": true.
 
 Keys are model.<name>, and optimizer.<name>.exp_avg and .exp_avg_sq where AdamW updates the parameter, or .momentum
 where Muon does. Only safetensors and JSON are read: nothing is ever unpickled. A save has these steps; those in the
@@ -41,17 +44,18 @@ from pydantic import BaseModel, Field, field_validator
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from gmlp_scale.checkpoint.pieces import PIECE_FILE, FileRecord, TensorRecord, file_problem
+from gmlp_scale.checkpoint.pieces import PIECE_FILE, FileRecord, TensorRecord, file_problem, num_units
 from gmlp_scale.engine import Engine
 from gmlp_scale.engine.masters import model_key
 from gmlp_scale.errors import UserError
 from gmlp_scale.storage.files import check_seal, read_file
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
-FORMAT_VERSION = 3
-"""Counts changes of the files, and of the rows and masks that a resumed run would go on with. In version 2 the index
-named every piece; version 1 had other checksums and other masks."""
-READABLE_VERSIONS = (2, FORMAT_VERSION)
+FORMAT_VERSION = 4
+"""Counts changes of the files, and of the rows and masks that a resumed run would go on with. Version 3 had no pieces
+by elements, and its readers would take a checkpoint with them for damaged. In version 2 the index named every piece;
+version 1 had other checksums and other masks."""
+READABLE_VERSIONS = (2, 3, FORMAT_VERSION)
 
 
 class CheckpointError(UserError):
@@ -135,18 +139,22 @@ class Checkpoint:
             near = difflib.get_close_matches(key, self.tensors, n=3)
             raise CheckpointError(f"{self.path} has no {key!r} among {len(self.tensors)} tensors; nearest: {near}")
         record = self.tensors[key]
-        stop = record.length if stop is None else stop
-        if not 0 <= first <= stop <= record.length:
+        length = num_units(record.shape, by_elements=False)
+        stop = length if stop is None else stop
+        if not 0 <= first <= stop <= length:
             raise CheckpointError(f"{self.path} has {key!r} of shape {record.shape}, not its indices {first} to {stop}")
         shape = (stop - first, *record.shape[1:]) if record.shape else ()
-        tensor = torch.empty(shape, dtype=torch.float32, device="cpu")
+        tensor = values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        if record.by_elements:
+            size, values = math.prod(record.shape[1:]), tensor.view(-1)
+            first, stop = first * size, stop * size
         for file, piece_first, count in record.pieces_between(first, stop):
-            if not shape:
+            if not values.ndim:
                 tensor.copy_(self._file(file).get_tensor(key))
             else:
                 low, high = max(first, piece_first), min(stop, piece_first + count)
                 piece = self._file(file).get_slice(key)
-                tensor[low - first : high - first] = piece[low - piece_first : high - piece_first]
+                values[low - first : high - first] = piece[low - piece_first : high - piece_first]
         return tensor
 
     def misfit(self, model: nn.Module) -> str:
@@ -199,7 +207,7 @@ def _verify_files(path: Path, done: _Done) -> None:
         for name, _, count in tensor.pieces_between(0, tensor.length):
             if name not in shapes:
                 raise CheckpointError(f"{path.name}: DONE has pieces in a file that it does not list: {name}")
-            shapes[name][key] = (count, *tensor.shape[1:]) if tensor.shape else ()
+            shapes[name][key] = tensor.piece_shape(count)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = pool.map(lambda name: file_problem(path / name, done.files[name], shapes[name]), done.files)
         problems = [problem for problem in found if problem]

@@ -10,9 +10,10 @@ ranks are one entry. So FSDP2 needs one or two entries for a tensor on any numbe
 
 import functools
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,7 +38,8 @@ class FileRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 class Shares(NamedTuple):
-    """Each of `num_ranks` ranks, from `rank` on, has the next `count` indices in its file of number `file_number`."""
+    """Each of `num_ranks` ranks, from `rank` on, has the next `count` indices in its file of number `file_number`; or
+    elements, where the tensor is saved by elements."""
 
     rank: NonNegativeInt
     num_ranks: PositiveInt
@@ -57,19 +59,29 @@ class TensorRecord(BaseModel, frozen=True, extra="forbid"):
     shape: tuple[NonNegativeInt, ...]
     pieces: list[Annotated[Shares, BeforeValidator(_shares)]]
     """Along dimension 0, in ascending order. A 0-d tensor counts as one index."""
+    by_elements: bool = False
+    """Whether they are pieces of the flattened tensor instead, as ZeRO's are, and one-dimensional in their files."""
 
     @property
     def length(self) -> int:
-        return self.shape[0] if self.shape else 1
+        """How many indices, or elements, the pieces have."""
+        return num_units(self.shape, self.by_elements)
+
+    def piece_shape(self, count: int) -> tuple[int, ...]:
+        """The shape in its file of a piece with `count` indices or elements."""
+        if self.by_elements:
+            return (count,)
+        return (count, *self.shape[1:]) if self.shape else ()
 
     @model_validator(mode="after")
     def _check_length(self) -> "TensorRecord":
         if (found := sum(shares.num_ranks * shares.count for shares in self.pieces)) != self.length:
-            raise ValueError(f"the pieces hold {found} indices of a tensor of shape {self.shape}")
+            unit = "elements" if self.by_elements else "indices"
+            raise ValueError(f"the pieces hold {found} {unit} of a tensor of shape {self.shape}")
         return self
 
     def pieces_between(self, first: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """(file, first, count) of each piece that holds some of the indices [first, stop)."""
+        """(file, first, count) of each piece that holds some of the indices, or elements, [first, stop)."""
         start = 0
         for rank, num_ranks, file_number, count in self.pieces:
             end = start + num_ranks * count
@@ -77,6 +89,11 @@ class TensorRecord(BaseModel, frozen=True, extra="forbid"):
             for index in range(low // count, -(-high // count)) if low < high else ():
                 yield file_name(rank + index, file_number), start + index * count, count
             start = end
+
+
+def num_units(shape: Sequence[int], by_elements: bool) -> int:
+    """How many elements a tensor has, or how many indices along dimension 0; a 0-d tensor has one."""
+    return math.prod(shape if by_elements else shape[:1])
 
 
 def file_name(rank: int, file_number: int) -> str:
@@ -91,7 +108,7 @@ def staged(engine: Engine, buffers: dict[str, Tensor]) -> dict[str, Piece]:
     pieces, gpu = {}, None
     for key, piece in engine.state():
         source = piece.tensor.detach()
-        assert source.dtype == torch.float32 and source.shape[1:] == piece.shape[1:], key
+        assert source.dtype == torch.float32 and (piece.by_elements or source.shape[1:] == piece.shape[1:]), key
         buffer = buffers.get(key)
         if buffer is None or buffer.shape != source.shape:
             buffer = torch.empty(source.shape, dtype=torch.float32, device="cpu", pin_memory=source.is_cuda)
@@ -112,8 +129,8 @@ def write_pieces(folder: Path, rank: int, pieces: dict[str, Piece]) -> dict[str,
     """
     contents, places, num_bytes = {}, {}, 0
     for key, piece in pieces.items():
-        file_number, count = num_bytes // FILE_BYTES, len(piece.tensor) if piece.shape else 1
-        places[key] = (list(piece.shape), file_number, piece.first, count)
+        file_number, count = num_bytes // FILE_BYTES, len(piece.tensor) if piece.tensor.ndim else 1
+        places[key] = (list(piece.shape), piece.by_elements, file_number, piece.first, count)
         if count:
             contents.setdefault(file_name(rank, file_number), {})[key] = piece.tensor
             num_bytes += piece.tensor.nbytes
@@ -194,26 +211,31 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def layout_of(places: dict[str, tuple[list[int], int, int, int]]) -> dict[str, Any]:
-    """One rank's (shape, file_number, first, count) by key, as columns: rank 0 reads those of all ranks, key by key."""
-    shapes, *columns = zip(*places.values(), strict=True) if places else [()] * 4
-    return {"shapes": json.dumps(list(zip(places, shapes, strict=True))), "columns": columns}
+def layout_of(places: dict[str, tuple[list[int], bool, int, int, int]]) -> dict[str, Any]:
+    """One rank's (shape, by_elements, file_number, first, count) by key, as columns: rank 0 reads those of all ranks,
+    key by key."""
+    shapes, by_elements, *columns = zip(*places.values(), strict=True) if places else [()] * 5
+    return {"shapes": json.dumps(list(zip(places, shapes, by_elements, strict=True))), "columns": columns}
 
 
 def merged(layouts: list[dict[str, Any]]) -> dict[str, Any]:
     """DONE's `tensors` from the layouts of all ranks."""
-    shapes, pieces = {}, {}
+    forms, pieces = {}, {}
     parsed = functools.cache(json.loads)  # FSDP2's ranks have the same keys and shapes: they are parsed once
     for rank, layout in enumerate(layouts):
-        for (key, shape), file_number, first, count in zip(parsed(layout["shapes"]), *layout["columns"], strict=True):
-            assert shapes.setdefault(key, shape) == shape, f"{key} has shape {shapes[key]}, and {shape} on rank {rank}"
+        for (key, *form), file_number, first, count in zip(parsed(layout["shapes"]), *layout["columns"], strict=True):
+            assert forms.setdefault(key, form) == form, f"{key} has shape {forms[key]}, and {form} on rank {rank}"
             pieces.setdefault(key, [])
             if count:
                 pieces[key].append((first, rank, file_number, count))
-    return {key: {"shape": shape, "pieces": _joined(key, shape, sorted(pieces[key]))} for key, shape in shapes.items()}
+    tensors = {}
+    for key, (shape, by_elements) in forms.items():
+        shares = _joined(key, num_units(shape, by_elements), sorted(pieces[key]))
+        tensors[key] = {"shape": shape, "pieces": shares} | ({"by_elements": True} if by_elements else {})
+    return tensors
 
 
-def _joined(key: str, shape: list[int], pieces: list[tuple[int, int, int, int]]) -> list[list[int]]:
+def _joined(key: str, length: int, pieces: list[tuple[int, int, int, int]]) -> list[list[int]]:
     """The tensor's Shares, from all (first, rank, file_number, count), ascending."""
     joined, stop = [], 0
     for first, rank, file_number, count in pieces:
@@ -223,5 +245,5 @@ def _joined(key: str, shape: list[int], pieces: list[tuple[int, int, int, int]])
             joined[-1][1] += 1
         else:
             joined.append([rank, 1, file_number, count])
-    assert stop == (shape[0] if shape else 1), f"{key}: the ranks' pieces do not cover the tensor once: {pieces}"
+    assert stop == length, f"{key}: the ranks' pieces do not cover the tensor once: {pieces}"
     return joined

@@ -79,8 +79,7 @@ class Engine(Protocol):
     def state(self) -> Iterator[tuple[str, Piece]]:
         """This rank's pieces of model.<name> and optimizer.<name>.exp_avg and .exp_avg_sq (AdamW) or .momentum (Muon).
 
-        Together, the ranks' pieces hold every element once. Every rank must run it to its end: getting a piece may need
-        all of them.
+        Together, the ranks' pieces hold every element once. Nothing is sent between the ranks.
         """
 
     def load_state(self, read: ReadSlice, step: int) -> None:

@@ -104,7 +104,7 @@ class Fsdp2Engine:
         return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        return self.masters.pieces()
+        return self.masters.state()
 
     def load_state(self, read: ReadSlice, step: int) -> None:
         self.masters.load(read, step)

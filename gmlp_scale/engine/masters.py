@@ -4,8 +4,8 @@
 """
 
 import math
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ ReadSlice = Callable[[str, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """The indices [first, first + len(tensor)) along dimension 0 of a tensor of `shape`, in float32.
+    """A part of a float32 tensor of `shape`, from `first` on: indices of dimension 0 or, if `tensor` is flat where
+    the whole is not, elements of the flattened whole.
 
     A rank's master of a parameter is one. In a checkpoint's hands the engine may go on updating `tensor`: copy it
     before the next step.
@@ -31,6 +32,10 @@ class Piece:
     tensor: Tensor
     shape: tuple[int, ...]
     first: int
+
+    @property
+    def by_elements(self) -> bool:
+        return self.tensor.ndim != len(self.shape)
 
 
 def model_key(name: str) -> str:
@@ -41,13 +46,18 @@ def moment_key(name: str, moment: str) -> str:
     return f"optimizer.{name}.{moment}"
 
 
-def read_elements(read: ReadSlice, key: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the flattened tensor, reading only the indices of dimension 0 that hold them."""
-    if stop <= start:
-        return torch.zeros(0)
-    size = math.prod(shape[1:])  # elements per index
-    first = start // size
-    return read(key, first, -(-stop // size)).flatten()[start - first * size : stop - first * size]
+@torch.no_grad()
+def load(pieces: Iterable[tuple[str, Piece]], read: ReadSlice) -> None:
+    """Fills the pieces, by their keys in a checkpoint, with what `read` gives."""
+    for key, piece in pieces:
+        first, count = piece.first, len(piece.tensor) if piece.shape else 1
+        if not piece.by_elements:
+            piece.tensor.copy_(read(key, first, first + count))
+        elif count:
+            size = math.prod(piece.shape[1:])  # elements per index of dimension 0
+            begin = first // size
+            values = read(key, begin, -(-(first + count) // size)).flatten()  # of the indices that hold them
+            piece.tensor.copy_(values[first - begin * size :][:count])
 
 
 class Masters:
@@ -88,23 +98,21 @@ class Masters:
             for matrix in self.matrices.values():
                 matrix.grad = None
 
-    def pieces(self) -> Iterator[tuple[str, Piece]]:
-        for name, master in self.masters.items():
-            if name in self.given_by_others:
-                continue
-            yield model_key(name), Piece(master.tensor.detach(), master.shape, master.first)
-            for key, state in self._states(name, master):
-                yield key, Piece(state, master.shape, master.first)
+    def state(self) -> Iterator[tuple[str, Piece]]:
+        """What this rank gives to a checkpoint."""
+        return self._pieces(name for name in self.masters if name not in self.given_by_others)
 
-    @torch.no_grad()
     def load(self, read: ReadSlice, step: int) -> None:
-        for name, master in self.masters.items():
-            stop = master.first + len(master.tensor)
-            master.tensor.copy_(read(model_key(name), master.first, stop))
-            for key, state in self._states(name, master):
-                state.copy_(read(key, master.first, stop))
+        load(self._pieces(self.masters), read)
         for state in self.optimizer.state.values():
             state["step"].fill_(step)
+
+    def _pieces(self, names: Iterable[str]) -> Iterator[tuple[str, Piece]]:
+        for name in names:
+            master = self.masters[name]
+            yield model_key(name), replace(master, tensor=master.tensor.detach())
+            for key, state in self._states(name, master):
+                yield key, replace(master, tensor=state)
 
     def _states(self, name: str, master: Piece) -> Iterator[tuple[str, Tensor]]:
         """What the optimizer keeps of a master, in its shape, by the checkpoint's keys."""

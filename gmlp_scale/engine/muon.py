@@ -11,7 +11,7 @@ all-to-all, the owner computes, and the parts of its result come back in another
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -151,27 +151,12 @@ class Muon:
             whole = (update.view(self.shapes[name]) for name, update in zip(self.spans, updates, strict=True))
             return (orthogonalised(matrix, self.dtype).reshape(-1) for matrix in whole)
         sent = torch.cat([update.to(self.dtype) for update in updates])
-        received = self._to_owners(sent)
-        for name, parts in self._parts_by_rank(received):
+        received = sent.new_empty(sum(self.num_received))
+        dist.all_to_all_single(received, sent, self.num_received, self.num_sent)
+        every_part = received.split(self.received_sizes)
+        for index, name in enumerate(self.owned):
+            parts = every_part[index :: len(self.owned)]
             matrix = orthogonalised(torch.cat(parts).view(self.shapes[name]), self.dtype)
             torch._foreach_copy_(parts, matrix.reshape(-1).split([len(part) for part in parts]))
         dist.all_to_all_single(sent, received, self.num_sent, self.num_received)
         return sent.split([len(update) for update in updates])
-
-    def whole_momenta(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, momentum) of the matrices that this rank owns. Every rank must run it to its end."""
-        for name, parts in self._parts_by_rank(self._to_owners(torch.cat(list(self.momenta.values())))):
-            yield name, torch.cat(parts).view(self.shapes[name])
-
-    def _to_owners(self, parts: Tensor) -> Tensor:
-        if self.world.size == 1:
-            return parts
-        received = parts.new_empty(sum(self.num_received))
-        dist.all_to_all_single(received, parts, self.num_received, self.num_sent)
-        return received
-
-    def _parts_by_rank(self, received: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-        """(name, its parts, as views) of the matrices that this rank owns."""
-        parts = received.split(self.received_sizes)
-        for index, name in enumerate(self.owned):
-            yield name, parts[index :: len(self.owned)]

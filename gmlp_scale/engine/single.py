@@ -80,7 +80,7 @@ class SingleEngine:
         return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        return self.masters.pieces()
+        return self.masters.state()
 
     def load_state(self, read: ReadSlice, step: int) -> None:
         self.masters.load(read, step)

@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO, stages 1 to 3. Only zero_sharding.py knows DeepSpeed's inside."""
 
-import math
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.gradients import clip_divisor, differentiated
-from gmlp_scale.engine.masters import MOMENTS, MOMENTUM, Masters, Piece, ReadSlice, model_key, moment_key, read_elements
+from gmlp_scale.engine.masters import MOMENTS, MOMENTUM, Masters, Piece, ReadSlice, load, model_key, moment_key
 from gmlp_scale.engine.muon import Muon, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, count_left_out, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
@@ -131,30 +130,15 @@ class ZeroEngine:
         return logits
 
     def state(self) -> Iterator[tuple[str, Piece]]:
-        sizes = [0] * self.world.size  # a parameter is given by the rank that has given the fewest elements so far
-        for name, shape in self.sharded.shapes.items():
-            owner = sizes.index(min(sizes))
-            sizes[owner] += math.prod(shape)
-            tensors = {key: self.sharded.whole(name, moment) for key, moment in self._moments(name)}  # on all ranks
-            if owner == self.world.rank:
-                for key, tensor in tensors.items():
-                    yield key, Piece(tensor, shape, 0)
-        yield from self.vector_masters.pieces()
-        for muon in self.muons.values():
-            for name, momentum in muon.whole_momenta():
-                yield moment_key(name, MOMENTUM), Piece(momentum, muon.shapes[name], 0)
+        yield from self._pieces()
+        yield from self.vector_masters.state()
 
     def load_state(self, read: ReadSlice, step: int) -> None:
-        for name, shape in self.sharded.shapes.items():
-            for key, moment in self._moments(name):
-                self.sharded.part(name, moment).copy_(read_elements(read, key, shape, *self.sharded.places[name].span))
+        load(self._pieces(), read)
         for state in self.adamw.state.values():
             state["step"].fill_(step)
         self.sharded.refresh_weights()
         self.vector_masters.load(read, step)
-        for muon in self.muons.values():
-            for name, momentum in muon.momenta.items():
-                momentum.copy_(read_elements(read, moment_key(name, MOMENTUM), muon.shapes[name], *muon.spans[name]))
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.sharded.shapes:
@@ -168,11 +152,19 @@ class ZeroEngine:
     def close(self) -> None:
         self.module.destroy()
 
-    def _moments(self, name: str) -> list[tuple[str, str | None]]:
-        """(key in a checkpoint, moment) of a parameter's master, whose moment is None, and of AdamW's moments."""
-        in_muon = any(name in muon.shapes for muon in self.muons.values())
-        moments = [] if in_muon else [(moment_key(name, moment), moment) for moment in MOMENTS]
-        return [(model_key(name), None), *moments]
+    def _pieces(self) -> Iterator[tuple[str, Piece]]:
+        """This rank's elements of what DeepSpeed shards: masters, AdamW's moments, Muon's momenta."""
+        momenta = {name: momentum for muon in self.muons.values() for name, momentum in muon.momenta.items()}
+        for name, shape in self.sharded.shapes.items():
+            start, stop = self.sharded.places[name].span
+            if start == stop:
+                continue
+            yield model_key(name), Piece(self.sharded.part(name), shape, start)
+            if name in momenta:
+                yield moment_key(name, MOMENTUM), Piece(momenta[name], shape, start)
+            else:
+                for moment in MOMENTS:
+                    yield moment_key(name, moment), Piece(self.sharded.part(name, moment), shape, start)
 
     def _norm(self) -> Tensor:
         """The global norm of all gradients."""

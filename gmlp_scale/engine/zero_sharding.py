@@ -71,12 +71,10 @@ class ShardedModel:
             for flat in without:
                 del self.adamw.state[flat]
 
-    def whole(self, name: str, moment: str | None = None) -> Tensor:
-        """A whole master, or its whole `moment`. All ranks call it together."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    def whole(self, name: str) -> Tensor:
+        """A whole master. All ranks call it together."""
+        from deepspeed.utils import safe_get_full_fp32_param
 
-        if moment:
-            return safe_get_full_optimizer_state(self.parameters[name], moment)
         return safe_get_full_fp32_param(self.parameters[name])
 
     def part(self, name: str, moment: str | None = None) -> Tensor:

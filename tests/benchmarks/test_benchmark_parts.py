@@ -13,19 +13,21 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import loading, step, timing
+from benchmarks import checkpointing, loading, step, timing
 from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.loading import batched, measure_loading
 from benchmarks.peers import transformer_sizes
 from benchmarks.run import main, measure_start_up
 from benchmarks.step import PEERS, captured_products, fewest_bytes, kind_of, measure_step, products_of, shares
 from gmlp_scale.distributed.world import start_world
+from gmlp_scale.engine import SHARDED_ENGINES
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.trial import new_engine, random_batch
 from tests.forked import CONTEXT, Script, fork, fork_server
+from tests.gloo_ranks import run_ranks
 from tests.hosts.hosts import has_ended, wait_until
 from tests.whole_runs import SMOKE
 
@@ -140,6 +142,20 @@ def test_checkpoint(tmp_path, world):
     assert report["costs"].keys() == {"stall_over_copy", "save_over_torch_save", "load_over_torch_load"}
     assert all(spent > 0 for spent in report["seconds"].values())
     assert list(tmp_path.iterdir()) == []
+
+
+def _stalls(folder: Path) -> str:
+    checkpointing.NUM_STALLS = 1
+    with start_world(60, "cpu", init_group=True) as world:
+        return checkpointing.measure_stalls(tiny_run(folder), world)
+
+
+def test_stalls_of_every_engine_on_two_ranks(tmp_path):
+    rows = [line.split(" | ") for line in run_ranks(_stalls, 2, tmp_path)[0].splitlines()[2:]]
+    assert [row[0].removeprefix("| ") for row in rows] == list(SHARDED_ENGINES)
+    for _, num_megabytes, copied, stall, ratio in rows:
+        assert float(num_megabytes) == pytest.approx(6 * count_parameters(tiny_run(tmp_path)) / 1e6, abs=0.02)
+        assert float(ratio.removesuffix(" |")) == pytest.approx(float(stall) / float(copied), rel=0.5)
 
 
 def test_loader(tmp_path, monkeypatch, forked_contenders):

@@ -31,32 +31,34 @@ KEYS, LENGTH = ["model.a", "model.b", "model.c"], 64
 
 
 class FakeEngine:
-    """Owns slices of a few tensors as FSDP2 splits them: equal chunks, the last short or empty. Rank 0 has scalars."""
+    """Owns slices of a few tensors as FSDP2 splits them: equal chunks, the last short or empty. Rank 0 has scalars.
+    Or chunks of the flattened tensors, similar to ZeRO."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0):
+    def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0, by_elements: bool = False):
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {key: torch.randn(shape, generator=generator) for key, shape in SHAPES.items()}
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.by_elements = rank, world_size, by_elements
         self.num_state_calls = 0
 
     def owned_slice(self, key: str) -> tuple[int, int]:
-        length = SHAPES[key][0]
+        length = self.tensors[key].numel() if self.by_elements else SHAPES[key][0]
         chunk = -(-length // self.world_size)
         return min(self.rank * chunk, length), min((self.rank + 1) * chunk, length)
 
     def state(self):
         self.num_state_calls += 1
         for key, tensor in self.tensors.items():
-            if tensor.ndim:
+            if tensor.ndim or self.by_elements:
                 first, stop = self.owned_slice(key)
-                yield key, Piece(tensor[first:stop], SHAPES[key], first)
+                owned = (tensor.flatten() if self.by_elements else tensor)[first:stop]
+                yield key, Piece(owned, SHAPES[key], first)
             elif self.rank == 0:
                 yield key, Piece(tensor, (), 0)
 
     def load_state(self, read, step: int) -> None:
         self.step = step
         for key, tensor in self.tensors.items():
-            if tensor.ndim:
+            if tensor.ndim and not self.by_elements:
                 first, stop = self.owned_slice(key)
                 self.tensors[key] = torch.full(SHAPES[key], torch.nan)
                 self.tensors[key][first:stop] = read(key, first, stop)
@@ -132,13 +134,13 @@ def alone(directory: Path, keep_last: int = 9, waits_for_room: bool = True, **op
     return checkpointer_on(directory, world, keep_last=keep_last, **options)
 
 
-def save_steps(directory: Path, steps: list[int], world_size: int = 1, **options):
+def save_steps(directory: Path, steps: list[int], world_size: int = 1, by_elements: bool = False, **options):
     """Save the state of seed `step` as each of `steps`."""
 
     def save_all(world):
         checkpointer = checkpointer_on(directory, world, **{"keep_last": 9} | options)
         for step in steps:
-            checkpointer.save(FakeEngine(world.rank, world_size, seed=step), step)
+            checkpointer.save(FakeEngine(world.rank, world_size, step, by_elements), step)
         checkpointer.wait()
         checkpointer.close()
 

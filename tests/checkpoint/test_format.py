@@ -30,8 +30,9 @@ from tests.checkpoint.fake_engine import (
 from tests.damage import damaged
 
 
-def test_moves_between_world_sizes_2_3_1(tmp_path, small_files):
-    engines = [FakeEngine(rank, 2, seed=8) for rank in range(2)]
+@pytest.mark.parametrize("by_elements", [False, True])
+def test_moves_between_world_sizes_2_3_1(tmp_path, small_files, by_elements):
+    engines = [FakeEngine(rank, 2, seed=8, by_elements=by_elements) for rank in range(2)]
     for step, world_size, next_world_size in [(10, 2, 3), (20, 3, 1), (30, 1, 5)]:
 
         def save(world, step=step, world_size=world_size, engines=engines):
@@ -41,7 +42,7 @@ def test_moves_between_world_sizes_2_3_1(tmp_path, small_files):
 
         def load(world, world_size=next_world_size):
             checkpointer = checkpointer_on(tmp_path, world)
-            engine = FakeEngine(world.rank, world_size, seed=1)
+            engine = FakeEngine(world.rank, world_size, seed=1, by_elements=by_elements)
             checkpointer.newest().load_into(engine)
             return engine
 
@@ -58,15 +59,28 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert names_in(folder) == ["DONE", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one file may read all
     done = json.loads((folder / "DONE").read_text())
-    assert (done["step"], done["format_version"], done["details"]) == (12000, 3, DETAILS)
+    assert (done["step"], done["format_version"], done["details"]) == (12000, 4, DETAILS)
     assert done["tensors"]["model.embedding.weight"] == {"shape": [7, 3], "pieces": [[0, 1, 0, 4], [1, 1, 0, 3]]}
     assert done["tensors"]["model.blocks.0.weight"] == {"shape": [4, 3, 2], "pieces": [[0, 2, 0, 2]]}  # equal shares
     second = load_file(folder / "rank_00001_000.safetensors")
     assert torch.equal(second["model.embedding.weight"], FakeEngine(seed=12000).tensors["model.embedding.weight"][4:])
 
 
-def test_reads_any_slice(tmp_path):
-    save_steps(tmp_path, [1], world_size=3)
+def test_pieces_by_elements_are_flat_in_their_files(tmp_path):
+    save_steps(tmp_path, [1], world_size=2, by_elements=True)
+    folder, key = tmp_path / "step_000000001", "model.embedding.weight"
+    tensors = json.loads((folder / "DONE").read_text())["tensors"]
+    assert tensors[key] == {"shape": [7, 3], "pieces": [[0, 1, 0, 11], [1, 1, 0, 10]], "by_elements": True}
+    assert tensors["model.temperature"] == {"shape": [], "pieces": [[0, 1, 0, 1]], "by_elements": True}
+    assert tensors["model.blocks.0.norm.bias"] == {"shape": [5], "pieces": [[0, 1, 0, 3], [1, 1, 0, 2]]}
+    second = load_file(folder / "rank_00001_000.safetensors")
+    assert torch.equal(second[key], FakeEngine(seed=1).tensors[key].flatten()[11:])
+    assert_holds(Checkpoint.open(folder), seed=1)
+
+
+@pytest.mark.parametrize("by_elements", [False, True])
+def test_reads_any_slice(tmp_path, by_elements):
+    save_steps(tmp_path, [1], world_size=3, by_elements=by_elements)
     checkpoint, whole = newest_checkpoint(tmp_path)[0], FakeEngine(seed=1).tensors["model.embedding.weight"]
     for first in range(8):
         for stop in range(first, 8):
@@ -105,7 +119,9 @@ def test_the_index_does_not_grow_with_the_ranks():
         def layout(rank):
             count = 1000 // num_ranks + (rank < 1000 % num_ranks)
             first = sum(1000 // num_ranks + (other < 1000 % num_ranks) for other in range(rank))
-            return layout_of({f"model.blocks.{block}.weight": ([1000, 8], 0, first, count) for block in range(3)})
+            return layout_of(
+                {f"model.blocks.{block}.weight": ([1000, 8], False, 0, first, count) for block in range(3)}
+            )
 
         return json.dumps(merged([layout(rank) for rank in range(num_ranks)]))
 
@@ -121,11 +137,13 @@ def test_the_index_does_not_grow_with_the_ranks():
     ]
 
 
-def test_a_checkpoint_of_format_2_is_read(tmp_path, small_files):
-    """It had an entry (file, first, count) for every piece."""
+def test_checkpoints_of_formats_3_and_2_are_read(tmp_path, small_files):
+    """Format 2 had an entry (file, first, count) for every piece."""
     save_steps(tmp_path, [1], world_size=3)
     folder = tmp_path / "step_000000001"
     tensors = Checkpoint.open(folder).tensors
+    reseal(folder, lambda done: done.update(format_version=3))
+    assert_holds(Checkpoint.open(folder), seed=1)
 
     def to_version_2(done):
         done["format_version"] = 2
@@ -289,7 +307,7 @@ def test_a_done_from_elsewhere_cannot_name_files_outside(tmp_path):
 def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
     save_steps(tmp_path, [1, 2])
     reseal(tmp_path / "step_000000002", lambda done: done.update(format_version=1))
-    refused = r"step_000000002 is a checkpoint of format 1.* reads formats \(2, 3\) only"
+    refused = r"step_000000002 is a checkpoint of format 1.* reads formats \(2, 3, 4\) only"
     with pytest.raises(CheckpointError, match=refused):
         alone(tmp_path).newest()
     assert names_in(tmp_path) == ["step_000000001", "step_000000002"]  # nothing was moved away
@@ -300,7 +318,7 @@ def test_a_damaged_version_is_not_taken_for_another_one(tmp_path, trials):
     done = tmp_path / "step_000000003" / "DONE"
     text = done.read_text()
     for bit in range(7):  # one of them makes another digit, and most something else
-        done.write_text(text.replace('version": 3,', f'version": {chr(ord("3") ^ 1 << bit)},'))
+        done.write_text(text.replace('version": 4,', f'version": {chr(ord("4") ^ 1 << bit)},'))
         checkpoint, damaged = newest_checkpoint(tmp_path)
         assert (checkpoint.step, damaged) == (2, ["step_000000003"])
     trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 7)
@@ -314,6 +332,7 @@ def test_an_index_that_the_files_contradict_is_found(tmp_path, trials):
     for change, error in [
         ({"shape": [4, 2, 3]}, f"rank_00000_000.safetensors does not hold {key} as DONE says"),
         ({"shape": [5, 3, 2]}, r"the pieces hold 4 indices of a tensor of shape \(5, 3, 2\)"),
+        ({"by_elements": True}, r"the pieces hold 4 elements of a tensor of shape \(4, 3, 2\)"),
         ({"pieces": [[0, 1, 0, 1], [1, 1, 0, 3]]}, f"rank_00000_000.safetensors does not hold {key} as DONE says"),
         ({"pieces": [[1, 2, 0, 2]]}, "pieces in a file that it does not list: rank_00002_000"),
     ]:
@@ -322,7 +341,7 @@ def test_an_index_that_the_files_contradict_is_found(tmp_path, trials):
         with pytest.raises(CheckpointError, match=error):
             Checkpoint.open(done.parent)
         assert newest_checkpoint(tmp_path)[0].step == 1
-    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 4)
+    trials("a checkpoint's bit flipped, byte zeroed, file cut or longer", 5)
 
 
 @pytest.mark.parametrize(

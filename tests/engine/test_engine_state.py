@@ -4,13 +4,18 @@ not finite changes nothing: when one rank's gradient is not finite, no engine up
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gmlp_scale.checkpoint.checkpointer import Checkpointer
+from gmlp_scale.checkpoint.config import CheckpointConfig
+from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.models import build_model
+from gmlp_scale.train.trial import ByteCounts
 from tests.engine.trained_engines import (
     AMLP,
     ENGINES,
@@ -122,6 +127,38 @@ def test_the_ranks_share_the_state_evenly(two_ranks):
     for run in two_ranks.values():
         shares = [sum(tensor.numel() for tensor, _ in pieces.values()) for pieces in run[2]]
         assert abs(shares[0] - shares[1]) <= 3 * largest_parameter
+
+
+def _count_collectives(engine_configs: dict, folder: Path) -> dict:
+    """What a save carries between its call and its return, by engine and optimizer."""
+    counted = {}
+    with start_world(60, "cpu", init_group=True) as world:
+        for name, option in itertools.product(engine_configs, ("bf16", "muon")):
+            engine = start_engine(world, AMLP, engine_configs[name], **OPTIONS[option])
+            train(engine, world, 0, 1)
+            place, config = LocalCheckpoints(folder / f"{name} {option}"), CheckpointConfig(save_every_steps=1)
+            checkpointer = Checkpointer(place, config, details={}, world=world, timeout_seconds=60)
+            with ByteCounts() as counts:
+                checkpointer.save(engine, 1)
+            checkpointer.wait()
+            checkpointer.close()
+            counted[name, option] = dict(counts.num_calls)
+            engine.close()
+        with ByteCounts() as counts:
+            world.gather(False)
+    return counted | {"agreeing": dict(counts.num_calls)}
+
+
+def test_a_save_sends_nothing_but_whether_one_is_under_way_and_its_files_hold_the_same_from_every_engine(tmp_path):
+    counted = run_ranks(_count_collectives, 2, SHARDED, tmp_path)[0]
+    assert counted.pop("agreeing") == {"gather": 2}
+    assert len(counted) == 2 * len(SHARDED) and list(counted.values()) == [{"gather": 2}] * len(counted), counted
+    saved = {}
+    for name in SHARDED:
+        checkpoint, _ = newest_checkpoint(tmp_path / f"{name} muon")
+        saved[name] = {key: checkpoint.read(key) for key in checkpoint.keys}
+        assert checkpoint.misfit(build_model(AMLP)) == ""
+        torch.testing.assert_close(saved[name], saved["fsdp2"], rtol=1e-4, atol=1e-6)
 
 
 def _bad_step(engine, world: World, factor: float) -> float:

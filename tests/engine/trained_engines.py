@@ -88,11 +88,13 @@ def pieces_of(engine) -> dict[tuple[str, int], tuple[Tensor, tuple[int, ...]]]:
 
 
 def reader(pieces_by_rank: list[dict]):
-    """All ranks' pieces as load_state's `read`; every index along dimension 0 must be there exactly once."""
+    """All ranks' pieces as load_state's `read`; every element must be there exactly once."""
     whole: dict[str, Tensor] = {}
     num_seen: dict[str, int] = {}
     for (key, first), (tensor, shape) in (item for pieces in pieces_by_rank for item in pieces.items()):
-        whole.setdefault(key, torch.full(shape, torch.nan))[first : first + len(tensor)] = tensor
-        num_seen[key] = num_seen.get(key, 0) + len(tensor)
-    assert all(num_seen[key] == len(tensor) and tensor.isfinite().all() for key, tensor in whole.items())
+        values = whole.setdefault(key, torch.full(shape, torch.nan))
+        values = values if tensor.ndim == len(shape) else values.view(-1)
+        values[first : first + len(tensor)] = tensor
+        num_seen[key] = num_seen.get(key, 0) + tensor.numel()
+    assert all(num_seen[key] == tensor.numel() and tensor.isfinite().all() for key, tensor in whole.items())
     return lambda key, first, stop: whole[key][first:stop].clone()
