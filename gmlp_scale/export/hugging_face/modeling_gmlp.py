@@ -89,19 +89,19 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
         if output_attentions and getattr(self.model.blocks[0], "attention", None) is None:
             raise ValueError(f"a model of kind {self.config.kind} has no attention: leave output_attentions out")
         embedded_BRD, is_token_BR, num_positions = self._rows(input_ids, attention_mask, inputs_embeds)
-        padding_mask = (is_token_BR,) if self.model.masks_padding else ()
+        is_token_BR = self.model.tokens(is_token_BR)
         x_BRD = self.model.first_states(embedded_BRD)
         states, attentions = [], []
         for block in self.model.blocks:
             if output_hidden_states:
                 states.append(self._cut(x_BRD, num_positions))
             if output_attentions:
-                weights_BHRR = block.attention_weights(x_BRD, *padding_mask)
+                weights_BHRR = block.attention_weights(x_BRD, is_token_BR)
                 attentions.append(self._cut(self._cut(weights_BHRR, num_positions, 2), num_positions, 3))
             if self.gradient_checkpointing and self.training:
-                x_BRD = self._gradient_checkpointing_func(block.__call__, x_BRD, *padding_mask)
+                x_BRD = self._gradient_checkpointing_func(block.__call__, x_BRD, is_token_BR)
             else:
-                x_BRD = block(x_BRD, *padding_mask)
+                x_BRD = block(x_BRD, is_token_BR)
         x_BRD = self.model.norm(x_BRD)
         extras = {
             "hidden_states": (*states, self._cut(x_BRD, num_positions)) if output_hidden_states else None,
