@@ -49,9 +49,10 @@ def tiny_export(tokenizer_folder):
         head="masked_language_model",
         labels=(),
         sequence_length=TINY["sequence_length"],
+        masks_padding=True,
         **fields,
     ) -> torch.nn.Module:
-        sizes = {"vocab_size": VOCAB_SIZE, "sequence_length": sequence_length}
+        sizes = {"vocab_size": VOCAB_SIZE, "sequence_length": sequence_length, "masks_padding": masks_padding}
         config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind] | sizes)
         model = build_model(config, head=head_class(head, len(labels))).eval()
         model.init_weights(torch.Generator().manual_seed(0))
