@@ -61,10 +61,7 @@ class Backbone(nn.Module):
         return x_BND
 
     def tokens(self, is_token_BN: Tensor) -> Tensor | None:
-        """What the blocks take as is_token_BN.
-
-        A row of padding alone counts as tokens: a softmax over nothing would be NaN.
-        """
+        """is_token_BN for the blocks. A row of padding alone counts as tokens: a softmax over nothing would be NaN."""
         return is_token_BN | ~is_token_BN.any(1, keepdim=True) if self.masks_padding else None
 
     def first_states(self, embedded_BND: Tensor) -> Tensor:

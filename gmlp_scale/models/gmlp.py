@@ -3,11 +3,8 @@
     y = LayerNorm(x)
     z = gelu(y U)                                   # d_model -> d_ffn
     z1, z2 = split(z)                               # for the split gating, the paper's Spatial Gating Unit
-    gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions; only aMLP has the attention
+    gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions, none at <pad>; only aMLP has the attention
     x + (z1 * gate) V
-
-In padded rows LayerNorm(z2) is 0 at <pad>, and the attention masks it. So a text of m tokens takes the central part of
-W and the first part of b, whatever stands behind it.
 
 Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F / 2 if split, else F), K head width.
 """
@@ -61,20 +58,16 @@ class GmlpConfig(FamilyConfig):
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
-        if self.splits and self.d_ffn % 2:
+        if self.d_gate < self.d_ffn and self.d_ffn % 2:
             raise ValueError(f"d_ffn is {self.d_ffn}: gating {self.gating} halves it, so make it even")
         if self.gating != FUSED_GATING and self.kernels == "triton":
             raise ValueError(f"kernels triton is for gating {FUSED_GATING}, not {self.gating}: set it to auto")
         return self
 
     @property
-    def splits(self) -> bool:
-        """Whether the gating halves z into u and v; else both are z."""
-        return self.gating.endswith("_split")
-
-    @property
     def d_gate(self) -> int:
-        return self.d_ffn // 2 if self.splits else self.d_ffn
+        """Width of u and v, which are the halves of z if the gating splits it; else both are z."""
+        return self.d_ffn // 2 if self.gating.endswith("_split") else self.d_ffn
 
     @property
     def multiply_adds_per_block(self) -> int:
@@ -153,13 +146,10 @@ class SpatialGatingUnit(nn.Module):
         self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
-        nn.init.normal_(self.weight, std=SPATIAL_INIT_SCALE / math.sqrt(n))  # which build_model skips
-        self._set_diagonal_and_bias()
+        self.init_special_weights(torch.default_generator)  # build_model skips its random numbers
 
     def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None, is_token_BN: Tensor | None = None) -> Tensor:
-        """s(Z) for z after GELU. The tiny attention's attended values are added to the gate.
-
-        f reads 0 where is_token_BN is False.
+        """s(Z) for z after GELU. Attended values are added to the gate. W reads 0 where is_token_BN is False.
 
         Where b is float32 beside a bfloat16 z, the gate is float32 until it has met u: bfloat16 has steps of 0.008 just
         above b's initial 1, and W's part of the gate is smaller than that.
@@ -203,12 +193,8 @@ class SpatialGatingUnit(nn.Module):
         The linear gating passes nothing but f(Z), so its W starts near the identity with b zero. The block is then a
         feed-forward layer whose hidden layer is normalised. (W near zero and b one would make it a constant.)
         """
-        noise = torch.randn(self.weight.shape, generator=generator, device="cpu")
+        noise = nn.init.normal_(torch.empty(self.weight.shape, device="cpu"), generator=generator)
         self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(self.sequence_length)))
-        self._set_diagonal_and_bias()
-
-    @torch.no_grad()
-    def _set_diagonal_and_bias(self) -> None:
         if self.gating == "linear":
             diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
             diagonal.add_(1.0)
