@@ -46,7 +46,7 @@ def filters_of(trained: TrainedModel) -> list[np.ndarray]:
 def attention_maps(trained: TrainedModel, ids: Sequence[int]) -> list[np.ndarray]:
     """softmax_NN of every block's tiny attention on one row: a position's attention to all positions sums to 1.
 
-    A finetuned model's row is padded as in its finetuning, so N may be more than the number of ids.
+    A finetuned model's row is padded to the length of its finetuning, so N may be more than the number of ids.
 
     Raises:
         TrainedModelError: the model has no tiny attention, or the row is too long for it.
@@ -59,11 +59,11 @@ def attention_maps(trained: TrainedModel, ids: Sequence[int]) -> list[np.ndarray
         raise TrainedModelError(
             f"the texts make {len(ids)} tokens; {trained.place} takes at most {longest}: shorten them"
         )
-    x_1ND = model.embedding(torch.tensor([[*ids, *[PAD_ID] * (num_positions - len(ids))]]))
-    maps = []
+    ids_1N = torch.tensor([[*ids, *[PAD_ID] * (num_positions - len(ids))]])
+    x_1ND, is_token_1N, maps = model.embedding(ids_1N), model.tokens(ids_1N != PAD_ID), []
     for block in model.blocks:
-        maps.append(block.attention_weights(x_1ND)[0, 0].numpy())
-        x_1ND = block(x_1ND)
+        maps.append(block.attention_weights(x_1ND, is_token_1N)[0, 0].numpy())
+        x_1ND = block(x_1ND, is_token_1N)
     return maps
 
 

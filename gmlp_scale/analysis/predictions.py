@@ -29,7 +29,7 @@ def fill(model: Backbone, tokenizer: Tokenizer, sentence: str) -> Tensor:
     """probabilities_MV: of each token at each <mask> of the sentence, as the export's fill-mask pipeline gives them.
 
     A word's token begins with the space before the word, so a mask takes the place of that space too. A model that
-    cannot mask padding gets a row as long as in training.
+    reads padding gets a row as long as in training.
     """
     first, *others = [tokenizer.encode(part) for part in sentence.replace(f" {MASK}", MASK).split(MASK)]
     ids = [CLS_ID, *first]

@@ -45,7 +45,7 @@ class MaskedBatch(Batch):
     labels_BM: Tensor
     """int64 [B, M], the original ids; IGNORED in slots that a row with too few ordinary tokens cannot fill."""
     padded: bool = True
-    """Whether attention must ignore <pad>. If the model looked for <pad> itself, the host would wait for the device."""
+    """Whether a model must mask <pad>, if it can. If it looked for <pad> itself, the host would wait for the device."""
 
     @classmethod
     def from_labels(cls, token_ids_BN: Tensor, labels_BN: Tensor) -> MaskedBatch:

@@ -42,7 +42,8 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
     a node. [bytes]"""
     packing: Literal["packed", "document"] = "packed"
-    """How documents were put into rows; the shards must have been written so."""
+    """How documents were put into rows; the shards must have been written so. document: rows of one each, with padding
+    behind it, which a model reads like text unless it has masks_padding."""
     masked_fraction: Annotated[
         float | tuple[tuple[int, float], ...], number_or_pieces(_is_fraction, "a number between 0 and 1")
     ] = 0.15
@@ -79,7 +80,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def padded(self) -> bool:
-        """Whether attention must ignore <pad>. Packed rows have nearly none: a task fills all its rows but the last."""
+        """Whether a model may mask <pad>. Packed rows have nearly none: a task fills all its rows but the last."""
         return self.packing == "document"
 
     @model_validator(mode="after")

@@ -156,8 +156,9 @@ def published(run: FinetuneConfig, inputs: Inputs) -> tuple[str, dict[str, float
     config, sizes = with_kernels(inputs.pretrained.config, "auto"), run.task_row.official_sizes
     is_official = all(rows.num_examples == sizes.get(part, rows.num_examples) for part, rows in inputs.rows.items())
     for recipe, (name, numbers) in _PAPER.items() if is_official and run.pretrained else ():
-        # A model with another vocabulary is still compared with the paper's scores.
-        if load_run_config(recipe).model.model_copy(update={"vocab_size": config.vocab_size}) == config:
+        # A model with another vocabulary, or that reads padding, is still compared with the paper's scores.
+        free = {"vocab_size": config.vocab_size, "masks_padding": config.masks_padding}
+        if load_run_config(recipe).model.model_copy(update=free) == config:
             columns = zip(_COLUMNS, numbers, strict=False)
             scores = {score: number for (task, score), number in columns if task == run.task}
             return (name, scores) if scores else None

@@ -8,13 +8,19 @@ from torch import Tensor, nn
 
 
 def fused_gating(
-    expanded_BNF: Tensor, y_BND: Tensor, gating: nn.Module, attention: nn.Module | None, kernels: str
+    expanded_BNF: Tensor,
+    y_BND: Tensor,
+    is_token_BN: Tensor | None,
+    gating: nn.Module,
+    attention: nn.Module | None,
+    kernels: str,
 ) -> Tensor | None:
     """The output_BNG of a block's gating and tiny attention, or None where plain PyTorch is to compute it.
 
     Args:
         expanded_BNF: the expanded activations before GELU.
         y_BND: the block's normalised input, which the attention reads.
+        is_token_BN: where no position reads another that is no token; None if all are tokens.
         gating: a SpatialGatingUnit that multiplies two halves.
         kernels: "torch" gives None, "triton" is always fused, "auto" is fused in bfloat16 on a CUDA device.
 
@@ -27,10 +33,10 @@ def fused_gating(
     weight, bias_N = gating.central_part(y_BND.shape[1])
     context_BNK = out_weight_GK = out_bias_G = None
     if attention is not None:
-        context_BNK = attention.context(y_BND)
+        context_BNK = attention.context(y_BND, is_token_BN)
         out_weight_GK, out_bias_G = attention.out.weight, attention.out.bias
     output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(
         expanded_BNF, gating.norm.weight, gating.norm.bias, weight, bias_N,
-        context_BNK, out_weight_GK, out_bias_G, gating.norm.eps, torch.is_grad_enabled(),
+        context_BNK, out_weight_GK, out_bias_G, is_token_BN, gating.norm.eps, torch.is_grad_enabled(),
     )  # fmt: skip
     return output_BNG

@@ -1,7 +1,7 @@
 """The Spatial Gating Unit of gMLP and aMLP (equation 4, Figures 1 and 6) as one operator of PyTorch.
 
     u, v = split(z)
-    S = W LayerNorm(gelu(v)) + b [+ C W_o^T + b_o]     # C the tiny attention's context
+    S = W LayerNorm(gelu(v)) + b [+ C W_o^T + b_o]     # C the tiny attention's context; LayerNorm(...) is 0 at <pad>
     gelu(u) * S
 
 torch.compile sees one opaque operator; FSDP and ZeRO see plain tensors. Shape suffixes: those of models/gmlp.py, and
@@ -41,6 +41,7 @@ def spatial_gating_unit(
     context_BNK: Tensor | None,
     out_weight_GK: Tensor | None,
     out_bias_G: Tensor | None,
+    is_token_BN: Tensor | None,
     eps: float,
     keeps_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -51,6 +52,7 @@ def spatial_gating_unit(
         gain_G, norm_bias_G, eps: the LayerNorm's. These and all other tensors may have another dtype than z.
         weight: the 2N - 1 offsets of a Toeplitz W, or W itself.
         context_BNK, out_weight_GK, out_bias_G: the tiny attention's; all three or none.
+        is_token_BN: bool; W reads 0 where it is False. None if it is True everywhere.
         keeps_gate: False if no backward pass follows; S is then empty.
 
     Raises:
@@ -72,10 +74,13 @@ def spatial_gating_unit(
         context_BNK, out_weight_GK = (tensor.to(z_BNF.dtype).contiguous() for tensor in (context_BNK, out_weight_GK))
     if _is_rounded_late(z_BNF):
         tensors = (z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G)
-        outputs = spatial_gating_unit(*(_in_dtype(tensor, torch.float32) for tensor in tensors), eps, keeps_gate)
+        tensors = (_in_dtype(tensor, torch.float32) for tensor in tensors)
+        outputs = spatial_gating_unit(*tensors, is_token_BN, eps, keeps_gate)
         return tuple(output.to(z_BNF.dtype) for output in outputs[:3]) + outputs[3:]
     z_BNF = z_BNF.contiguous()
     v_BNG, mean_BN, rstd_BN = layer_norm_of_gelu(z_BNF, gain_G, norm_bias_G, eps)
+    if is_token_BN is not None:
+        v_BNG *= is_token_BN[:, :, None]
     weight_NN = spatial_matrix(weight, z_BNF.dtype)
     output_BNG, gate_BNG = apply_gate(
         z_BNF, v_BNG, weight_NN, bias_N, context_BNK, out_weight_GK, out_bias_G, keeps_gate
@@ -93,6 +98,7 @@ def spatial_gating_unit_backward(
     v_BNG: Tensor,
     mean_BN: Tensor,
     rstd_BN: Tensor,
+    is_token_BN: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of z and S in z's dtype, and in float32 those of the LayerNorm (gain above bias), weight
     and b."""
@@ -102,20 +108,22 @@ def spatial_gating_unit_backward(
 
     if _is_rounded_late(z_BNF):
         tensors = (grad_output_BNG, z_BNF, gain_G, weight, gate_BNG, v_BNG, mean_BN, rstd_BN)
-        grads = spatial_gating_unit_backward(*(_in_dtype(tensor, torch.float32) for tensor in tensors))
+        grads = spatial_gating_unit_backward(*(_in_dtype(tensor, torch.float32) for tensor in tensors), is_token_BN)
         return tuple(grad.to(z_BNF.dtype) for grad in grads[:2]) + grads[2:]
     z_BNF = z_BNF.contiguous()
     grad_z_BNF = torch.empty_like(z_BNF)
     grad_gate_BNG, grad_bias_BN = apply_gate_backward(grad_output_BNG.contiguous(), z_BNF, gate_BNG, grad_z_BNF)
     weight_NN = spatial_matrix(weight, z_BNF.dtype)
     grad_v_BNG = torch.bmm(weight_NN.T.expand(len(z_BNF), *weight_NN.shape), grad_gate_BNG)
+    if is_token_BN is not None:
+        grad_v_BNG *= is_token_BN[:, :, None]
     grad_norm_2G = layer_norm_of_gelu_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF)
     grad_weight = spatial_weight_gradient(grad_gate_BNG, v_BNG, like=weight)
     return grad_z_BNF, grad_gate_BNG, grad_norm_2G, grad_weight, grad_bias_BN.sum(0)
 
 
 @torch.library.register_fake("gmlp_scale::spatial_gating_unit", lib=_LIBRARY)
-def _(z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G, eps, keeps_gate):
+def _(z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G, is_token_BN, eps, keeps_gate):
     output_BNG = z_BNF.new_empty(*z_BNF.shape[:2], z_BNF.shape[2] // 2)
     mean_BN = z_BNF.new_empty(z_BNF.shape[:2], dtype=torch.float32)
     gate_BNG = torch.empty_like(output_BNG) if keeps_gate else output_BNG.new_empty(0)
@@ -123,7 +131,7 @@ def _(z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, ou
 
 
 @torch.library.register_fake("gmlp_scale::spatial_gating_unit_backward", lib=_LIBRARY)
-def _(grad_output_BNG, z_BNF, gain_G, weight, gate_BNG, v_BNG, mean_BN, rstd_BN):
+def _(grad_output_BNG, z_BNF, gain_G, weight, gate_BNG, v_BNG, mean_BN, rstd_BN, is_token_BN):
     return (
         z_BNF.new_empty(z_BNF.shape),
         torch.empty_like(gate_BNG),
@@ -140,11 +148,11 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             outputs = spatial_gating_unit(*inputs)
-        z_BNF, gain_G, _, weight, _, context_BNK, out_weight_GK, *_ = inputs
+        z_BNF, gain_G, _, weight, _, context_BNK, out_weight_GK, _, is_token_BN, *_ = inputs
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:8]]
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(z_BNF, gain_G, weight, *outputs[1:], context_BNK, out_weight_GK)
+        ctx.save_for_backward(z_BNF, gain_G, weight, *outputs[1:], is_token_BN, context_BNK, out_weight_GK)
         return outputs
 
     @staticmethod
@@ -158,7 +166,7 @@ class _Differentiable(torch.autograd.Function):
             grads[5] = grad_gate_BNG @ out_weight_GK.to(dtype)
             grads[6] = grad_gate_TG.T @ context_BNK.flatten(0, 1).to(dtype)
             grads[7] = grad_gate_TG.sum(0, dtype=torch.float32)
-        return *(_in_dtype(grad, dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
+        return *(_in_dtype(grad, dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
 
 
 _LIBRARY.impl("spatial_gating_unit", _Differentiable.apply, "Autograd")

@@ -2,9 +2,9 @@
 mlp_attention.py), heads on top.
 
 A model is an nn.Module with
-    blocks               nn.ModuleList, each x_BND -> x_BND, or (x_BND, is_token_BN) -> x_BND in padded rows of a model
-                         that masks padding; engines shard, compile and recompute by block. A block with an `attention`
-                         gives its attention_weights(x_BND), or (x_BND, is_token_BN), for exports and pictures
+    blocks               nn.ModuleList, each (x_BND, is_token_BN or None) -> x_BND, where no position reads one that is
+                         no token; engines shard, compile and recompute by block. A block with an `attention` gives its
+                         attention_weights(x_BND, is_token_BN or None), for exports and pictures
     encode(token_ids_BN, padded=True) -> x_BND, the trunk. Every pass through the model begins here. Only an export
                          calls first_states and the blocks itself, because it returns the states between them
     set_recompute("none", "selective" or "full")

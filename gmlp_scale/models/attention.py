@@ -5,7 +5,7 @@ Shape suffixes: B batch, N positions, D width, H heads, K head width.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,8 @@ from gmlp_scale.models.layers import FamilyConfig, LayerNorm, flatten_heads
 class AttentionConfig(FamilyConfig):
     """A family of AttentionBlocks: with d_model and num_heads."""
 
-    masks_padding: ClassVar[bool] = True
+    masks_padding: Literal[True] = True
+    """No position attends to <pad>. These families always did so."""
 
     @model_validator(mode="after")
     def _whole_heads(self):

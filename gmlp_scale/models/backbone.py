@@ -17,10 +17,10 @@ INIT_STD = 0.02
 
 
 class Backbone(nn.Module):
-    """Token ids to hidden states. All it knows of a block is x_BND -> x_BND.
+    """Token ids to hidden states. All it knows of a block is (x_BND, is_token_BN) -> x_BND.
 
-    Blocks that mask padding take a second argument in padded rows: bool is_token_BN, False at <pad>. The Transformer's
-    do, as BERT's do. gMLP needs none: "nor is it necessary to mask out the paddings" (Figure 1).
+    is_token_BN is bool, False at <pad>, which no position then reads; or None if there is none, or if the model was
+    made to read it: "nor is it necessary to mask out the paddings" (Figure 1).
     Position embeddings are for the Transformer with absolute positions; the others learn order within their blocks.
     Dropout is where BERT has it: after the embedding and on the output of every residual branch. Attention
     probabilities have it too, within the blocks.
@@ -55,10 +55,14 @@ class Backbone(nn.Module):
         as first_states.
         """
         x_BND = self.first_states(self.embedding(token_ids_BN))
-        padding_mask = (token_ids_BN != PAD_ID,) if padded and self.masks_padding else ()
+        is_token_BN = self.tokens(token_ids_BN != PAD_ID) if padded else None
         for block in self.blocks:
-            x_BND = block(x_BND, *padding_mask)
+            x_BND = block(x_BND, is_token_BN)
         return x_BND
+
+    def tokens(self, is_token_BN: Tensor) -> Tensor | None:
+        """is_token_BN for the blocks. A row of padding alone counts as tokens: a softmax over nothing would be NaN."""
+        return is_token_BN | ~is_token_BN.any(1, keepdim=True) if self.masks_padding else None
 
     def first_states(self, embedded_BND: Tensor) -> Tensor:
         """What the first block reads: the tokens' embeddings, with position embeddings where the model has them.

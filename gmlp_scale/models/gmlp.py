@@ -3,7 +3,7 @@
     y = LayerNorm(x)
     z = gelu(y U)                                   # d_model -> d_ffn
     z1, z2 = split(z)                               # for the split gating, the paper's Spatial Gating Unit
-    gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions; only aMLP has the attention
+    gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions, none at <pad>; only aMLP has the attention
     x + (z1 * gate) V
 
 Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F / 2 if split, else F), K head width.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, toeplitz
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, leading, toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
 FUSED_GATING: Gating = "multiplicative_split"
@@ -58,20 +58,16 @@ class GmlpConfig(FamilyConfig):
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
-        if self.splits and self.d_ffn % 2:
+        if self.d_gate < self.d_ffn and self.d_ffn % 2:
             raise ValueError(f"d_ffn is {self.d_ffn}: gating {self.gating} halves it, so make it even")
         if self.gating != FUSED_GATING and self.kernels == "triton":
             raise ValueError(f"kernels triton is for gating {FUSED_GATING}, not {self.gating}: set it to auto")
         return self
 
     @property
-    def splits(self) -> bool:
-        """Whether the gating halves z into u and v; else both are z."""
-        return self.gating.endswith("_split")
-
-    @property
     def d_gate(self) -> int:
-        return self.d_ffn // 2 if self.splits else self.d_ffn
+        """Width of u and v, which are the halves of z if the gating splits it; else both are z."""
+        return self.d_ffn // 2 if self.gating.endswith("_split") else self.d_ffn
 
     @property
     def multiply_adds_per_block(self) -> int:
@@ -112,18 +108,18 @@ class GmlpBlock(nn.Module):
         self.project = nn.Linear(config.d_gate, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         y_BND = self.norm(x_BND)
         expanded_BNF = self.expand(y_BND)
-        gated_BNG = fused_gating(expanded_BNF, y_BND, self.gating, self.attention, self.kernels)
+        gated_BNG = fused_gating(expanded_BNF, y_BND, is_token_BN, self.gating, self.attention, self.kernels)
         if gated_BNG is None:  # the kernels are not for this case
-            attended_BNG = None if self.attention is None else self.attention(y_BND)
-            gated_BNG = self.gating(F.gelu(expanded_BNF), attended_BNG)
+            attended_BNG = None if self.attention is None else self.attention(y_BND, is_token_BN)
+            gated_BNG = self.gating(F.gelu(expanded_BNF), attended_BNG, is_token_BN)
         return x_BND + self.dropout(self.project(gated_BNG))
 
-    def attention_weights(self, x_BND: Tensor) -> Tensor:
+    def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         """weights_B1NN of the tiny attention, where the block's input is x_BND. Only an aMLP's block has them."""
-        return self.attention.weights(self.norm(x_BND))
+        return self.attention.weights(self.norm(x_BND), is_token_BN)
 
 
 class SpatialGatingUnit(nn.Module):
@@ -150,11 +146,10 @@ class SpatialGatingUnit(nn.Module):
         self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
         self.weight = nn.Parameter(torch.empty(2 * n - 1) if spatial == "toeplitz" else torch.empty(n, n))
         self.bias = nn.Parameter(torch.empty(n))
-        nn.init.normal_(self.weight, std=SPATIAL_INIT_SCALE / math.sqrt(n))  # which build_model skips
-        self._set_diagonal_and_bias()
+        self.init_special_weights(torch.default_generator)  # build_model skips its random numbers
 
-    def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None) -> Tensor:
-        """s(Z) for z after GELU. The tiny attention's attended values are added to the gate.
+    def forward(self, z_BNF: Tensor, attended_BNG: Tensor | None = None, is_token_BN: Tensor | None = None) -> Tensor:
+        """s(Z) for z after GELU. Attended values are added to the gate. W reads 0 where is_token_BN is False.
 
         Where b is float32 beside a bfloat16 z, the gate is float32 until it has met u: bfloat16 has steps of 0.008 just
         above b's initial 1, and W's part of the gate is smaller than that.
@@ -163,7 +158,10 @@ class SpatialGatingUnit(nn.Module):
         u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.splits else (z_BNF, z_BNF)
         weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
         weight_BNN = weight_NN.to(z_BNF.dtype).expand(z_BNF.shape[0], *weight_NN.shape)
-        gate_BNG = torch.bmm(weight_BNN, self.norm(v_BNG)) + bias_N[:, None]
+        v_BNG = self.norm(v_BNG)
+        if is_token_BN is not None:
+            v_BNG = v_BNG * is_token_BN[:, :, None]
+        gate_BNG = torch.bmm(weight_BNN, v_BNG) + bias_N[:, None]
         if attended_BNG is not None:
             gate_BNG = gate_BNG + attended_BNG
         match self.gating:
@@ -184,7 +182,9 @@ class SpatialGatingUnit(nn.Module):
     def central_part(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """`weight` and `bias` for the first m <= n positions: m offsets to each side, or the leading m x m part."""
         n, m = self.sequence_length, num_positions
-        return self.weight[n - m : n + m - 1] if self.spatial == "toeplitz" else self.weight[:m, :m], self.bias[:m]
+        if self.spatial == "toeplitz":
+            return self.weight[n - m : n + m - 1], self.bias[:m]
+        return leading(leading(self.weight, m, 0), m, 1), self.bias[:m]
 
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:
@@ -193,12 +193,8 @@ class SpatialGatingUnit(nn.Module):
         The linear gating passes nothing but f(Z), so its W starts near the identity with b zero. The block is then a
         feed-forward layer whose hidden layer is normalised. (W near zero and b one would make it a constant.)
         """
-        noise = torch.randn(self.weight.shape, generator=generator, device="cpu")
+        noise = nn.init.normal_(torch.empty(self.weight.shape, device="cpu"), generator=generator)
         self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(self.sequence_length)))
-        self._set_diagonal_and_bias()
-
-    @torch.no_grad()
-    def _set_diagonal_and_bias(self) -> None:
         if self.gating == "linear":
             diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
             diagonal.add_(1.0)

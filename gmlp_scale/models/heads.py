@@ -18,8 +18,7 @@ at most 12 bytes, so the loss never takes more than 3 GiB. Every recipe's micro-
 
 
 class MaskedTokenHead(nn.Module):
-    """x_BMD -> float32 logits_BMV = x E^T. No bias and no transform: with them the parameter counts would not be the
-    paper's."""
+    """x_BMD -> float32 logits_BMV = x E^T. A bias or a transform would give other parameter counts than the paper's."""
 
     def __init__(self, embedding_weight_VD: nn.Parameter):
         super().__init__()

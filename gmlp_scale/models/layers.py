@@ -13,6 +13,8 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from gmlp_scale.fields import FreeOnResume
+
 NumBlocks = Annotated[int, Field(ge=1, le=10_000)]
 """The paper's deepest model has 144. Without a limit a slip of the pen would keep even a dry run busy for ever."""
 Recompute = Literal["none", "selective", "full"]
@@ -33,18 +35,22 @@ _PRODUCTS = [
 
 
 class FamilyConfig(BaseModel, frozen=True, extra="forbid"):
-    """A family also has `kind` and its sizes, and `multiply_adds_per_block` for one forward pass of one sequence."""
+    """A family also has its sizes, and `multiply_adds_per_block` for one forward pass of one sequence."""
 
     display_name: ClassVar[str]
     """Its name in a model card."""
-    masks_padding: ClassVar[bool] = False
-    """Whether its blocks take is_token_BN."""
     has_absolute_positions: ClassVar[bool] = False
     """Whether position embeddings are added to the tokens'."""
     can_be_causal: ClassVar[bool] = False
     """Whether its blocks take `causal`."""
     has_spatial_filters: ClassVar[bool] = False
     """Whether its blocks have a spatial weight W in `gating`."""
+
+    kind: str
+    masks_padding: FreeOnResume[bool] = False
+    """true: no position reads <pad>, so a text has the same logits with any padding and with none. false, as in all
+    models made before this field: <pad> is read like a token, so rows must be as long as in training. A run on packed
+    rows computes the same with either."""
 
 
 class LayerNorm(nn.LayerNorm):
@@ -66,6 +72,13 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
+def leading(tensor: Tensor, num_positions: int, dim: int) -> Tensor:
+    """The first positions along a dimension."""
+    if is_exporting():  # a slice is contiguous at the full length only, and the program would be for one case
+        return tensor.index_select(dim, torch.arange(num_positions, device=tensor.device))
+    return tensor.narrow(dim, 0, num_positions)
+
+
 def flatten_heads(attended_BHNK: Tensor) -> Tensor:
     """[B, N, H K]. The attention of an ONNX program has a memory layout of its own, which may allow no view."""
     attended_BNHK = attended_BHNK.transpose(1, 2)
@@ -81,8 +94,8 @@ def recomputing(forward: Callable[..., Tensor], recompute: Recompute, has_dropou
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
 
     # torch.compile skips functions in torch.utils.checkpoint's own file, so this one is here.
-    def recomputing_forward(x_BND: Tensor, *padding_mask: Tensor) -> Tensor:
-        return checkpoint(forward, x_BND, *padding_mask, **options)
+    def recomputing_forward(x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        return checkpoint(forward, x_BND, is_token_BN, **options)
 
     return recomputing_forward
 

@@ -3,7 +3,9 @@
     x = x + (W2 gelu(W1 LayerNorm(x) + b1) + b2)    # over positions, the same for every channel
     x = x + gelu(LayerNorm(x) U) V                  # over channels, the same for every position
 
-Shape suffixes: B batch, N positions, D width.
+In padded rows the first LayerNorm(x) is 0 at <pad>.
+
+Shape suffixes: B batch, N positions, D width, S hidden width of the network over positions.
 """
 
 from typing import ClassVar, Literal
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, leading
 
 
 class MixerConfig(FamilyConfig):
@@ -39,7 +41,7 @@ class MixerConfig(FamilyConfig):
 
 
 class MixerBlock(nn.Module):
-    """x_BND -> x_BND."""
+    """x_BND -> x_BND. Shorter rows take the leading part of the matrices over positions."""
 
     def __init__(self, config: MixerConfig, dropout: float = 0.0):
         super().__init__()
@@ -51,11 +53,13 @@ class MixerBlock(nn.Module):
         self.project = nn.Linear(config.d_ffn, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         num_positions = x_BND.shape[1]
-        y_BDN = self.spatial_norm(x_BND).transpose(1, 2)
-        # Shorter rows are padded with zeros, so that the unused columns of the first matrix have no effect.
-        y_BDN = F.pad(y_BDN, (0, self.spatial_expand.in_features - num_positions))
-        mixed_BDN = self.spatial_project(F.gelu(self.spatial_expand(y_BDN)))[..., :num_positions]
+        y_BND = self.spatial_norm(x_BND)
+        if is_token_BN is not None:
+            y_BND = y_BND * is_token_BN[:, :, None]
+        expand, project = self.spatial_expand, self.spatial_project
+        hidden_BDS = F.gelu(F.linear(y_BND.transpose(1, 2), leading(expand.weight, num_positions, 1), expand.bias))
+        mixed_BDN = F.linear(hidden_BDS, leading(project.weight, num_positions, 0), project.bias[:num_positions])
         x_BND = x_BND + self.dropout(mixed_BDN.transpose(1, 2))
         return x_BND + self.dropout(self.project(F.gelu(self.expand(self.norm(x_BND)))))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention, attention_mask
 from gmlp_scale.models.backbone import INIT_STD
-from gmlp_scale.models.layers import NumBlocks, flatten_heads, is_exporting
+from gmlp_scale.models.layers import NumBlocks, flatten_heads, leading
 
 
 class MlpAttentionConfig(AttentionConfig):
@@ -91,11 +91,7 @@ class MlpAttention(nn.Module):
         """The softmax as weights_BHNN, float32 or wider: what each position (third axis) takes from each (fourth)."""
         num_positions = x_BND.shape[1]
         hidden_BHNS = F.relu(self.hidden(x_BND)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        if is_exporting():  # a slice is contiguous at the full length only, and the program would be for one case
-            scores_HSN = self.scores_HSN.index_select(-1, torch.arange(num_positions, device=x_BND.device))
-        else:
-            scores_HSN = self.scores_HSN[..., :num_positions]
-        scores_BHNN = hidden_BHNS @ scores_HSN
+        scores_BHNN = hidden_BHNS @ leading(self.scores_HSN, num_positions, -1)
         mask = attention_mask(num_positions, is_token_BN, self.causal, x_BND.device)
         if mask is not None:
             scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf)

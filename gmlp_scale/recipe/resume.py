@@ -135,6 +135,8 @@ def _same_fields_and_data(run: Continued) -> None:
     allowed = tuple(run.config.train.allow_changed_on_resume)
     free = marked_fields(Mark.FREE_ON_RESUME, type(run.config))
     free += marked_fields(Mark.FREE_IN_BRANCH, type(run.config)) if run.is_branch else ()
+    if run.now["config"]["data"].get("packing") == "document":  # packed rows hold no padding, so its mask is free there
+        free = tuple(name for name in free if name != "model.masks_padding")
     changed = check_unchanged(run.before["config"], run.now["config"], free + (() if run.misfit else allowed))
     differences = [*changed, *_data_changes(run, "data.shards" in allowed), *([run.misfit] if run.misfit else [])]
     can_be_allowed = [line.partition(":")[0] for line in changed]

@@ -29,7 +29,7 @@ from gmlp_scale.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("sequence_length", "vocab_size", "kernels")
+_MAY_DIFFER = ("sequence_length", "vocab_size", "kernels", "masks_padding")
 
 
 class Pretraining(Task):

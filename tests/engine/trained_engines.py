@@ -14,7 +14,7 @@ from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_m
 from gmlp_scale.piecewise import Piecewise
 
 # Sizes that two ranks do not divide (15, 31 and 37) are on purpose: shards are uneven and padded.
-SIZES = {"num_blocks": 3, "d_model": 15, "d_ffn": 22, "sequence_length": 16, "vocab_size": 37}
+SIZES = {"num_blocks": 3, "d_model": 15, "d_ffn": 22, "sequence_length": 16, "vocab_size": 37, "masks_padding": True}
 GMLP = GmlpConfig(**SIZES)
 AMLP = AmlpConfig(**SIZES, d_attn=6)
 BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
@@ -77,7 +77,7 @@ def micro_batches_of(step: int, world: World) -> list[MaskedBatch]:
     token_ids_BN = torch.randint(5, SIZES["vocab_size"], shape, generator=generator)
     masked_positions_BM = torch.rand(shape, generator=generator).argsort(dim=1)[:, :4].sort(dim=1).values
     labels_BM = token_ids_BN.gather(1, masked_positions_BM)
-    token_ids_BN[::2, -3:] = PAD_ID  # which only the Transformer masks
+    token_ids_BN[::2, -3:] = PAD_ID
     rows = torch.arange(num_rows).chunk(world.size)[world.rank]
     return [MaskedBatch(token_ids_BN[r], masked_positions_BM[r], labels_BM[r]) for r in rows.split(MICRO_BATCH_SIZE)]
 

@@ -50,9 +50,10 @@ def tiny_export(tokenizer_folder):
         labels=(),
         sequence_length=TINY["sequence_length"],
         document_stride=None,
+        masks_padding=True,
         **fields,
     ) -> torch.nn.Module:
-        sizes = {"vocab_size": VOCAB_SIZE, "sequence_length": sequence_length}
+        sizes = {"vocab_size": VOCAB_SIZE, "sequence_length": sequence_length, "masks_padding": masks_padding}
         config = TypeAdapter(ModelConfig).validate_python(TINY | KINDS[kind] | sizes)
         model = build_model(config, head=head_class(head, len(labels))).eval()
         model.init_weights(torch.Generator().manual_seed(0))

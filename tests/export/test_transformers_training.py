@@ -13,7 +13,7 @@ from gmlp_scale.export.hugging_face.modeling_gmlp import (
     GmlpScaleModel,
 )
 from tests.export.tiny_heads import HEADS, HEADS_AND_KINDS, IDS, SHORT, labels_for, tiny_head, tiny_head_config
-from tests.models.every_kind import FAMILIES, MASKS_PADDING, TINY
+from tests.models.every_kind import FAMILIES, TINY
 
 FLOATS = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -0.5], [0.0, 1.0, 1.5]])
 IS_POSITIVE = (FLOATS > 0).float()
@@ -53,7 +53,7 @@ def test_labels_of_minus_100_count_for_nothing(head):
 
 def test_the_loss_of_spans_is_over_all_positions_of_training():
     first_B, last_B = torch.tensor([0, 2, 5]), torch.tensor([0, 4, 6])
-    model = tiny_head(GmlpScaleForQuestionAnswering)
+    model = tiny_head(GmlpScaleForQuestionAnswering, masks_padding=False)
     whole = model(F.pad(IDS[:, :SHORT], (0, 5)))
     expected = (F.cross_entropy(whole.start_logits, first_B) + F.cross_entropy(whole.end_logits, last_B)) / 2
     found = model(IDS[:, :SHORT], start_positions=first_B, end_positions=last_B)
@@ -79,7 +79,7 @@ def test_embeddings_get_a_gradient_at_tokens_alone(kind):
     assert (embeddings_BND.grad[:, 5:] == 0).all()
 
 
-@pytest.mark.parametrize("kind", MASKS_PADDING)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_hidden_states_keep_their_gradient(kind):
     output = tiny_head(GmlpScaleModel, kind)(IDS, output_hidden_states=True)
     output.hidden_states[0].retain_grad()

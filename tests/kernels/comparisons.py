@@ -28,6 +28,8 @@ class Case(NamedTuple):
     d_gate: int = 40
     in_float32: tuple[str, ...] = ()
     """The inputs that are in float32, whatever `dtype` says of the others."""
+    padded: bool = False
+    """Whether the second half of every other row is padding."""
 
 
 def inputs_of(case: Case, device: str = "cpu") -> tuple[list[Tensor | None], Tensor]:
@@ -47,17 +49,28 @@ def inputs_of(case: Case, device: str = "cpu") -> tuple[list[Tensor | None], Ten
     return inputs, random(case.batch_size, n, g).to(device, case.dtype)
 
 
-def plain_unit(z, gain, norm_bias, weight, bias, context, out_weight, out_bias) -> Tensor:
+def tokens_of(case: Case, device: str = "cpu") -> Tensor | None:
+    """is_token_BN."""
+    if not case.padded:
+        return None
+    is_token_BN = torch.ones(case.batch_size, case.n, dtype=torch.bool, device=device)
+    is_token_BN[::2, case.n // 2 :] = False
+    return is_token_BN
+
+
+def plain_unit(z, gain, norm_bias, weight, bias, context, out_weight, out_bias, is_token_BN=None) -> Tensor:
     u, v = F.gelu(z).chunk(2, dim=-1)
-    gate = (toeplitz(weight) if weight.ndim == 1 else weight) @ F.layer_norm(v, v.shape[-1:], gain, norm_bias, EPS)
-    gate = gate + bias[:, None]
+    v = F.layer_norm(v, v.shape[-1:], gain, norm_bias, EPS)
+    if is_token_BN is not None:
+        v = v.masked_fill(~is_token_BN[:, :, None], 0)
+    gate = (toeplitz(weight) if weight.ndim == 1 else weight) @ v + bias[:, None]
     if context is not None:
         gate = gate + context @ out_weight.T + out_bias
     return u * gate
 
 
-def fused_unit(*inputs: Tensor | None) -> Tensor:
-    return spatial_gating_unit(*inputs, EPS, True)[0]
+def fused_unit(*inputs: Tensor | None, is_token_BN: Tensor | None = None) -> Tensor:
+    return spatial_gating_unit(*inputs, is_token_BN, EPS, True)[0]
 
 
 def output_and_gradients(unit: Callable, inputs: list[Tensor | None], grad_output: Tensor) -> dict[str, Tensor]:
@@ -71,12 +84,13 @@ def output_and_gradients(unit: Callable, inputs: list[Tensor | None], grad_outpu
 def relative_errors(case: Case, device: str = "cpu") -> dict[str, float]:
     """Of the output and every gradient, by norm. Also holds each to its input's shape and dtype."""
     inputs, grad_output = inputs_of(case, device)
+    fused, plain = (partial(unit, is_token_BN=tokens_of(case, device)) for unit in (fused_unit, plain_unit))
     exact_inputs = [None if tensor is None else tensor.double() for tensor in inputs]
-    found = output_and_gradients(fused_unit, inputs, grad_output)
+    found = output_and_gradients(fused, inputs, grad_output)
     dtypes = {"output": case.dtype} | {
         name: tensor.dtype for name, tensor in zip(INPUTS, inputs, strict=True) if tensor is not None
     }
-    expected = output_and_gradients(plain_unit, exact_inputs, grad_output.double())
+    expected = output_and_gradients(plain, exact_inputs, grad_output.double())
     for name, tensor in found.items():
         assert (tensor.shape, tensor.dtype) == (expected[name].shape, dtypes[name]), name
     return {

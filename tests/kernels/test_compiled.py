@@ -37,7 +37,7 @@ def launches(case: Case) -> list[Launch]:
     """Of training, and of the gate in inference, which is another kernel then."""
     inputs, grad_output = inputs_of(case)
     training = launches_of(lambda: output_and_gradients(fused_unit, inputs, grad_output))
-    inference = launches_of(lambda: spatial_gating_unit(*inputs, 1e-5, False))
+    inference = launches_of(lambda: spatial_gating_unit(*inputs, None, 1e-5, False))
     return training + [launch for launch in inference if launch.arguments.get("output_BNG") is not None][:1]
 
 

@@ -25,10 +25,11 @@ def make_block(kernels: str, spatial: str = "toeplitz") -> GmlpBlock:
     return block
 
 
-def output_and_gradients(block: GmlpBlock, forward, num_positions: int = 12) -> dict[str, torch.Tensor]:
+def output_and_gradients(block: GmlpBlock, forward, num_positions: int = 12, lengths=()) -> dict[str, torch.Tensor]:
+    """lengths: the tokens of each row, if some of its positions are padding."""
     x_BND = torch.randn(2, num_positions, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
     block.zero_grad()
-    output_BND = forward(x_BND)
+    output_BND = forward(x_BND, torch.arange(num_positions) < torch.tensor(lengths)[:, None] if lengths else None)
     output_BND.square().sum().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in block.named_parameters()}
     return {"output": output_BND.detach(), "x": x_BND.grad} | gradients
@@ -41,6 +42,7 @@ def _run_blocks() -> dict:
             block = make_block(kernels, spatial)
             for num_positions in (12, 7):
                 results[spatial, kernels, num_positions] = output_and_gradients(block, block, num_positions)
+            results[spatial, kernels, "padded"] = output_and_gradients(block, block, 12, lengths=(12, 5))
             with torch.autocast("cpu", torch.bfloat16):  # parameters stay in float32 beside a bfloat16 z
                 results[spatial, kernels, "autocast"] = output_and_gradients(block, block)
     compiled = make_block("triton")
@@ -87,11 +89,10 @@ def models(blocks_and_models) -> dict:
     return blocks_and_models[1]
 
 
-@pytest.mark.parametrize("num_positions", [12, 7])
+@pytest.mark.parametrize("rows", [12, 7, "padded"])
 @pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
-def test_block_is_the_plain_one_at_full_and_shorter_length(blocks, spatial, num_positions):
-    expected = blocks[spatial, "torch", num_positions]
-    torch.testing.assert_close(blocks[spatial, "triton", num_positions], expected, rtol=1e-4, atol=1e-4)
+def test_block_is_the_plain_one_at_full_and_shorter_length_and_with_padding(blocks, spatial, rows):
+    torch.testing.assert_close(blocks[spatial, "triton", rows], blocks[spatial, "torch", rows], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("spatial", ["toeplitz", "dense"])

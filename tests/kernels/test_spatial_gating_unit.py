@@ -13,6 +13,7 @@ from tests.kernels.comparisons import (
     output_and_gradients,
     relative_errors,
     spatial_gating_unit,
+    tokens_of,
 )
 from tests.triton_interpreter import run_interpreted
 
@@ -25,6 +26,7 @@ CASES = [
     Case(196, "dense"), Case(196, d_attn=6, dtype=BFLOAT16, d_gate=9),
     Case(60, batch_size=5, d_gate=70),  # more than one block to a program, and parts that cut sequences
     Case(77, d_attn=6, dtype=BFLOAT16, in_float32=VECTORS), Case(128, "dense", 5, BFLOAT16, in_float32=PARAMETERS),
+    Case(77, padded=True), Case(77, "dense", 20, padded=True), Case(77, d_attn=6, dtype=BFLOAT16, padded=True),
     Case(512, batch_size=1, d_gate=12), Case(512, "dense", 16, BFLOAT16, batch_size=1, d_gate=12),
 ]  # fmt: skip
 REPEATED = Case(77, d_attn=8, d_gate=70)
@@ -35,6 +37,7 @@ RECIPES = [
     Case(196, "dense", 64, BFLOAT16, 8, 1536, PARAMETERS),  # autocast
     Case(196, "dense", None, BFLOAT16, 8, 1536),
     Case(512, "toeplitz", 64, torch.float32, 2, 1536),
+    Case(512, "toeplitz", 128, BFLOAT16, 8, 1536, VECTORS, padded=True),
 ]
 
 
@@ -55,17 +58,17 @@ def _run_all() -> dict:
     results["TMA"] = errors_with_tile(Case(36, d_attn=12, d_gate=20), gate.FLOAT32_TILE | {"USES_TMA": True})
     with torch.no_grad():
         inputs, _ = inputs_of(REPEATED)
-        keeping, inferring = (spatial_gating_unit(*inputs, 1e-5, keeps) for keeps in (True, False))
+        keeping, inferring = (spatial_gating_unit(*inputs, None, 1e-5, keeps) for keeps in (True, False))
     results["inference"] = [(output.numel(), torch.equal(keeping[0], inferring[0])) for output in inferring[:2]]
     return results | {"twice": two_runs(REPEATED)}
 
 
 def _check_operators() -> None:
     """PyTorch's own checks of schema, fake outputs and gradients, under tracing too."""
-    for case in (Case(5, d_attn=3, d_gate=6), Case(5, "dense", d_gate=6)):
+    for case in (Case(5, d_attn=3, d_gate=6), Case(5, "dense", d_gate=6, padded=True)):
         inputs, _ = inputs_of(case)
         leaves = [None if tensor is None else tensor.requires_grad_() for tensor in inputs]
-        torch.library.opcheck(spatial_gating_unit, (*leaves, 1e-5, True))
+        torch.library.opcheck(spatial_gating_unit, (*leaves, tokens_of(case), 1e-5, True))
 
 
 def name_on_cpu(case: Case) -> str:

@@ -10,7 +10,9 @@ from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.gmlp import FUSED_GATING, Gating
 
 AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)
-TINY = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 12, "vocab_size": 40}
+SIZES = {"num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 12, "vocab_size": 40}
+TINY = SIZES | {"masks_padding": True}
+"""What all of them have in common. They mask padding, as new models do."""
 KINDS = {  # every block family, and every variant of a block
     "gmlp": {"kind": "gmlp"},
     "gmlp-dense": {"kind": "gmlp", "spatial": "dense"},
@@ -32,7 +34,9 @@ def tiny_config(kind: str, **changes) -> ModelConfig:
 
 
 TRANSFORMERS = [kind for kind, fields in KINDS.items() if fields["kind"] == "transformer"]
-MASKS_PADDING = [kind for kind in KINDS if tiny_config(kind).masks_padding]
+CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-linear", "amlp"]
+READS_PADDING = [kind for kind, fields in KINDS.items() if fields["kind"] in ("gmlp", "amlp", "mixer")]
+"""Models of these kinds read <pad> like a token, if they were made before `masks_padding`."""
 
 
 def tiny_model(kind: str, *, seed: int = 0, **changes):

@@ -6,10 +6,9 @@ import torch
 from gmlp_scale.models import build_model
 from gmlp_scale.models.mlp_attention import MlpAttention
 from gmlp_scale.models.task_heads import NextTokenBatch, NextTokenModel
-from tests.models.every_kind import TRANSFORMERS, perturb, tiny_config, tiny_model
+from tests.models.every_kind import CAUSAL, TRANSFORMERS, perturb, tiny_config, tiny_model
 
 N = 12
-CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-linear", "amlp"]
 
 
 def causal_model(kind: str, dropout: float = 0.0, **changes) -> NextTokenModel:

@@ -241,7 +241,7 @@ def test_a_section_of_another_kind_loses_what_the_kind_lacks(base):
     model = "model:\n  kind: transformer\n  num_heads: 2\n  positions: relative\n"
     text = f"base: whole\n{model}engine:\n  kind: zero\n  stage: 2\n"
     part = written(base.parent, "part", text)
-    kept = ["num_blocks", "d_model", "d_ffn", "sequence_length", "vocab_size"]
+    kept = ["masks_padding", "num_blocks", "d_model", "d_ffn", "sequence_length", "vocab_size"]
     assert read_recipe_file(part)["model"].keys() == {"kind", "num_heads", "positions", *kept}
     overrides = "model.kind=transformer model.num_heads=2 model.positions=relative engine.kind=zero engine.stage=2"
     assert load_run_config(part) == load_run_config(base, overrides.split())

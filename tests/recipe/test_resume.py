@@ -84,6 +84,15 @@ def test_a_field_that_a_checkpoint_is_too_old_to_have_is_its_default():
     assert "a_field_that_is_gone" in refusal_of([], ["optimizer.peak_learning_rate=1e-3"], config=stored)
 
 
+def test_a_run_from_before_masks_padding_goes_on_where_its_rows_hold_none():
+    for packing, line in (("packed", ""), ("document", "model.masks_padding: the checkpoint was trained with False")):
+        stored = load_run_config(SMOKE, [f"data.packing={packing}"]).to_json()
+        del stored["model"]["masks_padding"]
+        error = refusal_of([], [f"data.packing={packing}"], config=stored)
+        assert (line in error) if line else not error
+        assert not refusal_of([], [f"data.packing={packing}", "model.masks_padding=false"], config=stored)
+
+
 def test_another_optimizer_is_never_allowed():
     error = refusal_of([], ["optimizer.kind=muon", "train.allow_changed_on_resume=[optimizer.kind]"])
     assert "found muon, but run has the states of adamw" in error

@@ -8,9 +8,9 @@ class GmlpScaleConfig(PretrainedConfig):
 
     dropout: the probability of dropout while a classification or question answering model is trained: of the
         embedding, of every residual branch and of attention weights. Masked language modelling has no dropout.
-    row_length: the length to which finetuning padded rows. None: sequence_length, the length of rows in pretraining.
-        The Transformers mask padding; the others would give other logits for the same text with other padding, so the
-        model pads shorter rows to this length.
+    row_length: the greatest length of rows in finetuning. None: sequence_length, the length of rows in pretraining. A
+        model without masks_padding would give other logits for the same text with other padding, so it pads shorter
+        rows to this length.
     document_stride: tokens from one window of a long context to the next, as in finetuning; for question answering.
     tie_word_embeddings: the output matrix of masked language modelling is the token embedding, as in pretraining.
     """

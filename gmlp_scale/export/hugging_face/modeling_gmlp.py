@@ -1,8 +1,9 @@
 """gmlp_scale's encoders for transformers: each class holds one of the package's own models and returns its logits.
 
-A batch does not change the logits of its rows. The Transformers mask padding. The others mask nothing, so their rows
-are padded to the length that rows had in training, and what was added is cut off again. Padding is on the right: <pad>
-in `input_ids`, or any token where `attention_mask`, [B, N], is 0. `token_type_ids` is accepted, because tokenizers may
+A batch does not change the logits of its rows. If config.masks_padding, no position reads padding, and a text takes the
+time of its own length. A model made before that field reads it: its rows are padded to the length that rows had in
+training, and what was added is cut off again. Padding is on the right: <pad> in `input_ids`, or any token where
+`attention_mask`, [B, N], is 0. `token_type_ids` is accepted, because tokenizers may
 give it, and not used. `inputs_embeds`, [B, N, D], may stand in for `input_ids`; then `attention_mask` alone says what
 is padding.
 
@@ -10,7 +11,7 @@ Every class's `forward` takes `input_ids`, `attention_mask`, `token_type_ids`, `
 or float tensors, and `output_hidden_states` and `output_attentions` as names. It returns on request
     hidden_states   what each block read, and the last state after the final LayerNorm: [B, N, D], one more than blocks
     attentions      [B, H, N, N] for each block that has attention; an aMLP's tiny attention has one head. A row of an
-                    aMLP's sums to less than 1 where a part fell on the padding that the model added.
+                    aMLP that reads padding sums to less than 1 where a part fell on what the model added.
 
 Shape suffixes: B batch, N positions, R positions with the padding that the model added, D width, V vocabulary,
 C classes, H heads.
@@ -40,7 +41,8 @@ from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
     family = FAMILIES[config.kind]
-    return family(**{name: getattr(config, name) for name in signature(family).parameters})
+    fields = signature(family).parameters  # of which a config written by an older version lacks the newest
+    return family(**{name: getattr(config, name) for name in fields if hasattr(config, name)})
 
 
 class GmlpScalePreTrainedModel(PreTrainedModel):
@@ -89,19 +91,19 @@ class GmlpScalePreTrainedModel(PreTrainedModel):
         if output_attentions and getattr(self.model.blocks[0], "attention", None) is None:
             raise ValueError(f"a model of kind {self.config.kind} has no attention: leave output_attentions out")
         embedded_BRD, is_token_BR, num_positions = self._rows(input_ids, attention_mask, inputs_embeds)
-        padding_mask = (is_token_BR,) if self.model.masks_padding else ()
+        is_token_BR = self.model.tokens(is_token_BR)
         x_BRD = self.model.first_states(embedded_BRD)
         states, attentions = [], []
         for block in self.model.blocks:
             if output_hidden_states:
                 states.append(self._cut(x_BRD, num_positions))
             if output_attentions:
-                weights_BHRR = block.attention_weights(x_BRD, *padding_mask)
+                weights_BHRR = block.attention_weights(x_BRD, is_token_BR)
                 attentions.append(self._cut(self._cut(weights_BHRR, num_positions, 2), num_positions, 3))
             if self.gradient_checkpointing and self.training:
-                x_BRD = self._gradient_checkpointing_func(block.__call__, x_BRD, *padding_mask)
+                x_BRD = self._gradient_checkpointing_func(block.__call__, x_BRD, is_token_BR)
             else:
-                x_BRD = block(x_BRD, *padding_mask)
+                x_BRD = block(x_BRD, is_token_BR)
         x_BRD = self.model.norm(x_BRD)
         extras = {
             "hidden_states": (*states, self._cut(x_BRD, num_positions)) if output_hidden_states else None,
