@@ -45,7 +45,6 @@ class _Save:
     """In the staging buffers, which nothing else writes to until the save has ended."""
     details: dict[str, Any]
     kept_step: int | None
-    """The checkpoint after this step is not deleted."""
     began: float
     """In seconds of time.monotonic()."""
 
@@ -85,13 +84,8 @@ class Checkpointer:
         self._close_deadline, self._is_receiving = math.inf, False
         self._attempt_numbers = itertools.count(1)
         self._newest_step: int | None = None
-        self._kept_step: int | None = None
         self._staging_buffers: dict[str, Tensor] = {}
         self._token = world.on_main(lambda: uuid.uuid4().hex[:8])
-
-    def keep(self, step: int | None) -> None:
-        """The checkpoint after this step stays for good."""
-        self._kept_step = step
 
     def newest(self) -> Checkpoint | None:
         """Collective: rank 0 finds the newest checkpoint and verifies it, and all ranks open it.
@@ -126,13 +120,16 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointError(f"{name} could not be copied to this host: {error}") from error
 
-    def save(self, engine: Engine, step: int, states: Mapping[str, Any] = MappingProxyType({})) -> float:
+    def save(
+        self, engine: Engine, step: int, states: Mapping[str, Any] = MappingProxyType({}), kept_step: int | None = None
+    ) -> float:
         """Begins a checkpoint of `engine` after `step` updates; returns the seconds for which training waited.
 
         First waits for the save before it, which is then not tried again. Does nothing for a step that it has saved, is
         saving or has resumed from.
 
         states: JSON-able, by name. This checkpoint's details have them beside those of all checkpoints.
+        kept_step: the checkpoint after this step is not deleted.
 
         Raises InputError if the run folder is gone, and OtherRankError on the other ranks.
         """
@@ -146,7 +143,7 @@ class Checkpointer:
         self._settle()
         self._no_more_attempts.clear()
         details = json.loads(json.dumps({**self.details, **states}))  # a copy, since the caller may change its states
-        save = _Save(step, staged(engine, self._staging_buffers), details, self._kept_step, began)
+        save = _Save(step, staged(engine, self._staging_buffers), details, kept_step, began)
         self._newest_step = step
         logger.info("saving %s", save.name)
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)

@@ -59,7 +59,7 @@ class LocalCheckpoints:
         """The run's folder `checkpoints`: a path or a URL."""
         self.directory = directory
         """Where this host's ranks write and read files."""
-        self._lock: tuple[int, int] | None = None
+        self._lock: bytes | None = None
 
     def names(self) -> list[str]:
         """In the order of steps."""
@@ -126,13 +126,12 @@ class LocalCheckpoints:
                     f"{self.directory.parent}, or its LOCK, was deleted or moved away: the run ends. {needed}"
                 )
 
-    def _found_lock(self) -> tuple[int, int] | None:
-        """Which file the run folder's LOCK is; None if there is none."""
+    def _found_lock(self) -> bytes | None:
+        """What the run folder's LOCK says, which is whose it is; None if there is none."""
         try:
-            found = (self.directory.parent / "LOCK").stat()
+            return read_file(self.directory.parent / "LOCK")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found.st_dev, found.st_ino
 
 
 class RemoteCheckpoints:

@@ -276,6 +276,7 @@ def list_files(url: str) -> list[str]:
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
     paths = with_retries(lambda: filesystem.find(path), f"listing {url}")
+    filesystem.invalidate_cache()  # or it would take files that come later for absent
     return sorted(found.removeprefix(f"{path}/") for found in paths)
 
 

@@ -50,10 +50,10 @@ class Run:
         """Begins a checkpoint after `step`, unless it is saved already."""
         self.world.note(f"the save of step {step}")
         states = {"guard": self.guard.state(), "time_budget": self.schedule.state()}
-        self.checkpointer.keep(self.schedule.decided_at)  # another decay may branch off there
         with self.metrics.clock_stopped():
             kept = {name: state for name, state in states.items() if state is not None}
-            self.metrics.checkpoint_stall_seconds += self.checkpointer.save(self.engine, step, kept)
+            branch_point = self.schedule.decided_at  # another decay may branch off there
+            self.metrics.checkpoint_stall_seconds += self.checkpointer.save(self.engine, step, kept, branch_point)
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ import pytest
 from gmlp_scale.data.tokenizer import Tokenizer, train_tokenizer
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.run import pretrain
+from tests import whole_runs
 from tests.gloo_ranks import run_ranks
 from tests.written_shards import VOCAB_SIZE, change_manifest, write_tiny_shards
 
-SMOKE = Path(__file__).parents[2] / "configs" / "pretrain" / "smoke.yaml"
 SEQUENCE_LENGTH = 32
 RECIPE = [
-    "engine.kind=single", "model.num_blocks=2", "model.d_model=16", "model.d_ffn=32", f"model.vocab_size={VOCAB_SIZE}",
-    f"model.sequence_length={SEQUENCE_LENGTH}", "train.num_steps=4", "train.global_batch_size=4",
+    *whole_runs.RECIPE, "engine.kind=single", "train.num_steps=4", "train.global_batch_size=4",
     "train.micro_batch_size=4", "train.evaluate_every_steps=2", "train.num_evaluation_rows=4", "train.device=cpu",
-    "train.precision=float32", "train.compile=false", "optimizer.warmup_steps=2", "checkpoint.save_every_steps=2",
+    "train.precision=float32", "train.compile=false",
 ]  # fmt: skip
 KINDS = {
     "gmlp": [],
@@ -44,7 +43,7 @@ def write_runs(folder: Path) -> None:
 def _pretrain(folder: Path) -> None:
     for kind, fields in KINDS.items():
         places = [f"data.shards={folder / 'shards'}", f"output_dir={folder}", f"name={kind}"]
-        pretrain(load_run_config(SMOKE, [*RECIPE, *fields, *places]))
+        pretrain(load_run_config(whole_runs.SMOKE, [*RECIPE, *fields, *places]))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from gmlp_scale.checkpoint.stores import RemoteCheckpoints
 from gmlp_scale.data.manifest import ShardFiles
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.storage.claim import hold_folder
-from gmlp_scale.storage.files import list_files, read_file, write_file
+from gmlp_scale.storage.files import download_file, list_files, read_file, write_file
 from gmlp_scale.storage.run_folder import RemoteFolder
 from tests.checkpoint.fake_engine import FakeEngine, alone, assert_holds
 
@@ -92,3 +92,13 @@ def test_every_host_of_a_run_at_a_url_begins_with_its_record_of_corrupt_shards(l
     with RemoteFolder(f"{URL}/run", tmp_path / "other_host").local_folder():
         assert (tmp_path / "other_host" / "corrupt_shards.jsonl").read_bytes() == b"record\n"
         assert [path.name for path in (tmp_path / "other_host").iterdir()] == ["corrupt_shards.jsonl"]
+
+
+def test_a_file_that_came_after_a_listing_is_copied(s3, tmp_path, trials):
+    """s3fs keeps listings, and takes a file that they lack for absent."""
+    s3.put_object(Bucket="bucket", Key="run/first", Body=b"1")
+    assert list_files("s3://bucket/run") == ["first"]
+    s3.put_object(Bucket="bucket", Key="run/late", Body=b"22")
+    download_file("s3://bucket/run/late", tmp_path / "late")
+    assert (tmp_path / "late").read_bytes() == b"22"
+    trials("a store that lists new files late", 1)
