@@ -5,6 +5,8 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from gmlp_scale.errors import InputError
 from tests.data.test_loader import join, unmasked
 from tests.written_shards import change_manifest, write_tiny_shards
 
+ROOT = Path(__file__).parents[2]
 SCHEDULE = [[0, 12], [3, 24]]
 
 
@@ -182,6 +185,29 @@ def test_mistakes_are_one_clear_message(shards):
     write_tiny_shards(shards / "c", [8], sequence_length=8)
     with pytest.raises(ShardError, match="sequence_length is 16, the shards have 8"):
         Rows([{"shards": place, "weight": 1}, {"shards": f"{shards}/c", "weight": 1}])
+
+
+def test_the_loop_of_the_docs_takes_a_step_for_each_global_batch(tmp_path, monkeypatch):
+    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    write_tiny_shards(tmp_path / "data/own_512", [600], sequence_length=16)
+    expected = global_batches(Rows("data/own_512", seed=1, global_batch_size=512), 3, 5, 2)
+    seen, optimizer = [], Mock()
+
+    def model(input_ids, labels):
+        if len(seen) == 64:
+            raise KeyboardInterrupt
+        assert optimizer.step.call_count == optimizer.zero_grad.call_count == len(seen) // 32
+        seen.append(input_ids)
+        return Mock()
+
+    names = {"rank": 1, "world_size": 2, "last_step": 3, "model": model, "optimizer": optimizer}
+    with pytest.raises(KeyboardInterrupt):
+        exec(loop, names)
+    assert names["last_step"] == 5 and optimizer.step.call_count == 2
+    halves = [step["input_ids"][256:] for step in expected]
+    assert torch.equal(torch.cat(seen), torch.cat(halves))
+    names["loader"].close()
 
 
 def test_only_torch_numpy_and_what_reads_shards_are_imported():
