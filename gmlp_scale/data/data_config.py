@@ -101,6 +101,12 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 def load_manifests(config: DataConfig, sequence_length: int, vocab_size: int) -> list[Manifest]:
     """The manifest of each source. Raises ShardError if one does not fit the recipe or the others."""
     manifests = [Manifest.load(source.shards) for source in config.sources]
+    check_manifests(manifests, config, sequence_length, vocab_size)
+    return manifests
+
+
+def check_manifests(manifests: Sequence[Manifest], config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+    """Raises ShardError if the manifest of a source does not fit the recipe or the others."""
     for source, manifest in zip(config.sources, manifests, strict=True):
         _check_fit(source.shards, manifest, config, sequence_length, vocab_size)
         if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
@@ -108,7 +114,6 @@ def load_manifests(config: DataConfig, sequence_length: int, vocab_size: int) ->
                 f"the shards at {source.shards} were written with another tokenizer than those at "
                 f"{config.sources[0].shards}: write all sources of a mixture with one"
             )
-    return manifests
 
 
 def _check_fit(folder: str, manifest: Manifest, config: DataConfig, sequence_length: int, vocab_size: int) -> None:

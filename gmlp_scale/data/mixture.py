@@ -148,22 +148,23 @@ class Mixture:
             self._counts.append(self._counts[-1] + pattern.counts(stop - first))
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each of one step's rows, and how many rows of that source the run has had before; int64 [P].
+        """The source of each row, and how many rows of that source the run has had before; int64 [P].
 
         positions: the rows' places in the order of training, through all steps.
         """
-        part = self._part(int(positions[0]))
-        sources, rows_before = self._patterns[part].locate(positions - self._first_rows[part])
-        return sources, self._counts[part][sources] + rows_before
+        parts = np.searchsorted(self._first_rows, positions, side="right") - 1
+        sources, rows_before = np.empty((2, len(positions)), np.int64)
+        for part in np.unique(parts).tolist():
+            own = parts == part
+            sources[own], before = self._patterns[part].locate(positions[own] - self._first_rows[part])
+            rows_before[own] = self._counts[part][sources[own]] + before
+        return sources, rows_before
 
     def counts(self, step: int) -> np.ndarray:
         """Rows that each source has given before the batch of `step`, int64 [K]."""
         num_rows = self._batch_sizes.before(step)
-        part = self._part(num_rows)
+        part = bisect(self._first_rows, num_rows) - 1
         return self._counts[part] + self._patterns[part].counts(num_rows - self._first_rows[part])
-
-    def _part(self, position: int) -> int:
-        return bisect(self._first_rows, position) - 1
 
 
 def changing_steps(sources: Iterable[SourceConfig]) -> list[int]:

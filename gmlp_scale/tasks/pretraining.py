@@ -14,6 +14,7 @@ from gmlp_scale.checkpoint.saved_run import open_checkpoint, read_recipe, read_r
 from gmlp_scale.checkpoint.stores import checkpoints_of
 from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
+from gmlp_scale.data.data_config import load_manifests
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
@@ -64,14 +65,12 @@ class Pretraining(Task):
 
 
 def build_loader(run: RunConfig, *, rank: int, world_size: int) -> Loader:
-    """The run's loader for one rank of `world_size`."""
-    return Loader(
-        run.data,
-        run.batch_plan(rank=rank, world_size=world_size),
-        sequence_length=run.model.sequence_length,
-        vocab_size=run.model.vocab_size,
-        run_dir=run.run_dir,
-    )
+    """The run's loader for one rank of `world_size`.
+
+    Raises ShardError if the shards do not fit the recipe, FileNotFoundError if there are none.
+    """
+    manifests = load_manifests(run.data, run.model.sequence_length, run.model.vocab_size)
+    return Loader(run.data, run.batch_plan(rank=rank, world_size=world_size), manifests, run_dir=run.run_dir)
 
 
 def with_newest_step(place: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.piecewise import Piecewise
 from tests.written_shards import VOCAB_SIZE, write_tiny_shards
@@ -44,8 +44,9 @@ def make_loader(tmp_path):
 
     def make(folder=None, *, data=None, **fields):
         settings = {"sequence_length": 16, "vocab_size": VOCAB_SIZE, "run_dir": tmp_path / "run"} | fields
-        plan = plan_of(settings)
-        loader = Loader(DataConfig(**({"shards": str(folder)} | (data or {}))), plan, **settings)
+        plan, config = plan_of(settings), DataConfig(**({"shards": str(folder)} | (data or {})))
+        manifests = load_manifests(config, settings["sequence_length"], settings["vocab_size"])
+        loader = Loader(config, plan, manifests, run_dir=settings["run_dir"])
         loaders.append(loader)
         return loader
 

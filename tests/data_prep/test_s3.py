@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.data_config import DataConfig
+from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import CorruptShardError, ShardError, ShardFiles
 from gmlp_scale.data.shards import Manifest
@@ -24,13 +24,9 @@ def upload(client, folder: Path, prefix: str) -> None:
 
 
 def make_loader(folder, cache_dir, run_dir, **data) -> Loader:
-    return Loader(
-        DataConfig(shards=str(folder), cache_dir=cache_dir and str(cache_dir), **data),
-        BatchPlan(seed=0, batch_sizes=Piecewise(8), micro_batch_size=8),
-        sequence_length=32,
-        vocab_size=400,
-        run_dir=run_dir,
-    )
+    config = DataConfig(shards=str(folder), cache_dir=cache_dir and str(cache_dir), **data)
+    plan = BatchPlan(seed=0, batch_sizes=Piecewise(8), micro_batch_size=8)
+    return Loader(config, plan, load_manifests(config, 32, 400), run_dir=run_dir)
 
 
 def same_batches(one: Loader, other: Loader, num_steps: int) -> bool:
