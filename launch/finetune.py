@@ -1,4 +1,4 @@
-"""Finetunes an export on a task of GLUE, on all of GLUE, or on SQuAD. Run again, it resumes and skips what is done.
+"""Finetunes an export on a task of GLUE, all of GLUE, SQuAD or tagging. Run again, it resumes and skips what is done.
 
 python launch/finetune.py --config configs/finetune/mnli.yaml model=HF_DIR data.train=FILE data.dev=FILE
 python launch/finetune.py --config configs/finetune/sst2.yaml --grid --seeds 5 model=HF_DIR data.train=FILE ...

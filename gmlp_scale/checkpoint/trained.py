@@ -26,13 +26,19 @@ from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.image_classifier import ImageClassifier
-from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor
+from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor, TokenTagger
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import download_file, is_url, list_files, read_json, redacted
 
 log = logging.getLogger(__name__)
 
-Head = Literal["masked_language_model", "sequence_classification", "question_answering", "image_classification"]
+Head = Literal[
+    "masked_language_model",
+    "sequence_classification",
+    "token_classification",
+    "question_answering",
+    "image_classification",
+]
 
 MODEL_TYPE = "gmlp_scale"
 PREFIX = "model."
@@ -43,6 +49,7 @@ CHECKSUMS_NAME = "SHA256SUMS"
 CLASS_OF_HEAD: dict[Head, str] = {
     "masked_language_model": "GmlpScaleForMaskedLM",
     "sequence_classification": "GmlpScaleForSequenceClassification",
+    "token_classification": "GmlpScaleForTokenClassification",
     "question_answering": "GmlpScaleForQuestionAnswering",
 }
 
@@ -156,7 +163,7 @@ def read_export(folder: str | Path) -> TrainedModel:
     model = _checked(ModelConfig, {name: config[name] for name in names if name in config}, folder)
     beside = _checked(_BesideTheModel, config, folder)
     head = _head(config, folder)
-    labels = tuple(beside.id2label.values()) if head == "sequence_classification" else ()
+    labels = tuple(beside.id2label.values()) if head in ("sequence_classification", "token_classification") else ()
     tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size != model.vocab_size:
         raise ExportError(
@@ -205,12 +212,14 @@ def recipe_in(details: dict[str, Any]) -> RunConfig | None:
 
 
 def head_class(head: Head, num_classes: int, patch_size: int | None = None) -> Callable[..., Backbone]:
-    """The `head` argument of build_model; only sequence classification uses num_classes, and only images patch_size."""
+    """The `head` argument of build_model; only classification uses num_classes, and only images patch_size."""
     match head:
         case "masked_language_model":
             return MaskedLanguageModel
         case "sequence_classification":
             return partial(SequenceClassifier, num_classes=num_classes)
+        case "token_classification":
+            return partial(TokenTagger, num_classes=num_classes)
         case "question_answering":
             return SpanPredictor
         case "image_classification":

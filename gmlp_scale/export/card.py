@@ -23,6 +23,7 @@ _USAGE: dict[Head, tuple[str, str]] = {
         "text-classification",
         '{"text": "A first sentence.", "text_pair": "A second one, if the task has pairs."}',
     ),
+    "token_classification": ("token-classification", '"Ada was born in London.", aggregation_strategy="first"'),
     "question_answering": ("question-answering", 'question="Who wrote it?", context="It was written by her."'),
 }
 """For each head: the pipeline, and what the example gives it."""

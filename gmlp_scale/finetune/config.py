@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
@@ -14,11 +15,13 @@ from gmlp_scale.models.layers import Recompute
 from gmlp_scale.recipe.checks import stop_mistakes
 from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
+from gmlp_scale.tasks.tagging import TaggingTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
 
 
 class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
-    """Each part is a file (.tsv, .jsonl, .parquet, SQuAD's .json) or a name that `datasets` loads (nyu-mll/glue)."""
+    """Each part is a file (.tsv, .jsonl, .parquet, SQuAD's .json; CoNLL for tagging) or a name that `datasets` loads
+    (nyu-mll/glue)."""
 
     train: str
     """The examples to learn from."""
@@ -33,7 +36,9 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
     sequence_length: PositiveInt
     """The length of every row, in training and in evaluation, at most the model's. [tokens]"""
     document_stride: PositiveInt | None = None
-    """SQuAD: from the start of one window of a context to the start of the next. [tokens]"""
+    """SQuAD and tagging: from the start of one window of a text to the start of the next. [tokens]"""
+    entity_types: list[str] | None = None
+    """Tagging: the types of entities, as in B-TYPE and I-TYPE."""
 
     def source(self, part: str) -> str | None:
         return getattr(self, part)
@@ -123,7 +128,9 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
 
     @property
     def task_row(self) -> FinetuneTask:
-        return TASKS[self.task]
+        """The row of TASKS; tagging's has the recipe's types of entities."""
+        row = TASKS[self.task]
+        return replace(row, entity_types=tuple(self.data.entity_types)) if self.data.entity_types else row
 
     @property
     def parts(self) -> list[str]:
@@ -170,15 +177,19 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
             yield f"task: found {self.task!r}; one of {', '.join(TASKS)}"
             return
         for part in ("dev_mismatched", "test", "test_mismatched"):
-            if data.source(part) and part not in self.task_row.data_set.parts:
+            if data.source(part) and part not in TASKS[self.task].data_set.parts:
                 yield f"data.{part}: found {data.source(part)}; {self.task} has no such part, so leave it null"
-        if not self.task_row.has_windows:
+        has_entities = isinstance(TASKS[self.task], TaggingTask)
+        if has_entities != bool(data.entity_types):
+            needed = "the TYPEs of the files' tags B-TYPE" if has_entities else "null, as only tagging has them"
+            yield f"data.entity_types: found {data.entity_types}; needed: {needed}"
+        if not TASKS[self.task].has_windows:
             if data.document_stride:
                 yield f"data.document_stride: found {data.document_stride}; {self.task} has no windows: leave it null"
             return
         if not data.document_stride:
-            yield f"data.document_stride: missing; {self.task} cuts its contexts into windows (the paper: 128)"
-        if data.sequence_length < MAX_QUESTION_TOKENS + 4:
+            yield f"data.document_stride: missing; {self.task} cuts long texts into windows (the paper: 128 for SQuAD)"
+        if not has_entities and data.sequence_length < MAX_QUESTION_TOKENS + 4:
             yield (
                 f"data.sequence_length: found {data.sequence_length}; a question of {MAX_QUESTION_TOKENS} tokens and a "
                 f"window need at least {MAX_QUESTION_TOKENS + 4}"

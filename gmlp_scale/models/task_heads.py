@@ -1,4 +1,4 @@
-"""The heads beside masked language modelling, and their batches: sequence classification, spans and next tokens.
+"""The heads beside masked language modelling, and their batches: sequence and token classification, spans, next tokens.
 
 Shape suffixes: B batch, N positions, D width, C classes, V vocabulary.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gmlp_scale.data.batch import Batch
+from gmlp_scale.data.batch import IGNORED, Batch
 from gmlp_scale.models.backbone import Backbone
 
 
@@ -50,6 +50,38 @@ class SequenceClassifier(Backbone):
     def logits(self, x_BD: Tensor) -> Tensor:
         """Float32 logits_BC from <cls> after the final LayerNorm."""
         return self.classifier(self.dropout(x_BD)).float()
+
+
+@dataclass(frozen=True)
+class TaggedBatch(Batch):
+    """Rows `<cls> words <sep>`, padded to one length, and the class of each word at its first token."""
+
+    token_ids_BN: Tensor
+    """int64 [B, N]."""
+    labels_BN: Tensor
+    """int64 [B, N]; IGNORED elsewhere."""
+
+
+class TokenTagger(Backbone):
+    """TaggedBatch -> scalar float32 loss. A Linear reads the last layer at every position."""
+
+    def __init__(self, *, num_classes: int, **backbone):
+        super().__init__(**backbone)
+        self.classifier = nn.Linear(self.embedding.embedding_dim, num_classes)
+
+    def forward(self, batch: TaggedBatch) -> Tensor:
+        """Cross-entropy in nats: the mean over the rows of each row's mean over its labels, 0 for a row without any."""
+        losses_BN = F.cross_entropy(self.predict(batch).transpose(1, 2), batch.labels_BN, reduction="none")
+        num_labels_B = (batch.labels_BN != IGNORED).sum(1).clamp(min=1)
+        return (losses_BN.sum(1) / num_labels_B).mean()
+
+    def predict(self, batch: TaggedBatch) -> Tensor:
+        """Float32 logits_BNC."""
+        return self.logits(self.norm(self.encode(batch.token_ids_BN)))
+
+    def logits(self, x_BND: Tensor) -> Tensor:
+        """Float32 logits_BNC from the positions after the final LayerNorm."""
+        return self.classifier(self.dropout(x_BND)).float()
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def text_mistake(place: str, column: str, value: Any) -> str | None:
     return None if isinstance(value, str) else f"{place}: {column} is {value!r}, which is no text"
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def lines_of(path: Path) -> Iterator[tuple[int, str]]:
     """Lines that are not empty, with their numbers. Only a line feed ends a line: texts may hold other separators."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
@@ -122,7 +122,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _read_tsv(path: Path, part: str, data_set: DataSet) -> Iterator[Record]:
     """Tab-separated values. Quotes mean nothing, as in GLUE's files."""
     columns, broken = (), []
-    for number, line in _lines(path):
+    for number, line in lines_of(path):
         values = line.split("\t")
         if not columns:
             has_header = not data_set.tsv_columns or not set(values).isdisjoint(data_set.tsv_columns)
@@ -147,7 +147,7 @@ def _check_distinct(path: Path, columns: Sequence[str]) -> None:
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
-    for number, line in _lines(path):
+    for number, line in lines_of(path):
         try:
             fields = parse_json(line, f"line {number}")
         except InputError as error:

@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -53,6 +54,36 @@ def spearman(predictions: Sequence[float], labels: Sequence[float]) -> float:
 def _ranks(values: Sequence[float]) -> np.ndarray:
     _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[places]
+
+
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """(type, first word, last word + 1) of each entity, as conlleval and seqeval find them in tags of any order.
+
+    An entity begins at B-TYPE, or at an I-TYPE that goes on with no entity of its type. So what a model predicts counts
+    even where it forgot the B.
+    """
+    found, kind, first = set(), "", 0
+    for place, tag in enumerate([*tags, "O"]):
+        prefix, _, name = tag.partition("-")
+        if kind and (prefix, name) != ("I", kind):
+            found.add((kind, first, place))
+            kind = ""
+        if prefix != "O" and not kind:
+            kind, first = name, place
+    return found
+
+
+def entity_scores(golds: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> dict[str, float]:
+    """F1, precision and recall of whole entities over all sentences, and the share of words with their tag; 0 to 1."""
+    found = [(entities(gold), entities(predicted)) for gold, predicted in zip(golds, predictions, strict=True)]
+    num_right = sum(len(gold & predicted) for gold, predicted in found)
+    num_gold, num_predicted = (sum(map(len, of_sentences)) for of_sentences in zip(*found, strict=True))
+    return {
+        "f1": 2 * num_right / max(1, num_gold + num_predicted),
+        "precision": num_right / max(1, num_predicted),
+        "recall": num_right / max(1, num_gold),
+        "accuracy": accuracy([*chain.from_iterable(predictions)], [*chain.from_iterable(golds)]),
+    }
 
 
 def normalize_answer(text: str) -> str:

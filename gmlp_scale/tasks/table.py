@@ -1,11 +1,11 @@
 """The tasks of finetuning. To add one, add a row to TASKS, and a function to scores.py if its score is new.
 
-A task of either class has
+A task of each class has
     name, data_set          the data set also names its parts
     official_sizes          examples of the published parts, where finetune/sweep.py has scores of the paper
     main_score              the score by which the best weights are picked, the higher the better
     head_name, class_names  what an export says of its head (export.folder)
-    has_windows             whether its rows are windows of longer texts, cut with a stride
+    has_windows             whether its rows may be windows of longer texts, cut with a stride
     head(**backbone)        the model
     read(source, part, tokenizer, sequence_length, document_stride)
                             the rows of one part; raises FileNotFoundError or DataError if they cannot be read
@@ -29,15 +29,16 @@ from torch import Tensor
 
 from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.distributed.world import World
-from gmlp_scale.models.task_heads import LabelledBatch, SpanBatch
+from gmlp_scale.models.task_heads import LabelledBatch, SpanBatch, TaggedBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask, RegressionTask
 from gmlp_scale.tasks.evaluate import shown
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
 from gmlp_scale.tasks.records import DataSet
 from gmlp_scale.tasks.scores import accuracy, f1, matthews, pearson, spearman
+from gmlp_scale.tasks.tagging import TaggedRows, TaggingTask
 
-FinetuneTask = ClassificationTask | QuestionTask
-TaskRows = ClassificationRows | QuestionRows
+FinetuneTask = ClassificationTask | QuestionTask | TaggingTask
+TaskRows = ClassificationRows | QuestionRows | TaggedRows
 
 _GLUE, _ENTAILMENT = "nyu-mll/glue", ("entailment", "not_entailment")
 _SQUAD_SPLITS = {"train": "train", "dev": "validation"}
@@ -96,12 +97,13 @@ _ROWS = (
         name="squad_v2", has_unanswerable=True, data_set=DataSet("rajpurkar/squad_v2", "squad_v2", _SQUAD_SPLITS),
         official_sizes={"train": 130_319, "dev": 11_873},
     ),
+    TaggingTask(name="tagging", data_set=DataSet("", "")),
 )  # fmt: skip
 TASKS: dict[str, FinetuneTask] = {task.name: task for task in _ROWS}
 
 
 def summarize_all(
-    rows: TaskRows, predict: Callable[[LabelledBatch | SpanBatch], Tensor], world: World, plan: BatchPlan
+    rows: TaskRows, predict: Callable[[LabelledBatch | SpanBatch | TaggedBatch], Tensor], world: World, plan: BatchPlan
 ) -> np.ndarray:
     """What scoring needs from every row's logits, float32 [num_rows, summary_size], on every rank.
 

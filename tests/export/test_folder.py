@@ -17,7 +17,10 @@ from gmlp_scale.export import folder as folder_module
 from launch.export import main
 from tests.models.every_kind import KINDS, TINY
 
-HEADS = [("masked_language_model", ()), ("sequence_classification", ("no", "maybe", "yes")), ("question_answering", ())]
+HEADS = [
+    ("masked_language_model", ()), ("sequence_classification", ("no", "maybe", "yes")), ("question_answering", ()),
+    ("token_classification", ("O", "B-LOC", "I-LOC")),
+]  # fmt: skip
 
 
 def assert_weights_are(export, model):

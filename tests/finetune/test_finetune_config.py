@@ -82,6 +82,15 @@ def test_fields_are_checked_and_worded():
         assert any(mistake.startswith(expected) for mistake in found)
 
 
+def test_tagging_s_types_are_its_own():
+    assert load("tagging").task_row.class_names[:3] == ("O", "B-LOC", "I-LOC")
+    assert mistakes("tagging", "data.entity_types=null") == [
+        "data.entity_types: found None; needed: the TYPEs of the files' tags B-TYPE"
+    ]
+    (found,) = mistakes("mnli", "data.entity_types=[PER]")
+    assert found == "data.entity_types: found ['PER']; needed: null, as only tagging has them"
+
+
 def test_tasks_and_squads_needs():
     assert mistakes("mnli", "task=wnli") == [f"task: found 'wnli'; one of {', '.join(TASKS)}"]
     found = mistakes("squad_v1", "data.document_stride=null", "data.sequence_length=60", "data.test=x.json")

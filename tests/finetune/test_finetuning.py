@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from transformers import pipeline
 
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.data.batch_plan import BatchPlan, EpochLoader
@@ -233,6 +234,37 @@ def test_squad_v2_runs_to_its_predictions(tmp_path, export, world, write_squad):
     for name in ("predictions", "null_odds", "span_predictions"):
         assert set(json.loads((folder / f"{name}.json").read_text())) == {"q0", "q1"}
     assert read_export(run.run_dir / "last").head == "question_answering"
+
+
+def test_tagging_learns_and_its_export_tags_as_the_predictions_do(tmp_path, export, world):
+    names = {"Norman": "B-PER", "Denver": "B-LOC", "Broncos": "I-LOC"}
+    words = ["Norman", "watch", "Denver", "Broncos", "trees", "people"]
+    for part, numbers in (("train", range(60)), ("dev", range(60, 75))):
+        sentences = [[words[n % 2 * 2], "the", *words[n % 2 * 2 :][: 2 + n % 3], f"{n}"] for n in numbers]
+        lines = [[f"{word} {names.get(word, 'O')}" for word in sentence] for sentence in sentences]
+        text = "\n\n".join("\n".join(sentence) for sentence in lines)
+        (tmp_path / f"{part}.txt").write_text(text.replace("the O\nBroncos I-LOC", "the O\nBroncos B-LOC"))
+    run = tiny_run(
+        tmp_path, export, f"data.train={tmp_path}/train.txt", f"data.dev={tmp_path}/dev.txt",
+        f"data.test={tmp_path}/dev.txt", "data.sequence_length=32", "data.entity_types=[LOC, PER]",
+        "train.num_steps=60", "train.evaluate_every_steps=60",
+        "optimizer.peak_learning_rate=2e-2", "dropout=0.0", "checkpoint.save_every_steps=60", task="tagging",
+    )  # fmt: skip
+    scores = go(run, world)["scores"]
+    assert scores["dev"]["f1"] > 0.9 and scores["test"] == scores["dev"]
+    assert logged(run, "eval/f1")[60] == scores["dev"]["f1"]
+    last = read_export(run.run_dir / "last")
+    assert (last.head, last.labels) == ("token_classification", ("O", "B-LOC", "I-LOC", "B-PER", "I-PER"))
+    assert all(torch.equal(weight, last.weights[name]) for name, weight in last.build().named_parameters())
+    given = {"trust_remote_code": True, "aggregation_strategy": "first"}
+    tag = pipeline("token-classification", str(run.run_dir / "last"), **given)
+    lines = (run.run_dir / "predictions" / "dev" / "predictions.conll").read_text().split("\n\n")[:-1]
+    predicted = [[line.split(" ") for line in sentence.splitlines()] for sentence in lines]
+    for sentence, found in zip(predicted, tag([" ".join(word for word, _ in s) for s in predicted]), strict=True):
+        ours = [word for word, label in sentence if label != "O"]
+        assert " ".join(group["word"].strip() for group in found).split() == ours
+    card = (run.run_dir / "last" / "README.md").read_text()
+    assert 'pipeline("token-classification"' in card and "| dev f1 |" in card
 
 
 def test_order_is_a_pure_function_of_the_step(tmp_path, export):

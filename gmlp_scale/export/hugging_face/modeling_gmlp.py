@@ -36,7 +36,7 @@ from transformers.utils import can_return_tuple
 from gmlp_scale.export.hugging_face.configuration_gmlp import GmlpScaleConfig
 from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor
+from gmlp_scale.models.task_heads import SequenceClassifier, SpanPredictor, TokenTagger
 
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
@@ -216,8 +216,8 @@ class GmlpScaleForTokenClassification(GmlpScalePreTrainedModel):
     """Logits [B, N, C] at every position."""
 
     def __init__(self, config: GmlpScaleConfig):
-        super().__init__(config, head=Backbone, dropout=config.dropout)
-        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        head = partial(TokenTagger, num_classes=config.num_labels)
+        super().__init__(config, head=head, dropout=config.dropout)
         self.post_init()
 
     @can_return_tuple
@@ -226,7 +226,7 @@ class GmlpScaleForTokenClassification(GmlpScalePreTrainedModel):
     ):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
         x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, inputs_embeds, **wanted)
-        logits_BNC = self.classifier(self.model.dropout(self._cut(x_BRD, num_positions))).float()
+        logits_BNC = self.model.logits(self._cut(x_BRD, num_positions))
         loss = None if labels is None else self.loss_function(logits_BNC, labels.contiguous(), self.config)
         return TokenClassifierOutput(loss=loss, logits=logits_BNC, **extras)
 
