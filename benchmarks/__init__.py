@@ -1,7 +1,7 @@
 """What benchmarks/run.py measures: the training step, the loader, checkpoints and the start, each beside its peers.
 
 Only ratios within one run are worth quoting. So all contenders of a part take turns, round by round, and a figure is
-the median over the rounds. Every part returns a dict that may hold
+the median over the rounds. Every part gives a dict, or a larger one each time that more is measured, that may hold
     ratios   more is better: `--compare` names those that fell
     costs    less is better: `--compare` names those that rose
 and what a reader needs to judge them. Do not compare the seconds with those of another run.

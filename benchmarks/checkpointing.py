@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -107,8 +107,8 @@ def checkpointer_in(directory: Path, run: RunConfig, world: World) -> Checkpoint
     )
 
 
-def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
-    """Median seconds by name, and what ours cost over the others.
+def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> Iterator[dict]:
+    """Median seconds by name, and what ours cost over the others, after each round.
 
     save: from the call until the checkpoint is complete on disk. stall: the part of it for which training waits.
     load: also verifies the checkpoint and fills the engine, which torch.load does not do. The first round is not
@@ -139,11 +139,16 @@ def measure_checkpoint(run: RunConfig, world: World, num_rounds: int) -> dict:
             for path in directory.iterdir():
                 shutil.rmtree(path)
             say(f"round {number} of {num_rounds + 1}")
+            if number > 1:
+                yield _figures(sum(buffer.nbytes for buffer in buffers.values()), rounds)
         checkpointer.close()
+
+
+def _figures(num_bytes: int, rounds: list[dict[str, float]]) -> dict:
     seconds = {name: statistics.median(round_[name] for round_ in rounds[1:]) for name in rounds[0]}
     others = {"stall": "copy", "save": "torch_save", "load": "torch_load"}
     return {
-        "bytes": sum(buffer.nbytes for buffer in buffers.values()),
+        "bytes": num_bytes,
         "seconds": seconds,
         "first_stall_seconds": rounds[0]["stall"],
         "costs": {f"{ours}_over_{other}": seconds[ours] / seconds[other] for ours, other in others.items()},

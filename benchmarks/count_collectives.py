@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -73,24 +73,21 @@ def table(run: RunConfig, world: World) -> str:
     return markdown(["engine", "micro-batches", *figures], rows)
 
 
-def measure_scaling(recipe: str, overrides: list[str], num_rounds: int) -> dict:
-    """The figures by number of ranks (`1 ranks` and so on) and engine, and the costs.
+def measure_scaling(recipe: str, overrides: list[str], num_rounds: int) -> Iterator[dict]:
+    """The figures by number of ranks (`1 ranks` and so on) and engine, and the costs, after each number of ranks.
 
     torch.distributed.elastic.multiprocessing.errors.ChildFailedError if a rank fails.
     """
-    by_ranks = {}
+    by_ranks, costs = {}, {}
     for num_ranks in NUMS_RANKS:
         say(f"{num_ranks} ranks")
         here = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
         launched = elastic_launch(LaunchConfig(nproc_per_node=num_ranks, max_restarts=0, **here), measure_ranks)
-        by_ranks[f"{num_ranks} ranks"] = launched(recipe, overrides, num_rounds, time.time())[0]
-    costs = {
-        f"{engine} on {ranks}: bytes sent over the formula's": figures["sent_over_formula"]
-        for ranks, measured in by_ranks.items()
-        for engine, figures in measured["engines"].items()
-        if "sent_over_formula" in figures
-    }
-    return {**by_ranks, "costs": costs}
+        measured = by_ranks[f"{num_ranks} ranks"] = launched(recipe, overrides, num_rounds, time.time())[0]
+        for engine, figures in measured["engines"].items():
+            if "sent_over_formula" in figures:
+                costs[f"{engine} on {num_ranks} ranks: bytes sent over the formula's"] = figures["sent_over_formula"]
+        yield {**by_ranks, "costs": costs}
 
 
 def measure_ranks(recipe: str, overrides: list[str], num_rounds: int, started: float) -> dict:

@@ -24,14 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 from benchmarks.proof_report import record
-from gmlp_scale.storage.files import local_path
 
+PARTS = ("benchmarks.proof", "benchmarks.run", "benchmarks.kernels")
 RUNS = ("engines", "recipe", "stop", "auto", "compile")  # of proof.py, where check_NAME has the part NAME
 PACKAGES = (
     "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
     "deepspeed", "transformers", "g-mlp-pytorch", "pytest",
 )  # fmt: skip
-"""What the parts import. Without the last four, only the checks of ZeRO, the peers and the tests are not run."""
+"""Without the last four, only the checks of ZeRO, the peers and the tests are not run."""
 NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         runs.add_argument("--config", required=True)
         runs.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     adding = parts.add_parser("record")
-    adding.add_argument("folder", type=local_path, metavar="OUT")
+    adding.add_argument("folder", type=Path, metavar="OUT")
     adding.add_argument("name", metavar="PART")
     for number in (
         "--code",
@@ -86,15 +86,21 @@ def _parser() -> argparse.ArgumentParser:
     ):  # of the part's command: its exit code, how long it ran and might run
         adding.add_argument(number, type=int, default=0)
     adding.add_argument("--command", default="")
-    adding.add_argument("--printed", type=local_path, metavar="FILE", help="the part's standard output", required=True)
+    adding.add_argument("--printed", type=Path, metavar="FILE", help="the part's standard output", required=True)
     return parser
 
 
 def environment(*, needs_gpu: bool) -> dict:
     """The machine's facts as a finding, with None for a package that is not installed.
 
-    It fails if a GPU is needed and torch finds none.
+    It fails if a GPU is needed and torch finds none, or if what the other parts import cannot be imported.
     """
+    for module in PARTS:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            reason = f"{error}, which {module.replace('.', '/')}.py needs: install requirements.lock"
+            return {"check": "environment", "status": "failed", "reason": reason}
     import torch
 
     from gmlp_scale.doctor.checkup import said_by, version_of

@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.reports import print_report
+from benchmarks.reports import report_as_measured
 from benchmarks.timing import time_in_turns
 from gmlp_scale.checkpoint.trained import sha256_of
 from gmlp_scale.data.augmentation import Augmentation
@@ -65,7 +65,7 @@ def main() -> int:
     if options.images < 1 or options.images % size or options.rounds < 1:
         parser.error(f"--images must be a multiple of train.micro_batch_size={size}, and --rounds at least 1")
     figures = measure_image_loading(run, options.images, options.rounds)
-    print_report("cpu", {run.name: figures}, options.output)
+    report_as_measured("cpu", [{run.name: figures}], options.output)
     return 0
 
 

@@ -16,10 +16,9 @@ prints only these two.
 """
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.compiled_kernels import compile_for_hopper, launches_of, usage_of, without_kernels
+from benchmarks.reports import report_as_measured
 from benchmarks.step import DTYPES, copy_call, matrix_calls
 from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
@@ -40,6 +40,7 @@ from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
 from gmlp_scale.models.layers import diagonal_sums
 from gmlp_scale.recipe.config import RunConfig
+from gmlp_scale.storage.files import local_path
 
 NUM_CALLS = 2000
 TINY = [
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a recipe of a gMLP or aMLP, whose micro-batch is timed")
     parser.add_argument("--device", choices=["cuda", "cpu", "none"], default="cuda", help="none: times no kernel")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each form (default: %(default)s)")
+    parser.add_argument("--output", type=local_path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     if options.rounds < 1:
@@ -68,14 +70,19 @@ def main() -> int:
         raise InputError(f"{options.config}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
     if run.train.precision == "auto":
         raise InputError(f"{options.config}: train.precision: found auto; needed: float32 or bf16, the one timed here")
-    report = {}
-    if options.device != "cpu":
-        report["host_seconds"] = host_seconds(tiny, "cpu" if options.device == "none" else "cuda")
-        report["compiled_for_sm_90"] = compiled_kernels(run)
-    if options.device != "none":
-        report |= measure_kernels(run, torch.device(options.device), options.rounds)
-    print(json.dumps(report, indent=1))
+    report_as_measured(options.device, measure(run, tiny, options.device, options.rounds), options.output)
     return 0
+
+
+def measure(run: RunConfig, tiny: RunConfig, device: str, num_rounds: int) -> Iterator[dict]:
+    """The figures so far, again whenever there are more."""
+    figures = {}
+    if device != "none":
+        for figures in measure_kernels(run, torch.device(device), num_rounds):
+            yield figures
+    if device != "cpu":
+        figures["host_seconds"] = host_seconds(tiny, "cpu" if device == "none" else "cuda")
+        yield figures | {"compiled_for_sm_90": compiled_kernels(run)}
 
 
 def host_seconds(run: RunConfig, device: str) -> dict[str, float]:
@@ -123,40 +130,38 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> dict:
+def measure_kernels(run: RunConfig, device: torch.device, num_rounds: int) -> Iterator[dict]:
+    """The figures so far: first the ceilings and the block, then also each kernel."""
     compiled = partial(torch.compile, backend="inductor" if device.type == "cuda" else "eager")
     matrix, (copy, copied_bytes) = matrix_calls(run, device), copy_call(device)
-    pieces = pieces_of(run, device)
-    calls = {("product", name): call for name, (call, _) in matrix.items()} | {("copy", "copy"): copy}
-    for name, piece in pieces.items():
-        forms = {"fused": piece.fused, "plain": piece.plain, "compiled": compiled(piece.plain)}
-        calls |= {(name, form): partial(function, *piece.inputs) for form, function in forms.items()}
-    for kernels in ("torch", "triton"):
-        calls["block", kernels] = block_call(run, device, kernels, lambda block: block)
-        calls["block", f"{kernels} compiled"] = block_call(run, device, kernels, compiled)
-    say(f"timing {len(calls)} calls; the first rounds compile them")
-    seconds: dict[str, dict[str, float]] = {}
-    for (name, form), median in time_in_turns(turns_of(calls, device), num_rounds).items():
-        seconds.setdefault(name, {})[form] = median
-    matrix_rate = max(flops / seconds["product"][name] for name, (_, flops) in matrix.items())
-    copy_rate = copied_bytes / seconds["copy"]["copy"]
+    blocks = {kernels: block_call(run, device, kernels, lambda block: block) for kernels in ("torch", "triton")}
+    blocks |= {f"{kernels} compiled": block_call(run, device, kernels, compiled) for kernels in ("torch", "triton")}
+    products = {f"product {name}": call for name, (call, _) in matrix.items()}
+    say("block; the first rounds compile it")
+    seconds = time_in_turns(turns_of(blocks | products | {"copy": copy}, device), num_rounds)
+    matrix_rate = max(flops / seconds[f"product {name}"] for name, (_, flops) in matrix.items())
+    copy_rate = copied_bytes / seconds["copy"]
     report = {
         "recipe": run.name,
         "micro_batch_size": run.train.micro_batch_size,
         "flops_per_second": matrix_rate,
         "bytes_per_second": copy_rate,
-        "block_seconds": seconds["block"],
+        "block_seconds": {name: seconds[name] for name in blocks},
         "kernels": {},
     }
-    for name, piece in pieces.items():
-        forms = seconds[name]
+    yield report
+    for name, piece in pieces_of(run, device).items():
+        say(name)
+        functions = {"fused": piece.fused, "plain": piece.plain, "compiled": compiled(piece.plain)}
+        calls = {form: partial(function, *piece.inputs) for form, function in functions.items()}
+        forms = time_in_turns(turns_of(calls, device), num_rounds)
         floor = max(piece.flops / matrix_rate, piece.num_bytes / copy_rate)
         report["kernels"][name] = {
             "seconds": forms | {"floor": floor},
             "fraction_of_floor": floor / forms["fused"],
-            "gain_of_block": (forms["compiled"] - forms["fused"]) / report["block_seconds"]["torch compiled"],
+            "gain_of_block": (forms["compiled"] - forms["fused"]) / seconds["torch compiled"],
         }
-    return report
+        yield report
 
 
 def block_call(run: RunConfig, device: torch.device, kernels: str, compiled: Callable) -> Callable[[], None]:

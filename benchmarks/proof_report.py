@@ -42,7 +42,7 @@ GOALS = [
 def record(folder: Path, part: str, *, code: int, seconds: int, limit: int, command: str, printed: str) -> dict:
     """Adds a part that ended with exit code `code` to `folder`, with what it printed; returns its line."""
     checks, measured = _read(printed)
-    status, reason = _outcome(code, code == STOPPED or (code == KILLED and seconds >= limit), checks)
+    status, reason = _outcome(code, code == STOPPED or (code == KILLED and seconds >= limit), checks, bool(measured))
     line = {"part": part, "status": status, "reason": reason, "seconds": seconds, "limit_seconds": limit}
     line |= {"command": command, "exit_code": code, "checks": checks} | ({"measured": measured} if measured else {})
     with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
@@ -61,12 +61,13 @@ def _read(printed: str) -> tuple[list[dict], dict | None]:
     return [json.loads(line) for line in whole_lines if line.startswith('{"check": ')], None
 
 
-def _outcome(code: int, was_cut: bool, checks: list[dict]) -> tuple[str, str | None]:
+def _outcome(code: int, was_cut: bool, checks: list[dict], is_measured: bool) -> tuple[str, str | None]:
     """Status and reason of a part."""
     num_failed = sum(check["status"] == "failed" for check in checks)
     not_run = [check for check in checks if check["status"] == "not run"]
     if was_cut:
-        return "cut by its limit", f"{len(checks)} checks done, {num_failed} of them failed"
+        done = "what it measured until then is below" if is_measured else f"{len(checks)} checks done"
+        return "cut by its limit", done + (f", {num_failed} of them failed" if checks else "")
     if num_failed:
         return "failed", f"{num_failed} of {len(checks)} checks"
     if code:

@@ -8,14 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gmlp_scale.errors import InputError
-from gmlp_scale.storage.files import write_text
 
 WORST_CHANGE = 0.05
 
 
-def print_report(device: str, figures: dict, output: Path | None) -> dict:
-    """Prints the figures with the date, the machine and this command, and returns all that."""
-    import torch  # not above: launch/gpu_proof.sh writes its report with this file after every part
+def report_as_measured(device: str, parts: Iterable[dict], output: Path | None) -> dict:
+    """The last of `parts`, with the date, the machine and this command; printed as JSON. `output` has each as it comes,
+    so that a benchmark that is cut off leaves what it has measured."""
+    import torch  # not above, nor the next: launch/gpu_proof.sh writes its report with this file after every part
+
+    from gmlp_scale.storage.files import write_text
 
     cpu = platform.processor() or platform.machine()
     machine = {
@@ -24,11 +26,11 @@ def print_report(device: str, figures: dict, output: Path | None) -> dict:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    report = {"date": datetime.date.today().isoformat(), "machine": machine, "command": sys.argv[1:], **figures}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if output:
-        write_text(output, text + "\n")
+    for figures in parts:
+        report = {"date": datetime.date.today().isoformat(), "machine": machine, "command": sys.argv[1:], **figures}
+        if output:
+            write_text(output, json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
     return report
 
 
@@ -92,11 +94,11 @@ def _step_rows(report: dict) -> Iterator[list[str]]:
             f"{step['rows']} in {step['precision']}",
             _milliseconds(step["step_seconds"]),
             f"{step['ratios']['fraction_of_ceiling']:.2f}",
-            "-" if step["mfu"] is None else f"{step['mfu']:.2f}",
+            _share(step["mfu"]),
             _milliseconds(step["operations_floor_seconds"]),
             _milliseconds(step["bytes_floor_seconds"]),
-            f"{step['ratios']['isolated_products_over_step']:.2f}",
-            ", ".join(f"{kind} {share:.0%}" for kind, share in step["time_split"].items() if share >= 0.01),
+            _share(step["ratios"].get("isolated_products_over_step")),
+            ", ".join(f"{kind} {share:.0%}" for kind, share in step.get("time_split", {}).items() if share >= 0.01),
         ]
 
 
@@ -132,6 +134,10 @@ SCALING_BYTES = {
 SCALING_COLUMNS = ("recipe", "ranks", "engine", "start-up s", "step ms", "of it communication", *SCALING_BYTES)
 TABLES = {"step": (STEP_COLUMNS, _step_rows), "scaling": (SCALING_COLUMNS, _scaling_rows)}
 """Columns and rows by part."""
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _milliseconds(seconds: float | None) -> str:

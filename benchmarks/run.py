@@ -13,7 +13,7 @@ Prints JSON. Only ratios within one run are worth quoting: benchmarks/__init__.p
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +24,13 @@ import torch
 from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.count_collectives import measure_scaling
 from benchmarks.loading import measure_loading
-from benchmarks.reports import print_report, read_report, table, worsened
+from benchmarks.reports import read_report, report_as_measured, table, worsened
 from benchmarks.step import measure_step
 from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.distributed.world import start_world
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
+from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import local_path
 from gmlp_scale.train.resolve import with_decided_precision
 
@@ -59,29 +60,22 @@ def main() -> int:
         print(table(read_report(options.table)))
         return 0
     before = read_report(options.compare) if options.compare else None
-    device, recipes = measure(
-        options.config, options.overrides, options.parts.split(","), options.rounds, with_peers=not options.no_peers
-    )
-    report = print_report(str(device), {"recipes": recipes}, options.output)
+    overrides, parts = ["engine.kind=single", *options.overrides], options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise InputError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    runs = runs_of(options.config, overrides)
+    first = next(iter(runs.values()))
+    with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
+        measured = measure(runs, overrides, parts, options.rounds, world, with_peers=not options.no_peers)
+        report = report_as_measured(str(world.device), measured, options.output)
     lines = worsened(before, report) if before else []
     for line in lines:
         print(f"worse: {line}", file=sys.stderr)
     return 1 if lines else 0
 
 
-def measure(
-    recipes: Iterable[str], overrides: Iterable[str], parts: list[str], num_rounds: int, *, with_peers: bool
-) -> tuple[torch.device, dict]:
-    """The device, and the figures of every part of every recipe, by recipe and part.
-
-    Raises:
-        InputError: a part is unknown, or the recipes are for different devices.
-        ConfigError: a recipe has mistakes, or a micro-batch size of auto.
-        DeviceError: the recipes' device is not there.
-    """
-    if unknown := set(parts) - set(PARTS):
-        raise InputError(f"--parts: found {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
-    overrides = ["engine.kind=single", *overrides]
+def runs_of(recipes: Iterable[str], overrides: list[str]) -> dict[str, RunConfig]:
+    """The recipes by path. InputError if one has mistakes, or if they are for different devices."""
     runs = {path: load_measurable(path, overrides) for path in recipes}
     first, *others = runs.values()
     for run in others:
@@ -90,25 +84,39 @@ def measure(
                 f"train.device: found {first.train.device} in {first.name} and {run.train.device} in {run.name}, but a "
                 "report is of one device: add train.device=auto, cpu or cuda, which holds for all recipes"
             )
-    figures = {}
-    with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
-        for path, run in runs.items():
-            run = with_decided_precision(run, world)
-            of_run = figures[run.name] = {}
-            for part in parts:
-                say(f"{run.name}: {part}")
-                match part:
-                    case "step":
-                        of_run[part] = measure_step(run, world, num_rounds, with_peers=with_peers)
-                    case "loader":
-                        of_run[part] = measure_loading(run, num_rounds)
-                    case "checkpoint":
-                        of_run[part] = measure_checkpoint(run, world, num_rounds)
-                    case "start_up":
-                        of_run[part] = measure_start_up(path, overrides, num_rounds)
-                    case "scaling":
-                        of_run[part] = measure_scaling(path, overrides, num_rounds)
-        return world.device, figures
+    return runs
+
+
+def measure(
+    runs: Mapping[str, RunConfig],
+    overrides: list[str],
+    parts: Iterable[str],
+    num_rounds: int,
+    world: World,
+    *,
+    with_peers: bool,
+) -> Iterator[dict]:
+    """The figures so far, by recipe and part, again whenever there are more."""
+    recipes: dict[str, dict] = {}
+    for path, run in runs.items():
+        run, of_run = with_decided_precision(run, world), {}
+        for part in parts:
+            say(f"{run.name}: {part}")
+            match part:
+                case "step":
+                    measured = measure_step(run, world, num_rounds, with_peers=with_peers)
+                case "loader":
+                    measured = [measure_loading(run, num_rounds)]
+                case "checkpoint":
+                    measured = measure_checkpoint(run, world, num_rounds)
+                case "start_up":
+                    measured = [measure_start_up(path, overrides, num_rounds)]
+                case "scaling":
+                    measured = measure_scaling(path, overrides, num_rounds)
+            for figures in measured:
+                of_run[part] = figures
+                yield {"recipes": recipes | {run.name: of_run}}
+        recipes[run.name] = of_run
 
 
 def measure_start_up(recipe: str, overrides: list[str], num_rounds: int) -> dict:

@@ -6,7 +6,7 @@ run in their own processes. The ceilings are how fast this machine multiplies ma
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -45,7 +45,9 @@ KINDS = {
 }
 
 
-def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> dict:
+def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: bool) -> Iterator[dict]:
+    """The figures so far, each time with more: first the recipe beside the ceilings, then where its time goes, then the
+    variants and peers. The recipe takes its turn each time, so a ratio is always of neighbouring turns."""
     device = world.device
     forget_other_recipes(device)
     batch = random_batch(run, device)
@@ -53,34 +55,18 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
     recipe = partial(train_step, engine, run, batch)
     recipe()
     peak_memory_gib = peak_memory_bytes(device) / 2**30  # before anything else takes memory
-    weights = dict(engine.full_weights())  # for all variants: a core draws gmlp_xlarge's in 9 s
-    products, product_calls = products_of(run, world, batch, weights)
-    forms = variants(run, device)
-    calls: dict[str, Callable[[], object]] = {"recipe": recipe}
-    calls |= {
-        name: partial(train_step, new_engine(form, world, weights=weights), form, batch) for name, form in forms.items()
-    }
-    peers, contenders = start_peers(run, device) if with_peers else ({}, {})
     matrix_flops, (copy, copied_bytes) = matrix_calls(run, device), copy_call(device)
-    calls |= {f"matrix {name}": call for name, (call, _) in matrix_flops.items()} | {"copy": copy} | product_calls
-    turns = turns_of(calls, device) | {name: peer.take_turn for name, peer in peers.items()}
-    seconds = time_in_turns(turns, num_rounds)
+    ceilings = {name: call for name, (call, _) in matrix_flops.items()} | {"copy": copy}
+    seconds = time_in_turns(turns_of({"recipe": recipe} | ceilings, device), num_rounds)
 
     flops, ours = run.flops_per_row().last * run.train.micro_batch_size, seconds["recipe"]
-    ceilings = {name: count / seconds[f"matrix {name}"] / 1e12 for name, (_, count) in matrix_flops.items()}
+    matrix_tflops = {name: count / seconds[name] / 1e12 for name, (_, count) in matrix_flops.items()}
     copy_rate = copied_bytes / seconds["copy"]
     tflops = flops / ours / 1e12
     peak = run.train.peak_tflops_per_device or peak_tflops(device, run.train.precision)
     bytes_moved = fewest_bytes(run)
-    ratios = {
-        "fraction_of_ceiling": tflops / max(ceilings.values()),
-        "isolated_products_over_step": sum(times * seconds[name] for name, times in products.items()) / ours,
-    }
-    described = {name: {"compile": form.train.compile} for name, form in forms.items()}
-    for name, description in (described | {name: peer.description for name, peer in peers.items()}).items():
-        contenders[name] = {"step_seconds": seconds[name], **description}
-        ratios[f"over_{name}"] = seconds[name] / ours / (description.get("flops", flops) / flops)
-    return {
+    ratios, contenders = {"fraction_of_ceiling": tflops / max(matrix_tflops.values())}, {}
+    figures = {
         "rows": run.train.micro_batch_size,
         "precision": run.train.precision,
         "parameters": count_parameters(run),
@@ -89,15 +75,37 @@ def measure_step(run: RunConfig, world: World, num_rounds: int, *, with_peers: b
         "model_tflops": tflops,
         "mfu": peak and tflops / peak,
         "peak_memory_gib": peak_memory_gib,
-        "matrix_ceiling_tflops": ceilings,
+        "matrix_ceiling_tflops": matrix_tflops,
         "copy_bytes_per_second": copy_rate,
-        "operations_floor_seconds": flops / max(ceilings.values()) / 1e12,
+        "operations_floor_seconds": flops / max(matrix_tflops.values()) / 1e12,
         "bytes_floor_seconds": bytes_moved and bytes_moved / copy_rate,
-        "isolated_products": {name: {"per_step": n, "seconds": seconds[name]} for name, n in products.items()},
-        "time_split": time_split(recipe, device),
         "ratios": ratios,
         "contenders": contenders,
     }
+    yield figures
+
+    weights = dict(engine.full_weights())  # for all variants: a core draws gmlp_xlarge's in 9 s
+    counts, calls = products_of(run, world, batch, weights)
+    seconds = time_in_turns(turns_of({"recipe": recipe} | calls, device), num_rounds)
+    spent = sum(times * seconds[name] for name, times in counts.items())
+    ratios["isolated_products_over_step"] = spent / seconds["recipe"]
+    figures["isolated_products"] = {name: {"per_step": n, "seconds": seconds[name]} for name, n in counts.items()}
+    figures["time_split"] = time_split(recipe, device)
+    yield figures
+
+    forms = variants(run, device)
+    steps = {
+        name: partial(train_step, new_engine(form, world, weights=weights), form, batch) for name, form in forms.items()
+    }
+    peers, missing = start_peers(run, device) if with_peers else ({}, {})
+    turns = turns_of({"recipe": recipe} | steps, device) | {name: peer.take_turn for name, peer in peers.items()}
+    seconds = time_in_turns(turns, num_rounds)
+    contenders |= missing
+    described = {name: {"compile": form.train.compile} for name, form in forms.items()}
+    for name, description in (described | {name: peer.description for name, peer in peers.items()}).items():
+        contenders[name] = {"step_seconds": seconds[name], **description}
+        ratios[f"over_{name}"] = seconds[name] / seconds["recipe"] / (description.get("flops", flops) / flops)
+    yield figures
 
 
 def start_peers(run: RunConfig, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:

@@ -22,6 +22,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
@@ -32,13 +33,14 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 import gmlp_scale
 from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of, saved_steps
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.process import STOP_SIGNALS
+from gmlp_scale.distributed.rendezvous import first_line
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import print_error
 from gmlp_scale.train.start import load_recipe
@@ -99,17 +101,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts there are")
-    add("--ranks-per-host", required=True, type=int, metavar="N", help="one rank for each GPU of a host")
-    add("--rendezvous", required=True, metavar="HOST:PORT", help="where the hosts meet")
+    add("--ranks-per-host", required=True, type=_number(1), metavar="N", help="one rank for each GPU of a host")
+    add("--rendezvous", required=True, type=_address, metavar="HOST:PORT", help="where the hosts meet")
     add("--job", help="the job's name among those that meet at one store (default: the recipe's name)")
-    add("--max-restarts", type=int, default=100, metavar="N", help="after failures (default: 100)")
+    add("--max-restarts", type=_number(0), default=100, metavar="N", help="after failures (default: 100)")
     restarts = "exit code after a stop signal, for a cluster that restarts what leaves with N (default: 0)"
-    add("--unfinished-code", type=int, default=0, metavar="N", help=restarts)
+    add("--unfinished-code", type=_number(0, 255), default=0, metavar="N", help=restarts)
     add("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
     add("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
-    if options.ranks_per_host < 1:
-        parser.error("--ranks-per-host is a positive number")
     least, most = options.hosts
     run = load_recipe(options.config, options.overrides)
     for num_hosts in range(least, most + 1):
@@ -137,6 +137,12 @@ def main() -> int:
     except RendezvousClosedError:
         print_error(f"{run.name} has ended on another host, whose last lines say why")
         return ENDED_ELSEWHERE
+    except RendezvousError as error:
+        why = first_line(error.__cause__) if error.__cause__ else f"fewer than {least} hosts came in time"
+        print_error(
+            f"{run.name}: the hosts do not meet at {options.rendezvous}: {why}. Start this command on every host"
+        )
+        return 1
     except SignalException as error:
         print_error(error)
         return 128 + error.sigval
@@ -195,6 +201,22 @@ def _bounds(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise argparse.ArgumentTypeError(f"found {text}; needed: two numbers of hosts, as 2:4, or one, as 4")
     return least, most
+
+
+def _address(text: str) -> str:
+    found = re.fullmatch(r"(?:[^:\s]+|\[\S+\]):(\d{1,5})", text, re.ASCII)
+    if not (found and 1 <= int(found[1]) < 2**16):
+        raise argparse.ArgumentTypeError(f"found {text}; needed: HOST:PORT, as node1:29400")
+    return text
+
+
+def _number(least: int, most: int = 10**6) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not (re.fullmatch(r"\d{1,7}", text, re.ASCII) and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"found {text}; needed: a whole number from {least} to {most}")
+        return int(text)
+
+    return number
 
 
 def _stop_ranks(number: int, frame) -> None:

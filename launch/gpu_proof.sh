@@ -6,7 +6,7 @@
 #   launch/gpu_proof.sh --tiny OUT [PART ...]  a trial on a CPU, at tiny shapes: it shows that the parts run
 #
 # Leaves OUT/report.md (the parts, the figures, and last the goals), OUT/results.jsonl (a line for each part, written as
-# the part ends), OUT/log.txt (what the parts said) and, while a part runs, OUT/running.jsonl (what it found so far).
+# the part ends), OUT/log.txt (what the parts said) and, while a check runs, OUT/running.jsonl (what it found so far).
 # A part that fails or is cut by its limit does not stop the others; the script then leaves with 1.
 #
 # The number of a part is the seconds that it is sure to have. Seconds that earlier parts did not need go to the next: a
@@ -24,6 +24,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"  # without a network the host's name may have no address
 scratch=$(mktemp -d)
+measured=$scratch/measured.json # a benchmark writes it anew with each figure, so that one that is cut leaves what it has
 deadline=0 failed=0 running= known=
 trap 'rm -rf "$scratch"' EXIT
 trap '[[ $running ]] && kill "$running"; exit 130' INT TERM
@@ -49,6 +50,7 @@ part() {
     wait "$running"
     code=$?
     running=
+    if [[ -e $measured ]]; then mv "$measured" "$out/running.jsonl"; fi
     "$python" benchmarks/gpu_proof.py record "$out" "$name" --code "$code" --seconds $((SECONDS - began)) --limit "$limit" \
         --command "$*" --printed "$out/running.jsonl" || failed=1
     rm "$out/running.jsonl"
@@ -59,11 +61,11 @@ check() { # NAME SECONDS RECIPE OVERRIDES...
 }
 benchmark() { # NAME SECONDS PART RECIPE OPTIONS...
     part "$1" "$2" "$python" benchmarks/run.py --parts "$3" --config "configs/pretrain/$4.yaml" --rounds 3 \
-        "output_dir=$scratch" "${@:5}" "${shape[@]}"
+        --output "$measured" "output_dir=$scratch" "${@:5}" "${shape[@]}"
 }
 kernels() { # RECIPE
-    part "kernels_$1" 40 "${interpreter[@]}" "$python" benchmarks/kernels.py --config "configs/pretrain/$1.yaml" \
-        --rounds 3 "${shape[@]}" "${on_cpu[@]}"
+    part "kernels_$1" 50 "${interpreter[@]}" "$python" benchmarks/kernels.py --config "configs/pretrain/$1.yaml" \
+        --rounds 3 --output "$measured" "${shape[@]}" "${on_cpu[@]}"
 }
 
 shape=() interpreter=() on_cpu=() without_gpu=()
@@ -75,30 +77,31 @@ if $tiny; then
     on_cpu=(--device cpu) without_gpu=(--tiny)
 fi
 
-# Every part has a process of its own; importing torch and starting CUDA take 5 to 10 s of its time.
+# Every part has a process of its own; importing torch and starting CUDA take 5 to 10 s of its time. The first part that
+# trains a shape also compiles it.
 part environment 20 "$python" benchmarks/gpu_proof.py environment "${without_gpu[@]}"
-((failed)) && exit 1
+((failed)) && cat "$out/report.md" && exit 1
 part gpu_tests 40 "$python" benchmarks/gpu_proof.py gpu_tests
-benchmark step_gmlp_base 45 step gmlp_base --no-peers
+benchmark step_gmlp_base 60 step gmlp_base --no-peers
 check engines 60 gmlp_base "${few_blocks[@]}" train.compile=false
-check recipe 50 gmlp_base
-benchmark step_gmlp_large 40 step gmlp_large --no-peers
-benchmark step_gmlp_xlarge 45 step gmlp_xlarge --no-peers
+check recipe 65 gmlp_base
+benchmark step_gmlp_xlarge 65 step gmlp_xlarge --no-peers
+benchmark checkpoint_gmlp_base 20 checkpoint gmlp_base
 check stop 20 gmlp_base "${few_blocks[@]}" train.compile=false
-check compile 45 gmlp_base "${few_blocks[@]}"
-benchmark step_amlp_large 40 step amlp_large --no-peers
+check compile 50 gmlp_base "${few_blocks[@]}"
+benchmark step_gmlp_large 60 step gmlp_large --no-peers
+check auto 20 gmlp_base train.compile=false
+# 480 s so far; the ones below as the time allows.
 kernels gmlp_base
-check auto 15 gmlp_base train.compile=false
-benchmark checkpoint_gmlp_base 15 checkpoint gmlp_base
-# 475 s so far; the ones below as the time allows.
-benchmark peers_gmlp_base 60 step gmlp_base
+benchmark step_amlp_large 60 step amlp_large --no-peers
+benchmark peers_gmlp_base 75 step gmlp_base
 kernels amlp_large
 kernels gmlp_xlarge
 kernels gmlp_large
 benchmark checkpoint_gmlp_large 30 checkpoint gmlp_large
-benchmark peers_amlp_large 70 step amlp_large
-benchmark peers_gmlp_large 70 step gmlp_large
-benchmark peers_gmlp_xlarge 80 step gmlp_xlarge
+benchmark peers_amlp_large 85 step amlp_large
+benchmark peers_gmlp_large 85 step gmlp_large
+benchmark peers_gmlp_xlarge 100 step gmlp_xlarge
 benchmark checkpoint_amlp_large 30 checkpoint amlp_large
 benchmark checkpoint_gmlp_xlarge 60 checkpoint gmlp_xlarge
 

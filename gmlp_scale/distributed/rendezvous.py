@@ -1,7 +1,9 @@
 """How the ranks meet: each joins the launcher's key-value store, and there says that it came."""
 
+import fcntl
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,6 +12,8 @@ from gmlp_scale.errors import InputError, LostRankError
 from gmlp_scale.storage.files import redacted
 
 _NUM_NAMED = 8
+_SIOCGIFADDR = 0x8915
+"""The Linux kernel's request for an interface's IPv4 address."""
 
 
 def join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Store:
@@ -44,6 +48,35 @@ def join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Store
 def hosts_of(store: dist.Store, size: int) -> list[str]:
     """The name of each rank's host, once all have joined the store."""
     return [name.decode(errors="replace") for name in store.multi_get([f"came/{rank}" for rank in range(size)])]
+
+
+def name_interface(store: dist.Store, rank: int, size: int) -> None:
+    """Names gloo and NCCL the network interface, if this host's name has no address that other hosts can reach.
+
+    gloo takes the name's address, which Debian and Ubuntu make 127.0.1.1. The interface is that of the route to
+    MASTER_ADDR, or on its own host that of the route to any other. Ranks that are all on one host need none.
+    """
+    address = _own_address(os.environ["MASTER_ADDR"])
+    store.set(f"at/{rank}", address or "")
+    if _own_address(socket.gethostname()):
+        return
+    if not address:
+        elsewhere = filter(None, (store.get(f"at/{other}").decode() for other in range(size)))
+        address = _own_address(next(elsewhere, ""))
+    for _, name in socket.if_nameindex() if address else ():
+        with suppress(OSError), socket.socket() as asking:  # an interface without an address refuses
+            if socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))[20:24]) == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def _own_address(host: str) -> str | None:
+    """This host's IPv4 address on the route to another; None if that has no address but a loopback's."""
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as asking:
+        asking.connect((host, 9))  # nothing is sent
+        found = asking.getsockname()[0]
+        return None if found.startswith("127.") else found
+    return None
 
 
 def describe_absent(store: dist.Store, size: int, timeout: timedelta, error: Exception) -> str:

@@ -27,7 +27,7 @@ from gmlp_scale.distributed.process import (
     keep_freed_memory,
     take_device,
 )
-from gmlp_scale.distributed.rendezvous import describe_absent, first_line, hosts_of, join_store
+from gmlp_scale.distributed.rendezvous import describe_absent, first_line, hosts_of, join_store, name_interface
 from gmlp_scale.distributed.roll_call import RollCall
 from gmlp_scale.errors import InputError, LostRankError, OtherRankError
 
@@ -91,6 +91,8 @@ def start_world(
     timeout = timedelta(seconds=timeout_seconds)
     store = join_store(rank, size, timeout, run) if size > 1 else dist.HashStore()
     try:
+        if size > 1:
+            name_interface(store, rank, size)
         if size > 1 or init_group:
             backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
             dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)

@@ -1,5 +1,6 @@
 """Each part measures what it says: that its figures belong together, not how large they are."""
 
+import copy
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from benchmarks import checkpointing, loading, step, timing
 from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.loading import batched, measure_loading
 from benchmarks.peers import transformer_sizes
+from benchmarks.reports import table
 from benchmarks.run import main, measure_start_up
 from benchmarks.step import PEERS, captured_products, fewest_bytes, kind_of, measure_step, products_of, shares
 from gmlp_scale.distributed.world import start_world
@@ -63,7 +65,9 @@ def test_variants_begin_with_the_weights_that_they_are_given(tmp_path, world):
 def test_step_without_peers(tmp_path, world, monkeypatch):
     draw, drawn = Pretraining.initialise, []
     monkeypatch.setattr(Pretraining, "initialise", lambda task, model: drawn.append(draw(task, model)))
-    report = measure_step(tiny_run(tmp_path), world, 1, with_peers=False)
+    first, _, report = map(copy.deepcopy, measure_step(tiny_run(tmp_path), world, 1, with_peers=False))
+    assert first["ratios"].keys() == {"fraction_of_ceiling"}, "the recipe's own figure comes before all others"
+    assert table({"recipes": {"smoke": {"step": first}}}).endswith(" | - |  |")
     assert sum(report["time_split"].values()) == pytest.approx(1)
     floor = report["operations_floor_seconds"] / report["step_seconds"]
     assert report["ratios"]["fraction_of_ceiling"] == pytest.approx(floor)
@@ -79,7 +83,7 @@ def test_a_peer_that_is_not_installed_is_said_so_and_the_others_come_in_order(
     (tmp_path / "transformers.py").write_text("raise ImportError('there are no transformers here')")
     monkeypatch.syspath_prepend(tmp_path)  # the peers' processes take the path over
     monkeypatch.setattr(step, "PEERS", dict.fromkeys(["g_mlp_pytorch", "bert"]))  # their names; theirs is the real one
-    report = measure_step(tiny_run(tmp_path), world, 1, with_peers=True)
+    *_, report = measure_step(tiny_run(tmp_path), world, 1, with_peers=True)
     assert report["contenders"].pop("bert") == "not installed: there are no transformers here"
     assert list(report["contenders"]) == ["g_mlp_pytorch"]
     assert list(report["ratios"])[2:] == ["over_g_mlp_pytorch"]
@@ -137,7 +141,7 @@ def test_a_peers_step_has_the_flops_that_are_stated_and_learns(name, world):
 
 def test_checkpoint(tmp_path, world):
     run = tiny_run(tmp_path)
-    report = measure_checkpoint(run, world, 1)
+    *_, report = measure_checkpoint(run, world, 1)
     assert report["bytes"] == 12 * count_parameters(run)
     assert report["costs"].keys() == {"stall_over_copy", "save_over_torch_save", "load_over_torch_load"}
     assert all(spent > 0 for spent in report["seconds"].values())

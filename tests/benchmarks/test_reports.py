@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.reports import read_report, table, worsened
+from benchmarks.reports import read_report, report_as_measured, table, worsened
 
 STEP = {
     "rows": 32,
@@ -68,6 +68,16 @@ def test_what_is_no_report_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ValueError, match=r"x\.json is no report of benchmarks/run\.py"):
         read_report(path)
+
+
+def test_the_file_has_each_figure_as_soon_as_it_is_measured(tmp_path, capsys):
+    def parts():
+        for number in range(3):
+            yield {"recipes": number}
+            assert json.loads((tmp_path / "x.json").read_text())["recipes"] == number
+
+    report_as_measured("cpu", parts(), tmp_path / "x.json")
+    assert capsys.readouterr().out == (tmp_path / "x.json").read_text()
 
 
 def test_table(tmp_path):

@@ -130,7 +130,7 @@ def test_skypilot_starts_torchrun_on_every_node(dry_run, tmp_path):
 
 @pytest.fixture
 def start_under_slurm(tmp_path):
-    """start_under_slurm(script, arguments, whole=True, code=0): a script of launch/slurm, done on node 1 of 2.
+    """start_under_slurm(script, arguments, whole=True, code=0, variables): launch/slurm's script, done on node 1 of 2.
 
     Stand-ins for Slurm's programs: srun prints its options and starts one of 16 tasks, scontrol prints what it is asked
     to do, python shows what it gets and leaves with `code`. Without `whole` srun cannot have all nodes. srun sends the
@@ -145,15 +145,18 @@ def start_under_slurm(tmp_path):
         "scontrol": '[[ $1 == show ]] || exec echo "scontrol $*"; seq --format "node%.0f" 20000',
         "srun": 'kill -USR1 $PPID; [[ "$*" != "--immediate=60 true" ]] || exec $WHOLE\n'
         'while [[ $1 == -* ]]; do echo "$1"; shift; done; SLURM_PROCID=11 SLURM_LOCALID=3 exec "$@"',
-        "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@"; exit $CODE',
+        "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $TRITON_CACHE_DIR" "$@"; exit $CODE',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    def start(script: str, *arguments: str, whole: bool = True, code: int = 0) -> subprocess.CompletedProcess:
-        environment = os.environ | variables | {"WHOLE": str(whole).lower(), "CODE": str(code)}
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+
+    def start(script: str, *arguments: str, whole: bool = True, code: int = 0, **more: str | None):
+        environment = os.environ | variables | {"WHOLE": str(whole).lower(), "CODE": str(code)} | more
+        environment = {name: value for name, value in environment.items() if value is not None}
         words = ["bash", f"launch/slurm/{script}", *arguments]
-        return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     return start
 
@@ -165,15 +168,39 @@ def test_slurm_gives_each_rank_its_cores_and_variables(start_under_slurm):
     done = start_under_slurm("pretrain.sbatch", "--config", "a b")
     assert done.returncode == 0, done
     *options, started = done.stdout.splitlines()
-    assert "--cpus-per-task=8" in options and "--cpu-bind=cores" in options
-    assert started == "11 3 16 node1 23456 launch/pretrain.py --config a b"
+    assert {"--cpus-per-task=8", "--cpu-bind=cores", "--distribution=block:block"} <= {*options}
+    assert started == f"11 3 16 node1 23456 /tmp/triton-{os.getuid()} launch/pretrain.py --config a b"
 
 
 def test_a_slurm_job_without_all_its_nodes_is_requeued(start_under_slurm):
     """Instead of an srun that waits for the others without end."""
     done = start_under_slurm("pretrain.sbatch", "--config", "a b", whole=False)
     assert (done.returncode, done.stdout) == (1, "scontrol requeue 123456\n"), done
-    assert "cannot start a task on each of the job's 2 nodes" in done.stderr
+    assert "cannot start a task on each of the job's 2 nodes: node[1-2]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "fails", [{"script": "pretrain.sbatch", "whole": False}, {"script": "elastic.sbatch", "code": 1}]
+)
+def test_a_slurm_job_that_begins_in_vain_is_requeued_5_times_in_a_row(fails, start_under_slurm):
+    """Lives 0 to 2, then 4 to 9: life 3 trained. Both of an elastic job's nodes ask for the requeue of a life."""
+    lives = [start_under_slurm(**fails, SLURM_RESTART_COUNT=str(life)) for life in (0, 1, 2, 4, 5, 5, 6, 7, 8, 9)]
+    asked = ["scontrol requeue 123456" in done.stdout.splitlines() for done in lives]
+    assert asked == [True] * 9 + [False], lives
+    assert {done.returncode for done in lives} == {1} and "6 times in a row in vain" in lives[-1].stderr
+
+
+@pytest.mark.parametrize(
+    "variable, message",
+    [
+        ("SLURM_JOB_ID", "there is no Slurm job here: submit this script with sbatch"),
+        ("SLURM_GPUS_ON_NODE", "the job has no GPUs: give sbatch --gpus-per-node"),
+        ("SLURM_CPUS_PER_TASK", "give sbatch --cpus-per-task"),
+    ],
+)
+def test_what_a_slurm_job_lacks_is_named(variable, message, start_under_slurm):
+    done = start_under_slurm("elastic.sbatch", "--hosts", "1:2", **{variable: None})
+    assert done.returncode and not done.stdout and done.stderr.endswith(f"{message}\n"), done
 
 
 def test_slurm_starts_the_elastic_launcher_on_each_node(start_under_slurm, dry_run, elastic_start):
@@ -183,7 +210,7 @@ def test_slurm_starts_the_elastic_launcher_on_each_node(start_under_slurm, dry_r
     done = start_under_slurm("elastic.sbatch", "--hosts", "1:2", *recipe)
     assert done.returncode == 0, done
     *of_srun, started = done.stdout.splitlines()
-    assert {"--no-kill", "--cpus-per-task=8", "--cpu-bind=cores"} <= set(of_srun)
+    assert {"--no-kill", "--cpus-per-task=8", "--cpu-bind=cores", "--distribution=block:block"} <= set(of_srun)
     words = started.split()
     code, options, words = elastic_start(words[words.index("launch/elastic.py") :])
     assert code == 0 and options["--nnodes"] == "1:2" and options["--nproc-per-node"] == "8"

@@ -13,13 +13,24 @@ from tests.forked import Script
 
 OPTIONS = ["--ranks-per-host", "1", "--rendezvous", "login:29400", "--config", "configs/pretrain/smoke.yaml"]
 
+BAD_WORDS = {
+    "--ranks-per-host": ["0"],
+    "--max-restarts": ["-1", "9" * 5000],
+    "--unfinished-code": ["256"],
+    "--rendezvous": ["login", "login:port", "login:0", "login:99999"],
+}
+
 
 @pytest.mark.parametrize(
     "words, message",
     [
         (["--hosts", "2:4", "engine.kind=fsdp2"], "3 ranks x micro_batch_size must divide train.global_batch_size = 8"),
         *((["--hosts", bounds], f"--hosts: found {bounds}; needed: two numbers") for bounds in ("0:4", "4:2", "few")),
-        (["--hosts", "2", "--ranks-per-host", "0"], "--ranks-per-host is a positive number"),
+        *(
+            (["--hosts", "2", option, word], f"argument {option}: found {word}; needed: ")
+            for option, words in BAD_WORDS.items()
+            for word in words
+        ),
     ],
 )
 def test_hosts_and_ranks_that_cannot_be_are_refused(words, message, monkeypatch, capsys):
@@ -53,6 +64,23 @@ def start(folder: Path, rank: str, num_hosts: int = 1) -> list[tuple[int, str, s
     prepare = partial(stand_for_pretrain, folder)
     jobs = [Script("launch/elastic.py", [*words, "engine.kind=fsdp2"], prepare=prepare) for _ in range(num_hosts)]
     return [job.end() for job in jobs]
+
+
+def in_vain(seconds: int) -> None:
+    elastic.RENDEZVOUS += f",read_timeout={seconds},join_timeout={seconds}"
+    elastic._start_rank_server = lambda: None
+
+
+@pytest.mark.parametrize(
+    "place, found", [("nobody.invalid:29400", "timed out"), ("localhost:0", "fewer than 2 hosts came in time")]
+)
+def test_hosts_that_do_not_meet_are_one_line(place, found):
+    with socket.create_server(("localhost", 0)) as taken:
+        place = place.replace(":0", f":{taken.getsockname()[1]}")
+    words = ["--hosts", "2", "--ranks-per-host", "1", "--rendezvous", place, *OPTIONS[-2:], "engine.kind=fsdp2"]
+    code, _, errors = Script("launch/elastic.py", words, prepare=partial(in_vain, 2)).end()
+    assert code == 1 and "Traceback" not in errors, errors
+    assert f"smoke: the hosts do not meet at {place}: " in errors.splitlines()[-1] and found in errors.splitlines()[-1]
 
 
 def num_starts(folder: Path) -> int:

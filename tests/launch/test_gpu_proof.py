@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MEASURED = json.dumps({"recipes": {"gmlp_base": {"checkpoint": {"costs": {"stall_over_copy": 1.05}}}}})
 STUB = f"""#!/bin/sh
 case "$1 $2" in
     *" record") exec {sys.executable} "$@" ;;
@@ -19,6 +20,9 @@ case "$1 $2" in
     *" engines") echo '{{"check": "fsdp2", "status": "passed", "reason": null}}'; exit 3 ;;
     *" stop") kill -9 $$ ;;
     *" auto") exit 124 ;;
+    "benchmarks/run.py --parts")
+        for word; do [ "$option" != --output ] || echo '{MEASURED}' >"$word"; option=$word; done
+        [ "$3" != checkpoint ] || exit 124 ;;
     *" recipe") echo '{{"check": "verified load", "status": "passed", "reason": null, "load_over_plain_read": 0.81}}' ;;
 esac
 """
@@ -51,7 +55,10 @@ def test_a_failing_part_stops_no_other_and_all_is_reported(stub, tmp_path):
     assert len(parts) == 23 and [*parts][:2] == ["environment", "gpu_tests"]
     statuses = {name: part["status"] for name, part in parts.items()}
     assert statuses.pop("engines") == statuses.pop("stop") == "failed" and statuses.pop("auto") == "cut by its limit"
-    assert set(statuses.values()) == {"passed"}, parts
+    cut = [name for name in statuses if name.startswith("checkpoint")]
+    assert {statuses.pop(name) for name in cut} == {"cut by its limit"} and set(statuses.values()) == {"passed"}, parts
+    assert parts[cut[0]]["reason"] == "what it measured until then is below"
+    assert "of its bytes to the host | at most 1.1 | 1.05 | met |" in report
     first, second, *_ = [part["limit_seconds"] for part in parts.values()]
     assert first == 20 and 40 <= second <= 60, "what environment leaves over goes to gpu_tests"
     assert [check["check"] for check in parts["engines"]["checks"]] == ["fsdp2"]
@@ -59,6 +66,14 @@ def test_a_failing_part_stops_no_other_and_all_is_reported(stub, tmp_path):
     assert "| verified load over a plain read of its files | at least 0.8 | 0.81 | met |" in report
     assert "not measured: step_gmlp_base passed" in report
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "report.md", "results.jsonl"]
+
+
+def test_a_missing_package_ends_the_proof_at_once(tmp_path):
+    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError(\"No module named 'pydantic'\")")
+    code, parts, report = prove(tmp_path / "out", "--tiny", str(tmp_path / "out"), PYTHONPATH=str(tmp_path))
+    assert code == 1 and list(parts) == ["environment"]
+    reason = "No module named 'pydantic', which benchmarks/proof.py needs: install requirements.lock"
+    assert f"- environment, environment: failed: {reason}" in report
 
 
 def test_parts_run_at_tiny_shapes_where_there_is_no_gpu(tmp_path):
