@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine.masters import Piece
 
 
 def float32_vectors(model: nn.Module, precision: str) -> dict[str, nn.Parameter]:
@@ -46,11 +45,8 @@ class Vectors:
         sizes = [parameter.numel() for parameter in parameters.values()]
         self.flat = torch.zeros(sum(sizes) + 1, device=world.device)  # the gradients, and a place for a squared norm
         self.flat_gradients = self.flat[:-1]
-        self.gradients = self.flat_gradients.split(sizes)
-        self.clear_gradients()
-
-    def masters(self) -> dict[str, Piece]:
-        return {name: Piece(parameter, tuple(parameter.shape), 0) for name, parameter in self.parameters.items()}
+        for parameter, gradient in zip(parameters.values(), self.flat_gradients.split(sizes), strict=True):
+            parameter.grad = gradient
 
     def average_gradients(self, squared_norm: Tensor | float = 0.0) -> Tensor:
         """Averages the gradients over the ranks, with one collective.
@@ -64,5 +60,3 @@ class Vectors:
 
     def clear_gradients(self) -> None:
         self.flat.zero_()
-        for parameter, gradient in zip(self.parameters.values(), self.gradients, strict=True):
-            parameter.grad = gradient

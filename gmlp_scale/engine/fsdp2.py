@@ -54,10 +54,12 @@ class Fsdp2Engine:
             model.to(world.device)
         self.vectors = Vectors(float32_vectors(model, train.precision), world)
         self.module = _shard(model, self.vectors, config, world, train.precision)
-        masters = self.vectors.masters()
+        # The first module of each group stands for it. torch's setters would walk through every module of the model.
+        self.groups = [*model.blocks[:: config.blocks_per_group], self.module]
+        masters = {}
         self.shards: list[tuple[nn.Parameter, nn.Parameter]] = []  # the module's parameters and their masters
         for name, parameter in self.module.named_parameters():
-            if name in masters:
+            if name in self.vectors.parameters:
                 continue
             tensor = parameter.detach().to_local()  # the same memory, without DTensor's cost per operation
             if len(tensor):
@@ -66,12 +68,13 @@ class Fsdp2Engine:
                 self.shards.append((parameter, masters[name].tensor))
         spans = [_spans(matrices, rank, world.size) for rank in range(world.size)]
         muon = Muon(optimizer, matrices, spans, world, train.precision) if matrices else None
-        self.masters = Masters(masters, optimizer, decayed, muon, self.vectors.given_by_others)
+        self.masters = Masters(self.vectors, masters, optimizer, decayed, muon)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        self.module.set_requires_gradient_sync(is_last)
         self.module.set_is_last_backward(is_last)
-        self.module.set_reshard_after_backward(is_last or self.config.reshard_after_forward)
+        for group in self.groups:
+            group.set_requires_gradient_sync(is_last, recurse=False)
+            group.set_reshard_after_backward(is_last or self.config.reshard_after_forward, recurse=False)
         loss.backward()
 
     @torch.no_grad()  # which DTensor would record at 16 ms a step with 144 blocks
@@ -84,7 +87,6 @@ class Fsdp2Engine:
         local_norm = global_norm(local_gradients).to(self.world.device)  # without gradients it is on the CPU
         norm = self.vectors.average_gradients(local_norm.square())
         self.masters.step(learning_rate, norm)
-        self.vectors.clear_gradients()
         return norm
 
     def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -121,11 +123,8 @@ class Fsdp2Engine:
 
     def _reshard(self) -> None:
         """Frees the gathered parameters, since no backward pass comes to do so before they are out of date."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for group in self.groups:
+            group.reshard()
 
 
 def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World, precision: str) -> nn.Module:

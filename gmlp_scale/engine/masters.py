@@ -4,16 +4,16 @@
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gmlp_scale.engine.float32_vectors import Vectors
 from gmlp_scale.engine.muon import Muon
-from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, create_moments, update
+from gmlp_scale.engine.optimizer import MOMENTS, Adamw, OptimizerConfig
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's states of a parameter
 MOMENTUM = "momentum"  # Muon's only state of a matrix
 
 ReadSlice = Callable[[str, int, int], Tensor]
@@ -64,48 +64,48 @@ class Masters:
     """Every master of this rank by parameter name, with the optimizers over them: AdamW, or Muon for its matrices.
 
     Args:
-        masters: their tensors are nn.Parameters.
+        vectors: those that every rank holds whole.
+        others: the other masters, whose tensors are nn.Parameters.
         decayed: the parameters that weight decay applies to.
-        given_by_others: masters that other ranks hold too, and give to a checkpoint.
     """
 
     def __init__(
         self,
-        masters: dict[str, Piece],
+        vectors: Vectors,
+        others: dict[str, Piece],
         config: OptimizerConfig,
         decayed: set[str],
         muon: Muon | None = None,
-        given_by_others: Container[str] = (),
     ):
-        self.masters, self.given_by_others = masters, given_by_others
-        self.muon = muon
+        self.vectors, self.others, self.muon = vectors, others, muon
+        whole = {name: Piece(vector, tuple(vector.shape), 0) for name, vector in vectors.parameters.items()}
+        self.masters = whole | others
         in_muon = muon.momenta.keys() if muon else ()
-        self.matrices = {name: master.tensor for name, master in masters.items() if name in in_muon}
-        others = {name: master.tensor for name, master in masters.items() if name not in in_muon}
-        self.optimizer = build_adamw(others.items(), config, decayed)
+        self.matrices = {name: master.tensor for name, master in others.items() if name in in_muon}
+        in_adamw = {name: master.tensor for name, master in self.masters.items() if name not in in_muon}
+        self.optimizer = Adamw(in_adamw.items(), config, decayed)
+        self.optimizer.create_moments(in_adamw.values())
         self.gradient_clipping = config.gradient_clipping
-        create_moments(self.optimizer, others.values())
 
     def step(self, learning_rate: float, norm: Tensor) -> None:
         """Updates the masters from their gradients, whose global norm is `norm`, and drops the gradients."""
-        update(self.optimizer, learning_rate, norm, self.gradient_clipping)
-        self.optimizer.zero_grad()
+        self.optimizer.update(learning_rate, norm, self.gradient_clipping)
         if self.muon:
             gradients = {name: matrix.grad for name, matrix in self.matrices.items()}
             self.muon.step(
                 self.matrices, gradients, learning_rate=learning_rate, norm=norm, max_norm=self.gradient_clipping
             )
-            for matrix in self.matrices.values():
-                matrix.grad = None
+        for master in self.others.values():
+            master.tensor.grad = None
+        self.vectors.clear_gradients()
 
     def state(self) -> Iterator[tuple[str, Piece]]:
         """What this rank gives to a checkpoint."""
-        return self._pieces(name for name in self.masters if name not in self.given_by_others)
+        return self._pieces(name for name in self.masters if name not in self.vectors.given_by_others)
 
     def load(self, read: ReadSlice, step: int) -> None:
         load(self._pieces(self.masters), read)
-        for state in self.optimizer.state.values():
-            state["step"].fill_(step)
+        self.optimizer.num_steps.fill_(step)
 
     def _pieces(self, names: Iterable[str]) -> Iterator[tuple[str, Piece]]:
         for name in names:

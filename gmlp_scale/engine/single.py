@@ -42,10 +42,10 @@ class SingleEngine:
         assert world.size == 1
         self.module = model.to(world.device)
         self.copies: dict[str, nn.Parameter] = {}  # the module's bfloat16 parameters
-        self.vectors = Vectors(float32_vectors(model, train.precision), world)
-        masters = self.vectors.masters()
+        vectors = Vectors(float32_vectors(model, train.precision), world)
+        masters = {}
         for name, parameter in model.named_parameters():
-            if name in masters:
+            if name in vectors.parameters:
                 continue
             master = parameter
             if train.precision == "bf16":
@@ -57,7 +57,7 @@ class SingleEngine:
         shapes = muon_matrices(model, optimizer)
         whole = {name: (0, math.prod(shape)) for name, shape in shapes.items()}
         muon = Muon(optimizer, shapes, [whole], world, train.precision) if shapes else None
-        self.masters = Masters(masters, optimizer, decayed_names(model), muon)
+        self.masters = Masters(vectors, masters, optimizer, decayed_names(model), muon)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         loss.backward()
@@ -65,7 +65,6 @@ class SingleEngine:
     def step(self, learning_rate: float) -> Tensor:
         norm = global_norm([m.tensor.grad for m in self.masters.masters.values() if m.tensor.grad is not None])
         self.masters.step(learning_rate, norm)
-        self.vectors.clear_gradients()
         self._refresh_copies()
         return norm
 

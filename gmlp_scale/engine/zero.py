@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.gradients import clip_divisor, differentiated
-from gmlp_scale.engine.masters import MOMENTS, MOMENTUM, Masters, Piece, ReadSlice, load, model_key, moment_key
+from gmlp_scale.engine.masters import MOMENTUM, Masters, Piece, ReadSlice, load, model_key, moment_key
 from gmlp_scale.engine.muon import Muon, muon_matrices
-from gmlp_scale.engine.optimizer import OptimizerConfig, build_adamw, count_left_out, decayed_names
+from gmlp_scale.engine.optimizer import MOMENTS, Adamw, OptimizerConfig, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero_settings import deepspeed_settings
 from gmlp_scale.engine.zero_sharding import ShardedModel
@@ -72,9 +72,7 @@ class ZeroEngine:
         self.gradient_clipping = optimizer.gradient_clipping
         self.vectors = Vectors(_taken_out(model, float32_vectors(model, train.precision), world), world)
         self.vectors_norm = torch.zeros((), device=world.device)
-        self.vector_masters = Masters(
-            self.vectors.masters(), optimizer, decayed=set(), given_by_others=self.vectors.given_by_others
-        )
+        self.vector_masters = Masters(self.vectors, {}, optimizer, decayed=set())
         parameters, matrices = dict(model.named_parameters()), muon_matrices(model, optimizer)
         settings = deepspeed_settings(
             config.deepspeed_config,
@@ -85,14 +83,13 @@ class ZeroEngine:
             optimizer=optimizer,
         )
         in_adamw = [(name, parameter) for name, parameter in parameters.items() if name not in matrices]
-        adamw = build_adamw(in_adamw, optimizer, decayed_names(model))
+        adamw = Adamw(in_adamw, optimizer, decayed_names(model))
         if matrices:
             adamw.add_param_group({"params": [parameters[name] for name in matrices]})
         initial = {name: parameter.data for name, parameter in parameters.items()}
         self.sharded = ShardedModel(model, adamw, settings, world, timeout_seconds=config.timeout_seconds)
         self.module, self.adamw = self.sharded.module, self.sharded.adamw
         self.adamw.register_step_pre_hook(self._clip_and_update_matrices)
-        self.adamw.register_step_post_hook(lambda adamw, *_: count_left_out(adamw))
         self.muons = self._build_muons(matrices, optimizer, train.precision)
         self.sharded.create_moments(without=self.muons)
         if train.precision == "bf16":
@@ -108,12 +105,12 @@ class ZeroEngine:
     def step(self, learning_rate: float) -> Tensor:
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
+        self.adamw.num_steps += 1  # once for all groups, which DeepSpeed steps one by one
         if self.vectors.parameters:
             self.vectors_norm = self.vectors.average_gradients()
         self.module.step()
         norm = self._norm().float()
         self.vector_masters.step(learning_rate, norm)
-        self.vectors.clear_gradients()
         return norm
 
     def differentiate(self, batch) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -135,8 +132,7 @@ class ZeroEngine:
 
     def load_state(self, read: ReadSlice, step: int) -> None:
         load(self._pieces(), read)
-        for state in self.adamw.state.values():
-            state["step"].fill_(step)
+        self.adamw.num_steps.fill_(step)
         self.sharded.refresh_weights()
         self.vector_masters.load(read, step)
 
@@ -183,13 +179,13 @@ class ZeroEngine:
                 muons[flat] = Muon(optimizer, shapes, spans, self.world, precision)
         return muons
 
-    def _clip_and_update_matrices(self, adamw: torch.optim.AdamW, *_) -> None:
+    def _clip_and_update_matrices(self, adamw: Adamw, *_) -> None:
         """Clips by all gradients' norm just before AdamW's step, which is skipped if that norm is not finite.
 
         Then Muon updates the matrices among what `adamw` is about to step, and takes their gradients away from it.
         """
         norm = self._norm()
-        adamw.found_inf = (~torch.isfinite(norm)).float()
+        adamw.found_inf = (~torch.isfinite(norm)).float().to(adamw.num_steps.device)
         flats = [flat for group in adamw.param_groups for flat in group["params"]]
         if self.gradient_clipping is not None:
             scale = clip_divisor(norm, self.gradient_clipping).reciprocal()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.muon import Span
-from gmlp_scale.engine.optimizer import create_moments
+from gmlp_scale.engine.optimizer import Adamw
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ class ShardedModel:
         timeout_seconds: of the process group that DeepSpeed makes, which else has torch's default.
     """
 
-    def __init__(
-        self, model: nn.Module, adamw: torch.optim.AdamW, settings: dict, world: World, *, timeout_seconds: float
-    ):
+    def __init__(self, model: nn.Module, adamw: Adamw, settings: dict, world: World, *, timeout_seconds: float):
         self.stage, self.world = settings["zero_optimization"]["stage"], world
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         group_of = {parameter: index for index, group in enumerate(adamw.param_groups) for parameter in group["params"]}
@@ -50,7 +48,7 @@ class ShardedModel:
         self.parameters = dict(self.module.module.named_parameters())
         self.zero = self.module.optimizer  # DeepSpeed's sharding optimizer, around AdamW
         self.zero.clip_grad = 0.0  # its norm is without the vectors, so ZeroEngine does it
-        self.adamw: torch.optim.AdamW = self.zero.optimizer
+        self.adamw: Adamw = self.zero.optimizer
         if self.stage == 3:
             self.flats = self.zero.fp32_partitioned_groups_flat
         else:
@@ -65,11 +63,7 @@ class ShardedModel:
 
     def create_moments(self, without: Collection[Tensor]) -> None:
         """DeepSpeed would create AdamW's moments at the first step. without: flat tensors that get none."""
-        create_moments(self.adamw, [flat for flat in self.flats if flat not in without])
-        if self.stage < 3:
-            self.zero._lazy_init_hp_params_optimizer_state()  # which makes an empty state for each other one
-            for flat in without:
-                del self.adamw.state[flat]
+        self.adamw.create_moments(flat for flat in self.flats if flat not in without)
 
     def whole(self, name: str) -> Tensor:
         """A whole master. All ranks call it together."""
@@ -117,12 +111,14 @@ def _initialize(model: nn.Module, optimizer: torch.optim.AdamW, settings: dict) 
     import deepspeed
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     # No compiled extensions: on a CPU DeepSpeed would build one that only its inference uses.
     deepspeed.ops.__compatible_ops__ = {}
     # The host would wait for every step's norm to know whether it is finite. AdamW and Muon know without it.
     for module in (bf16_optimizer, stage_1_and_2, stage3):
         module.is_invalid_grad_norm = lambda norm: False
+    ZERO_SUPPORTED_OPTIMIZERS.append(Adamw)  # it would warn of a subclass of torch's AdamW
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with contextlib.redirect_stdout(io.StringIO()) as printed:  # stage 1 in bf16 prints memory reports

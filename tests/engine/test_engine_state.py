@@ -172,10 +172,10 @@ def _bad_step(engine, world: World, factor: float) -> float:
 
 
 def _counts(engine) -> set[float]:
-    """What AdamW counts, of every parameter of this rank."""
+    """What this rank's AdamWs count."""
     optimizers = [getattr(engine, "adamw", None)]
     optimizers += [getattr(engine, name).optimizer for name in ("masters", "vector_masters") if hasattr(engine, name)]
-    return {state["step"].item() for optimizer in filter(None, optimizers) for state in optimizer.state.values()}
+    return {optimizer.num_steps.item() for optimizer in filter(None, optimizers)}
 
 
 def _train_through_bad_steps(engine_configs: dict) -> dict:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from gmlp_scale.engine.gradients import global_norm
-from gmlp_scale.engine.optimizer import AdamwConfig, build_adamw, create_moments, decayed_names, update
+from gmlp_scale.engine.optimizer import Adamw, AdamwConfig, decayed_names
 from gmlp_scale.train.schedule import learning_rate
 from tests.models.every_kind import tiny_model
 
@@ -56,8 +56,8 @@ def _reference_step(parameter, gradient, moments, step, rate, decay):
 def test_update_is_adamw_with_clipping_by_global_norm(max_norm):
     torch.manual_seed(0)
     parameters = {"matrix": nn.Parameter(torch.randn(5, 3)), "vector": nn.Parameter(torch.randn(7))}
-    optimizer = build_adamw(parameters.items(), CONFIG, {"matrix"})
-    create_moments(optimizer, parameters.values())
+    optimizer = Adamw(parameters.items(), CONFIG, {"matrix"})
+    optimizer.create_moments(parameters.values())
     expected = {name: p.detach().double() for name, p in parameters.items()}
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}
     for step in range(1, 8):
@@ -66,7 +66,7 @@ def test_update_is_adamw_with_clipping_by_global_norm(max_norm):
         gradients = {name: p.grad.double() for name, p in parameters.items()}
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
         rate = 0.1 / step
-        update(optimizer, rate, norm.float(), max_norm)
+        optimizer.update(rate, norm.float(), max_norm)
         scale = min(1.0, max_norm / (norm.item() + 1e-6)) if max_norm else 1.0
         for name, gradient in gradients.items():
             decay = 0.3 if name == "matrix" else 0.0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import EngineConfig
-from gmlp_scale.engine.optimizer import build_adamw, decayed_names
+from gmlp_scale.engine.optimizer import decayed_names
 from gmlp_scale.models import build_model, heads
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from tests.engine.trained_engines import (
@@ -108,7 +108,10 @@ def _losses_and_norms_in_float64(model_config) -> tuple[list[float], list[float]
     """Of the same steps, without an engine."""
     model = build_model(model_config)
     model.double()
-    adamw = build_adamw(model.named_parameters(), OPTIMIZER, decayed_names(model))
+    decayed = decayed_names(model)
+    decays = [(parameter, OPTIMIZER.weight_decay * (name in decayed)) for name, parameter in model.named_parameters()]
+    groups = [{"params": [parameter], "weight_decay": decay} for parameter, decay in decays]
+    adamw = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     losses, norms = [], []
     for step in range(6):
         micro_batches = micro_batches_of(step, SimpleNamespace(rank=0, size=1))
