@@ -11,7 +11,7 @@ import itertools
 import sys
 
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.distributed.world import launched_world_size
+from gmlp_scale.distributed.rendezvous import launched
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune, read_inputs
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
@@ -56,7 +56,7 @@ def main() -> int:
         parser.error("--from-mnli needs --glue")
     if options.grid:
         _refuse_fields_of_grid(options.config, options.overrides)
-    world_size, is_sweep = options.ranks or launched_world_size(), options.glue or options.grid or options.seeds > 1
+    world_size, is_sweep = options.ranks or launched().size, options.glue or options.grid or options.seeds > 1
     if options.glue:
         runs = glue_runs(options.config, options.overrides, options.glue)
     else:

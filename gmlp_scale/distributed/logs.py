@@ -74,7 +74,7 @@ def report(error: BaseException) -> None:
     once: rank 0 may be lost, and a launcher that was cut off prints no report.
     """
     is_lost = isinstance(error, LostRankError)
-    if int(os.environ.get("RANK", 0)) and not is_lost:
+    if os.environ.get("RANK", "").strip("0").isdigit() and not is_lost:
         time.sleep(OTHERS_REPORT_AFTER_SECONDS)
     if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not is_lost:
         content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}

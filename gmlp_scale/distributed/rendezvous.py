@@ -1,7 +1,9 @@
-"""How the ranks meet: each joins the launcher's key-value store, and there says that it came."""
+"""How the ranks meet: a launcher's variables say which each is; it joins the key-value store and says that it came."""
 
 import os
+import re
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,21 +12,60 @@ from gmlp_scale.errors import InputError, LostRankError
 from gmlp_scale.storage.files import redacted
 
 _NUM_NAMED = 8
+_MOST_RANKS, _MOST_PORT = 10**6, 2**16 - 1
 
 
-def join_store(rank: int, size: int, timeout: timedelta, run: str) -> dist.Store:
+@dataclass(frozen=True)
+class Launched:
+    """This process among those that a launcher started."""
+
+    size: int
+    rank: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def launched() -> Launched:
+    """What the variables say that torchrun and deepspeed set; without them this process is alone.
+
+    Raises:
+        InputError: with every variable that is missing or no number within its bounds.
+    """
+    mistakes: list[str] = []
+
+    def number(name: str, least: int, most: int, default: str) -> int:
+        text = os.environ.get(name, default)
+        if re.fullmatch("[0-9]{1,9}", text) and least <= int(text) <= most:
+            return int(text)
+        mistakes.append(f"{name}: found {text!r}; needed: a number from {least} to {most}")
+        return least
+
+    size = number("WORLD_SIZE", 1, _MOST_RANKS, "1")
+    is_alone = size == 1
+    rank, local_rank = (number(name, 0, size - 1, "0" if is_alone else "") for name in ("RANK", "LOCAL_RANK"))
+    port, address = number("MASTER_PORT", 1, _MOST_PORT, "1" if is_alone else ""), os.environ.get("MASTER_ADDR", "")
+    if not address and not is_alone:
+        mistakes.append("MASTER_ADDR: found ''; needed: the host of rank 0")
+    if mistakes:
+        needed = "start the processes with torchrun or deepspeed, which set all five, or set them so"
+        raise InputError("\n  ".join(["the launcher's variables cannot be used", *mistakes, needed]))
+    return Launched(size, rank, local_rank, address, port)
+
+
+def join_store(place: Launched, timeout: timedelta, run: str) -> dist.Store:
     """The ranks' key-value store, at MASTER_ADDR and MASTER_PORT: torchrun's agent has it, or else rank 0.
 
     Raises:
         InputError: the port is another job's, or the store belongs to another run.
         LostRankError: rank 0 was not there within the timeout.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, address, port = place.rank, place.address, place.port
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     found, needed = f"the ranks' key-value store at {address}:{port}", "give each job on a host its own MASTER_PORT"
     try:
         # It does not wait for its clients: a stranger would be counted among them.
-        store = dist.TCPStore(address, port, size, is_host, timeout, wait_for_workers=False)
+        store = dist.TCPStore(address, port, place.size, is_host, timeout, wait_for_workers=False)
         if rank == 0:
             store.set("run", redacted(run))
         host_run = store.get("run").decode()

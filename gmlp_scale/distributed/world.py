@@ -27,9 +27,9 @@ from gmlp_scale.distributed.process import (
     keep_freed_memory,
     take_device,
 )
-from gmlp_scale.distributed.rendezvous import describe_absent, first_line, hosts_of, join_store
+from gmlp_scale.distributed.rendezvous import describe_absent, first_line, hosts_of, join_store, launched
 from gmlp_scale.distributed.roll_call import RollCall
-from gmlp_scale.errors import InputError, LostRankError, OtherRankError
+from gmlp_scale.errors import LostRankError, OtherRankError
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +42,6 @@ class StopSignalled(Exception):
 
 _NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
-
-
-def launched_world_size() -> int:
-    """How many processes the launcher started: WORLD_SIZE, which torchrun and deepspeed set; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def start_world(
@@ -68,19 +63,14 @@ def start_world(
         traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
 
     Raises:
-        InputError: the launcher's variables are incomplete, their port is another job's, or their ranks belong to
+        InputError: the launcher's variables cannot be used, their port is another job's, or their ranks belong to
             another run.
         LostRankError: rank 0 was not there within the timeout.
         DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
     """
-    size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
+    place = launched()
+    rank, size, local_rank = place.rank, place.size, place.local_rank
     allow_open_files(rank, size)
-    if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise InputError(
-            f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
-            "start the processes with torchrun or deepspeed, or set all five"
-        )
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     own_device = take_device(device, local_rank)
     if traces_in:
         os.environ.setdefault(_NCCL_TRACE, f"{traces_in}/nccl_trace_rank_")
@@ -89,7 +79,7 @@ def start_world(
 
     host_group = roll_call = None
     timeout = timedelta(seconds=timeout_seconds)
-    store = join_store(rank, size, timeout, run) if size > 1 else dist.HashStore()
+    store = join_store(place, timeout, run) if size > 1 else dist.HashStore()
     try:
         if size > 1 or init_group:
             backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
