@@ -62,13 +62,13 @@ def main() -> int:
     else:
         runs = [load_config(FinetuneConfig, options.config, options.overrides)]
     first_runs = [members(run, grid=options.grid) if is_sweep else [run] for run in runs]  # they wait for no scores
-    for run in itertools.chain(*first_runs):
-        run.rows_per_rank(world_size)
     if options.dry_run:
+        _check_ranks(first_runs, world_size)
         for run, first in zip(runs, first_runs, strict=True):
             print(describe(first, options.seeds, read_inputs(run), world_size))
         return 0
-    with start_world_of(runs[0]) as world:
+    with start_world_of(*runs, seeds=options.seeds, grid=options.grid, from_mnli=options.from_mnli) as world:
+        _check_ranks(first_runs, world_size)
         if options.glue:
             table = run_glue(runs, world, num_seeds=options.seeds, grid=options.grid, from_mnli=options.from_mnli)
             if table and world.is_main:
@@ -78,6 +78,12 @@ def main() -> int:
         else:
             finetune(runs[0], read_inputs(runs[0]), world)
     return 0
+
+
+def _check_ranks(first_runs: list[list[FinetuneConfig]], world_size: int) -> None:
+    """Raises ConfigError if one of the runs does not fit this number of ranks."""
+    for run in itertools.chain(*first_runs):
+        run.rows_per_rank(world_size)
 
 
 def _refuse_fields_of_grid(recipe: str, overrides: list[str]) -> None:

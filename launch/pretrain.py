@@ -34,8 +34,8 @@ def main() -> int:
         parser.error("--gpu-memory is a positive number and needs --dry-run")
     world_size = options.ranks or launched().size
     run = load_recipe(options.config, options.overrides)
-    run.rows_per_rank(world_size)
     if options.dry_run:
+        run.rows_per_rank(world_size)
         check_start(run)
         print(describe(run, world_size))
         if options.gpu_memory:

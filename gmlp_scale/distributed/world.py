@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from gmlp_scale.distributed.process import (
     take_device,
 )
 from gmlp_scale.distributed.rendezvous import describe_absent, first_line, hosts_of, join_store, launched
-from gmlp_scale.distributed.roll_call import RollCall
+from gmlp_scale.distributed.roll_call import NUM_NAMED, RollCall
 from gmlp_scale.errors import LostRankError, OtherRankError
 
 log = logging.getLogger(__name__)
@@ -94,8 +94,7 @@ def start_world(
         raise LostRankError(describe_absent(store, size, timeout, error)) from None
     stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else (), rank=rank)
     world = World(rank, size, local_rank, own_device, store, host_group, roll_call, stop_signal)
-    if own_device.type == "cuda":
-        _refuse_shared_gpus(world)
+    _refuse_shared_gpus(world)
     return world
 
 
@@ -114,9 +113,13 @@ def start_fake_world(size: int) -> "World":
 
 
 def _refuse_shared_gpus(world: "World") -> None:
-    """Raises DeviceError on every rank. NCCL refuses them too, but only at the first collective of an engine."""
-    gpus = world.gather(str(torch.cuda.get_device_properties(world.device).uuid))
-    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    """Raises DeviceError on every rank. NCCL refuses them too, but only at the first collective of an engine.
+
+    All ranks call it: one whose recipe differs may be on a CPU.
+    """
+    is_gpu = world.device.type == "cuda"
+    gpus = world.gather(str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None)
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
     if sharing:
         world.stop()
         raise DeviceError(f"ranks {sharing} do not have a GPU each; {ONE_GPU_EACH}")
@@ -145,6 +148,11 @@ class World:
         """How messages name a rank: by its number and its host."""
         host = self._roll_call.hosts[rank] if self._roll_call else socket.gethostname()
         return f"rank {rank} (host {host})"
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """How messages name several ranks, and of many the first ones."""
+        names = [self.name_of(rank) for rank in ranks[:NUM_NAMED]]
+        return ", ".join([*names, f"{len(ranks) - NUM_NAMED} more"] if len(ranks) > NUM_NAMED else names)
 
     def barrier(self) -> None:
         if self._host_group:
@@ -196,8 +204,8 @@ class World:
         outcomes = self.gather([result, error is not None])
         if error:
             raise error
-        if failed := [self.name_of(rank) for rank, (_, has_failed) in enumerate(outcomes) if has_failed]:
-            raise OtherRankError(f"{' and '.join(failed)} could not go on; the message there says why")
+        if failed := [rank for rank, (_, has_failed) in enumerate(outcomes) if has_failed]:
+            raise OtherRankError(f"{self.names_of(failed)} could not go on; the message there says why")
         return [result for result, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:

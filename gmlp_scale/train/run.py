@@ -6,6 +6,7 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, the
 import logging
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,10 +16,12 @@ from gmlp_scale.checkpoint.stores import Checkpoints, LocalCheckpoints, RemoteCh
 from gmlp_scale.distributed.logs import set_up_logging
 from gmlp_scale.distributed.world import StopSignalled, World, start_world
 from gmlp_scale.engine import Engine, build_engine
+from gmlp_scale.fields import flatten
 from gmlp_scale.recipe.config import PretrainingRecipe, Recipe
 from gmlp_scale.storage.files import is_url, write_text
 from gmlp_scale.storage.run_folder import RemoteFolder, claimed
 from gmlp_scale.tasks.task import Task
+from gmlp_scale.train.agreement import DisagreementError, require_agreement, what_ranks_share
 from gmlp_scale.train.banner import banner
 from gmlp_scale.train.loop import Progress, Run, train
 from gmlp_scale.train.metrics import Metrics, StartUp
@@ -43,8 +46,17 @@ def pretrain(config: PretrainingRecipe) -> Progress:
         return run_task(task_of(config), world, start_up)
 
 
-def start_world_of(config: Recipe) -> World:
-    """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs."""
+def start_world_of(config: Recipe, *others: Recipe, **options: Any) -> World:
+    """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs.
+
+    Args:
+        others: recipes that the processes run later.
+        options: of the command, where they decide what it does.
+
+    Raises:
+        DisagreementError: not all ranks were started with the same. Nothing before depends on it.
+        InputError, LostRankError, DeviceError: as start_world does.
+    """
     engine = config.engine
     world = start_world(
         engine.timeout_seconds,
@@ -54,6 +66,12 @@ def start_world_of(config: Recipe) -> World:
         traces_in=config.run_dir.absolute(),
     )
     set_up_logging(world)
+    try:
+        with world.naming_lost_ranks():
+            require_agreement(world, what_ranks_share(config, *others) | options)
+    except DisagreementError:
+        world.stop()
+        raise
     return world
 
 
@@ -61,8 +79,9 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     """Trains from the newest good checkpoint to the end of the schedule, `train.stop_after_step` or a stop signal.
 
     Raises:
-        One of USER_ERRORS: the recipe does not fit the ranks, the data or the checkpoint; another job holds the run
-        folder; a shard is corrupt; no checkpoint can be written or read; a loss or norm is not finite.
+        One of USER_ERRORS: the ranks found different data; the recipe does not fit the ranks, the data or the
+        checkpoint; another job holds the run folder; a shard is corrupt; no checkpoint can be written or read; a loss
+        or norm is not finite.
     """
     config = task.config
     config.rows_per_rank(world.size)
@@ -71,6 +90,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         place = _hold_run_folder(config, world, stack)
         loader = task.open_loader(world)
         stack.callback(loader.close)
+        require_agreement(world, dict(flatten({"data": task.fingerprint})))
         start_up.finish("data")
         details = {"config": config.to_json(), "data": task.fingerprint}
         timeout_seconds = config.engine.timeout_seconds / 2

@@ -1,0 +1,52 @@
+"""All ranks must have one recipe, one data set and one version of the packages. A stale file on a node is enough to
+break that, and the ranks would train together all the same, or wait for each other without end."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gmlp_scale import __version__
+from gmlp_scale.distributed.world import World
+from gmlp_scale.errors import InputError
+from gmlp_scale.fields import Mark, is_one_of, marked_fields
+from gmlp_scale.recipe.config import Recipe
+
+
+class DisagreementError(InputError):
+    """The ranks of a run were not started alike."""
+
+
+def what_ranks_share(*recipes: Recipe) -> dict[str, Any]:
+    """The values that are the same on every rank, by name: the recipes' fields, without those of one machine, and the
+    versions."""
+    shared = {"version of gmlp_scale": __version__, "version of torch": torch.__version__}
+    for recipe in recipes:
+        of_one_machine = marked_fields(Mark.OF_ONE_MACHINE, type(recipe))
+        place = f"{recipe.name}: " if len(recipes) > 1 else ""
+        fields = recipe.fields().items()
+        shared |= {f"{place}{field}": value for field, value in fields if not is_one_of(field, of_one_machine)}
+    return shared
+
+
+def require_agreement(world: World, shared: Mapping[str, Any]) -> None:
+    """Compares what each rank has; JSON-able values by name. All ranks call it together.
+
+    One checksum of each rank is gathered, and the values only where the checksums differ.
+
+    Raises:
+        DisagreementError: on every rank, with each value that differs and the ranks that have it.
+    """
+    if len(set(world.gather(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()))) == 1:
+        return
+    of_ranks, lines = world.gather(shared), ["the ranks were not started alike"]
+    for name in sorted({name for of_rank in of_ranks for name in of_rank}):
+        having: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(of_ranks):
+            having.setdefault(json.dumps(of_rank[name]) if name in of_rank else "nothing", []).append(rank)
+        if len(having) > 1:
+            found = "; ".join(f"{value} on {world.names_of(ranks)}" for value, ranks in having.items())
+            lines.append(f"  {name}: found {found}")
+    raise DisagreementError("\n".join([*lines, "give every rank the same recipe, options, data and packages"]))
