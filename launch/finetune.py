@@ -19,7 +19,7 @@ from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import local_path
-from gmlp_scale.train.run import start_world_of
+from gmlp_scale.train.agreement import start_world_of
 
 _OF_GRID = {
     "train.global_batch_size": "grid.global_batch_size",

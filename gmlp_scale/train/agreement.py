@@ -1,5 +1,7 @@
-"""All ranks must have one recipe, one data set and one version of the packages. A stale file on a node is enough to
-break that, and the ranks would train together all the same, or wait for each other without end."""
+"""Starts the ranks of a run, which must have one recipe, one data set and one version of the packages.
+
+A stale file on a node is enough to break that. Such ranks would train together all the same, or wait without end.
+"""
 
 import hashlib
 import json
@@ -9,7 +11,8 @@ from typing import Any
 import torch
 
 from gmlp_scale import __version__
-from gmlp_scale.distributed.world import World
+from gmlp_scale.distributed.logs import set_up_logging
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
 from gmlp_scale.fields import Mark, is_one_of, marked_fields
 from gmlp_scale.recipe.config import Recipe
@@ -19,7 +22,36 @@ class DisagreementError(InputError):
     """The ranks of a run were not started alike."""
 
 
-def what_ranks_share(*recipes: Recipe) -> dict[str, Any]:
+def start_world_of(config: Recipe, *others: Recipe, **options: Any) -> World:
+    """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs.
+
+    Args:
+        others: recipes that the processes run later.
+        options: of the command, where they decide what it does.
+
+    Raises:
+        DisagreementError: not all ranks were started with the same. Nothing before depends on it.
+        InputError, LostRankError, DeviceError: as start_world does.
+    """
+    engine = config.engine
+    world = start_world(
+        engine.timeout_seconds,
+        config.train.device,
+        init_group=engine.needs_process_group,
+        run=config.run_folder,
+        traces_in=config.run_dir.absolute(),
+    )
+    set_up_logging(world)
+    try:
+        with world.naming_lost_ranks():
+            require_agreement(world, _what_ranks_share(config, *others) | options)
+    except DisagreementError:
+        world.stop()
+        raise
+    return world
+
+
+def _what_ranks_share(*recipes: Recipe) -> dict[str, Any]:
     """The values that are the same on every rank, by name: the recipes' fields, without those of one machine, and the
     versions."""
     shared = {"version of gmlp_scale": __version__, "version of torch": torch.__version__}

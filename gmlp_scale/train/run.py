@@ -6,22 +6,20 @@ Here a Task meets the World, its loader, model and Engine, the Checkpointer, the
 import logging
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 import gmlp_scale
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.stores import Checkpoints, LocalCheckpoints, RemoteCheckpoints
-from gmlp_scale.distributed.logs import set_up_logging
-from gmlp_scale.distributed.world import StopSignalled, World, start_world
+from gmlp_scale.distributed.world import StopSignalled, World
 from gmlp_scale.engine import Engine, build_engine
 from gmlp_scale.fields import flatten
 from gmlp_scale.recipe.config import PretrainingRecipe, Recipe
 from gmlp_scale.storage.files import is_url, write_text
 from gmlp_scale.storage.run_folder import RemoteFolder, claimed
 from gmlp_scale.tasks.task import Task
-from gmlp_scale.train.agreement import DisagreementError, require_agreement, what_ranks_share
+from gmlp_scale.train.agreement import require_agreement, start_world_of
 from gmlp_scale.train.banner import banner
 from gmlp_scale.train.loop import Progress, Run, train
 from gmlp_scale.train.metrics import Metrics, StartUp
@@ -44,35 +42,6 @@ def pretrain(config: PretrainingRecipe) -> Progress:
         with world.naming_lost_ranks():
             config = resolve(config, world)
         return run_task(task_of(config), world, start_up)
-
-
-def start_world_of(config: Recipe, *others: Recipe, **options: Any) -> World:
-    """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs.
-
-    Args:
-        others: recipes that the processes run later.
-        options: of the command, where they decide what it does.
-
-    Raises:
-        DisagreementError: not all ranks were started with the same. Nothing before depends on it.
-        InputError, LostRankError, DeviceError: as start_world does.
-    """
-    engine = config.engine
-    world = start_world(
-        engine.timeout_seconds,
-        config.train.device,
-        init_group=engine.needs_process_group,
-        run=config.run_folder,
-        traces_in=config.run_dir.absolute(),
-    )
-    set_up_logging(world)
-    try:
-        with world.naming_lost_ranks():
-            require_agreement(world, what_ranks_share(config, *others) | options)
-    except DisagreementError:
-        world.stop()
-        raise
-    return world
 
 
 def run_task(task: Task, world: World, start_up: StartUp) -> Progress:

@@ -10,7 +10,7 @@ import torch
 from gmlp_scale.distributed import logs
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.recipe.reader import load_run_config
-from gmlp_scale.train.agreement import DisagreementError, require_agreement, what_ranks_share
+from gmlp_scale.train.agreement import DisagreementError, _what_ranks_share, require_agreement
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables, run_ranks
 from tests.whole_runs import FSDP2, RECIPE, SMOKE, finish, logged
@@ -103,7 +103,7 @@ def test_what_belongs_to_one_machine_may_differ(forty_rows, tmp_path):
 def _disagree() -> list[str]:
     """The messages where the last two of twelve ranks have another version, and where one rank lacks a field."""
     with start_world(60, "cpu") as world:
-        shared = what_ranks_share(load_run_config("smoke"))
+        shared = _what_ranks_share(load_run_config("smoke"))
         require_agreement(world, shared)
         messages = []
         old = shared | {"version of torch": "2.0"} if world.rank > 9 else shared
