@@ -59,6 +59,7 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
                 leave_without_others(code)
             return code
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut off the end
             print_error("interrupted")
             return 128 + signal.SIGINT
 

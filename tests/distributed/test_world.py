@@ -149,6 +149,10 @@ def test_one_process_needs_no_launcher(monkeypatch, number):
         assert not world.is_stop_signalled
         os.kill(os.getpid(), number)
         assert world.is_stop_signalled
+    os.kill(os.getpid(), signal.SIGTERM)  # heard still, as the process is to end
+    signal.signal(number, before)
+    with start_world(30, "cpu"):
+        assert signal.getsignal(number) != before
     assert signal.getsignal(number) == before
 
 

@@ -25,6 +25,7 @@ ROWS = (
     "SIGSTOP of a rank under a launcher",
     "SIGTERM, SIGUSR1 or SIGINT to a rank",
     "SIGTERM to a launcher",
+    "stop signals that keep coming until the process is gone",
     "data job killed, its processes or its own",
     "S3: 10 % of answers 503, reset, cut or late",
     "S3: 403 and 404",
