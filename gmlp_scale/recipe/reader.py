@@ -160,12 +160,17 @@ def _purpose(recipe: dict) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses repeated keys, and aliases, which a recipe does not need and which can expand without bound."""
+    """Refuses repeated keys, and aliases, which a recipe does not need and which can expand without bound; and texts
+    that no file can hold, such as the two halves that JSON writes for an emoji."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"an alias (*name) {self.peek_event().start_mark}; write the value out")
         return super().compose_node(parent, index)
+
+    def construct_scalar(self, node):
+        node.value.encode()  # a ValueError names what is wrong
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value]
@@ -188,7 +193,10 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
             mistakes.append(f"{override}: only a recipe file has a base; give the fields that differ, or another file")
             continue
         try:
+            override.encode()
             parsed[tuple(name.strip().split("."))] = yaml.load(text, Loader=_StrictLoader)
+        except UnicodeEncodeError as error:
+            mistakes.append(f"{override[:200]}: the value is no text of UTF-8 ({error.reason}); give other characters")
         except (yaml.YAMLError, ValueError, RecursionError):
             mistakes.append(f"{override[:200]}: the value is not plain YAML; quote it")
     return mistakes + _set_fields(content, parsed)
