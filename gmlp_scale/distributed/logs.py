@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tqdm import tqdm
 
+from gmlp_scale import leave_at_once
 from gmlp_scale.errors import USER_ERRORS, LostRankError, exit_code
 from gmlp_scale.storage.files import print_error, redacted
 
@@ -50,6 +51,8 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
 
     @functools.wraps(main)
     def reporting_main() -> int:
+        if signal.getsignal(signal.SIGINT) is leave_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return main()
         except USER_ERRORS as error:

@@ -53,3 +53,12 @@ def test_interrupts_that_keep_coming_end_a_run_without_a_traceback(every_seconds
     assert process.returncode == 128 + signal.SIGINT, errors
     assert errors.endswith("interrupted\n") and "Traceback" not in errors, errors
     trials("stop signals that keep coming until the process is gone", 1)
+
+
+def test_an_interrupt_while_a_command_still_imports_ends_it_in_one_line():
+    process = subprocess.Popen([sys.executable, "-v", "launch/plan.py"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    lines = iter(process.stderr.readline, "")
+    assert any(line.startswith("import 'gmlp_scale' ") for line in lines)
+    process.send_signal(signal.SIGINT)
+    *_, last = (line for line in lines if not line.startswith(("import ", "# ", "dlopen")))
+    assert (process.wait(), last) == (128 + signal.SIGINT, "interrupted\n")
