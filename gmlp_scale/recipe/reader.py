@@ -64,7 +64,7 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     except ValidationError as error:
         mistakes += [_word(config_class, mistake) for mistake in error.errors()]
     else:
-        mistakes += [*run.mistakes(), *_unknown_exceptions(run)]
+        mistakes += [*run.mistakes(), *_wrong_exceptions(run)]
     if mistakes:
         raise ConfigError(source, mistakes)
     return run
@@ -221,11 +221,13 @@ def _set_fields(content: dict, fields: dict[tuple[str, ...], Any]) -> list[str]:
     return mistakes
 
 
-def _unknown_exceptions(run: AnyConfig) -> Iterable[str]:
+def _wrong_exceptions(run: AnyConfig) -> Iterable[str]:
     known = {field for field, _ in flatten(run.model_dump(mode="json"))}
     for field in run.train.allow_changed_on_resume:
         if field not in known:
             yield f"train.allow_changed_on_resume: found {field!r}{_nearest(field, known)}"
+        elif field == "optimizer.kind":
+            yield f"train.allow_changed_on_resume: found {field}; a checkpoint has its own optimizer's states"
 
 
 def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:

@@ -13,13 +13,8 @@ import torch
 from gmlp_scale import __version__
 from gmlp_scale.distributed.logs import set_up_logging
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.errors import InputError
 from gmlp_scale.fields import Mark, is_one_of, marked_fields
-from gmlp_scale.recipe.config import Recipe
-
-
-class DisagreementError(InputError):
-    """The ranks of a run were not started alike."""
+from gmlp_scale.recipe.config import ConfigError, Recipe
 
 
 def start_world_of(config: Recipe, *others: Recipe, **options: Any) -> World:
@@ -29,9 +24,7 @@ def start_world_of(config: Recipe, *others: Recipe, **options: Any) -> World:
         others: recipes that the processes run later.
         options: of the command, where they decide what it does.
 
-    Raises:
-        DisagreementError: not all ranks were started with the same. Nothing before depends on it.
-        InputError, LostRankError, DeviceError: as start_world does.
+    Raises: as start_world; ConfigError if not all ranks were started with the same. Nothing before that depends on it.
     """
     engine = config.engine
     world = start_world(
@@ -45,7 +38,7 @@ def start_world_of(config: Recipe, *others: Recipe, **options: Any) -> World:
     try:
         with world.naming_lost_ranks():
             require_agreement(world, _what_ranks_share(config, *others) | options)
-    except DisagreementError:
+    except ConfigError:
         world.stop()
         raise
     return world
@@ -64,21 +57,21 @@ def _what_ranks_share(*recipes: Recipe) -> dict[str, Any]:
 
 
 def require_agreement(world: World, shared: Mapping[str, Any]) -> None:
-    """Compares what each rank has; JSON-able values by name. All ranks call it together.
-
-    One checksum of each rank is gathered, and the values only where the checksums differ.
+    """Compares what each rank has, JSON-able values by name. One checksum of each is gathered, and the values only
+    where the checksums differ.
 
     Raises:
-        DisagreementError: on every rank, with each value that differs and the ranks that have it.
+        ConfigError: on every rank, with each value that differs and the ranks that have it.
     """
     if len(set(world.gather(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()))) == 1:
         return
-    of_ranks, lines = world.gather(shared), ["the ranks were not started alike"]
+    of_ranks, differences = world.gather(shared), []
     for name in sorted({name for of_rank in of_ranks for name in of_rank}):
         having: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(of_ranks):
             having.setdefault(json.dumps(of_rank[name]) if name in of_rank else "nothing", []).append(rank)
         if len(having) > 1:
             found = "; ".join(f"{value} on {world.names_of(ranks)}" for value, ranks in having.items())
-            lines.append(f"  {name}: found {found}")
-    raise DisagreementError("\n".join([*lines, "give every rank the same recipe, options, data and packages"]))
+            differences.append(f"{name}: found {found}")
+    needed = "give every rank the same recipe, options, data and packages"
+    raise ConfigError("the ranks were not started alike", differences, needed)

@@ -70,6 +70,10 @@ def test_missing_field_is_named(tmp_path):
         ("optimizer.warmup_steps=1000000", "optimizer.warmup_steps: found 1000000; must be below train.num_steps"),
         ("train.stop_after_step=1000000", "train.stop_after_step: found 1000000; must be at most"),
         ("train.allow_changed_on_resume=[optimizer.peak_learning_rat]", "did you mean optimizer.peak_learning_rate?"),
+        (
+            "train.allow_changed_on_resume=[optimizer.kind]",
+            "found optimizer.kind; a checkpoint has its own optimizer's states",
+        ),
         ("engine.kind=zero engine.stage=3 train.recompute=selective", "train.recompute: found selective"),
         ("train.compile=reduce-overhead", "train.compile: found reduce-overhead; needed: true or false, or a GPU"),
         ("engine.kind=zero engine.stage=3 train.compile=reduce-overhead", "found reduce-overhead; needed: false"),
