@@ -72,7 +72,7 @@ def test_missing_field_is_named(tmp_path):
         ("train.allow_changed_on_resume=[optimizer.peak_learning_rat]", "did you mean optimizer.peak_learning_rate?"),
         (
             "train.allow_changed_on_resume=[optimizer.kind]",
-            "found optimizer.kind; a checkpoint has its own optimizer's states",
+            "found optimizer.kind; a checkpoint has its own opt",
         ),
         ("engine.kind=zero engine.stage=3 train.recompute=selective", "train.recompute: found selective"),
         ("train.compile=reduce-overhead", "train.compile: found reduce-overhead; needed: true or false, or a GPU"),
