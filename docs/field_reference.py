@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gmlp_scale.fields import MOST_COUNT, MOST_NUMBER
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.tasks.characters import CharactersConfig
@@ -30,7 +31,8 @@ RECIPES = {
 TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "items >=", "pattern": "matches"}
 INTRODUCTION = """[Recipes](recipes.md#recipes-and-their-fields) are YAML files of sections.
-*needed* stands where a field has no default."""
+*needed* stands where a field has no default. An integer is at most 10^15, a number at most 10^37, where the table
+gives no other limit."""
 UNIT = re.compile(r"\s*\[([^\[\]]+)\]$")
 
 
@@ -114,14 +116,20 @@ def _parts(annotation: Any) -> list[Any]:
 
 
 def _type(field: FieldInfo) -> str:
-    limits = [(f"`{words} ", getattr(check, name, None)) for check in field.metadata for name, words in LIMITS.items()]
-    return ", ".join([_words(field.annotation), *(f"{words}{limit}`" for words, limit in limits if limit is not None)])
+    return ", ".join([_words(field.annotation), *_limits(field.metadata)])
+
+
+def _limits(checks: Iterable[Any]) -> list[str]:
+    """The last check of a kind counts: the first are those of all numbers."""
+    checks = [part for check in checks for part in getattr(check, "metadata", [check])]
+    found = {words: getattr(check, name) for name, words in LIMITS.items() for check in checks if hasattr(check, name)}
+    return [f"`{words} {limit}`" for words, limit in found.items() if limit not in (None, MOST_COUNT, MOST_NUMBER)]
 
 
 def _words(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _words(arguments[0])
+        return ", ".join([_words(arguments[0]), *_limits(arguments[1:])])
     if origin is Literal:
         return " or ".join(f"`{_yaml(value)}`" for value in arguments)
     if origin in (Union, UnionType):

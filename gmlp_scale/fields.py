@@ -1,7 +1,7 @@
-"""What may become of a recipe's field after the first start, said in the field's annotation.
+"""What a recipe's field may hold, and what may become of it after the first start, said in the field's annotation.
 
-`steps: FreeOnResume[int] = 5` is a field `steps` that a resumed run may change. All others stay as the checkpoint has
-them, unless `train.allow_changed_on_resume` names them.
+`steps: FreeOnResume[Count] = 5` is a field `steps`, a number from 1 on, that a resumed run may change. All others stay
+as the checkpoint has them, unless `train.allow_changed_on_resume` names them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, Field
 
 T = TypeVar("T")
 
@@ -26,6 +26,27 @@ FreeInBranch = Annotated[T, Mark.FREE_IN_BRANCH]
 """A branch may change it, but a resumed run may not."""
 OfOneMachine = Annotated[T, Mark.FREE_ON_RESUME, Mark.OF_ONE_MACHINE]
 """A resumed run may change it, and it means nothing on another machine. It has a default."""
+
+MOST_COUNT, MOST_NUMBER = 10**15, 1e37
+"""Every number of a recipe has an end: float32 holds no more than 3.4e38, and int64 is not to overflow."""
+
+
+def _number(value: Any) -> Any:
+    """YAML's true would count as 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
+
+_Integer = Annotated[int, BeforeValidator(_number), Field(le=MOST_COUNT)]
+_Real = Annotated[float, BeforeValidator(_number), Field(le=MOST_NUMBER, allow_inf_nan=False)]
+Count = Annotated[_Integer, Field(ge=1)]
+CountFrom0 = Annotated[_Integer, Field(ge=0)]
+Positive = Annotated[_Real, Field(gt=0)]
+NotNegative = Annotated[_Real, Field(ge=0)]
+Share = Annotated[_Real, Field(ge=0, lt=1)]
+Timeout = Annotated[_Real, Field(gt=0, le=1e6)]
+"""In seconds; 1e6 are eleven days. What waits counts nanoseconds or milliseconds in 64 or 32 bits."""
 
 
 @cache

@@ -11,7 +11,7 @@ import itertools
 import sys
 
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.distributed.world import launched_world_size
+from gmlp_scale.distributed.rendezvous import launched
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune, read_inputs
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
@@ -19,7 +19,7 @@ from gmlp_scale.finetune.sweep import describe, members, sweep
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import local_path
-from gmlp_scale.train.run import start_world_of
+from gmlp_scale.train.agreement import start_world_of
 
 _OF_GRID = {
     "train.global_batch_size": "grid.global_batch_size",
@@ -56,19 +56,19 @@ def main() -> int:
         parser.error("--from-mnli needs --glue")
     if options.grid:
         _refuse_fields_of_grid(options.config, options.overrides)
-    world_size, is_sweep = options.ranks or launched_world_size(), options.glue or options.grid or options.seeds > 1
+    world_size, is_sweep = options.ranks or launched().size, options.glue or options.grid or options.seeds > 1
     if options.glue:
         runs = glue_runs(options.config, options.overrides, options.glue)
     else:
         runs = [load_config(FinetuneConfig, options.config, options.overrides)]
     first_runs = [members(run, grid=options.grid) if is_sweep else [run] for run in runs]  # they wait for no scores
-    for run in itertools.chain(*first_runs):
-        run.rows_per_rank(world_size)
     if options.dry_run:
+        _check_ranks(first_runs, world_size)
         for run, first in zip(runs, first_runs, strict=True):
             print(describe(first, options.seeds, read_inputs(run), world_size))
         return 0
-    with start_world_of(runs[0]) as world:
+    with start_world_of(*runs, seeds=options.seeds, grid=options.grid, from_mnli=options.from_mnli) as world:
+        _check_ranks(first_runs, world_size)
         if options.glue:
             table = run_glue(runs, world, num_seeds=options.seeds, grid=options.grid, from_mnli=options.from_mnli)
             if table and world.is_main:
@@ -78,6 +78,12 @@ def main() -> int:
         else:
             finetune(runs[0], read_inputs(runs[0]), world)
     return 0
+
+
+def _check_ranks(first_runs: list[list[FinetuneConfig]], world_size: int) -> None:
+    """Raises ConfigError if one of the runs does not fit this number of ranks."""
+    for run in itertools.chain(*first_runs):
+        run.rows_per_rank(world_size)
 
 
 def _refuse_fields_of_grid(recipe: str, overrides: list[str]) -> None:

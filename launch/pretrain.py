@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.distributed.world import launched_world_size
+from gmlp_scale.distributed.rendezvous import launched
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import describe_fit
 from gmlp_scale.train.run import pretrain
@@ -32,10 +32,10 @@ def main() -> int:
         parser.error("--ranks is a positive number and needs --dry-run")
     if options.gpu_memory is not None and (options.gpu_memory <= 0 or not options.dry_run):
         parser.error("--gpu-memory is a positive number and needs --dry-run")
-    world_size = options.ranks or launched_world_size()
+    world_size = options.ranks or launched().size
     run = load_recipe(options.config, options.overrides)
-    run.rows_per_rank(world_size)
     if options.dry_run:
+        run.rows_per_rank(world_size)
         check_start(run)
         print(describe(run, world_size))
         if options.gpu_memory:

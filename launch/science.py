@@ -16,7 +16,7 @@ from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
 from gmlp_scale.science.runs import Table, budget, like_the_first_start, train_all
 from gmlp_scale.storage.files import write_text
-from gmlp_scale.train.run import start_world_of
+from gmlp_scale.train.agreement import start_world_of
 
 
 @command

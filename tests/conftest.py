@@ -79,11 +79,17 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 
 
 @pytest.fixture(autouse=True)
-def restored_log():
-    """A launcher that a test calls sets up its own log, which hides the lines from the tests after it."""
+def restored_log_and_signals():
+    """A launcher that a test calls sets up its own log, which hides the lines from the tests after it. And a run that
+    was asked to stop keeps hearing the signals, as its process is to end."""
     log = logging.getLogger("gmlp_scale")
     handlers, propagate, level = log.handlers, log.propagate, log.level
+    hearing = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    }
     yield
+    for number, handler in hearing.items():
+        signal.signal(number, handler)
     log.handlers, log.propagate = handlers, propagate
     log.setLevel(level)
 

@@ -21,13 +21,14 @@ def test_the_page_shows_type_default_unit_and_meaning():
     text = page()
     for row in (
         "| `optimizer.warmup_steps` | integer, `>= 0` | `10000` | steps | Steps over which ",
-        "| `train.num_steps` | integer, `> 0` | *needed* | steps | The length of ",
+        "| `train.num_steps` | integer, `>= 1` | *needed* | steps | The length of ",
+        "| `train.stop_after_step` | integer, `>= 1` or null | `null` | steps | Stop after ",
         "| `train.compile` | `true` or `false` or `reduce-overhead` | `true` |  | torch.compile for each",
-        "| `optimizer.betas` | list of 2: number, number | `[0.9, 0.999]` | fraction | ",
+        "| `optimizer.betas` | list of 2: number, `>= 0`, `< 1`, number, `>= 0`, `< 1` | `[0.9, 0.999]` | fraction | ",
         "| `engine.deepspeed_config` | path or null | `null` |  | ",
         "| `data.shards` | text or list of section | *needed* |  | Folder that ",
         "| `data.shards.weight` | number, `> 0` | *needed* | no unit | The source's share ",
-        "| `grid.peak_learning_rate` | list of number, `items >= 1` | *needed* | no unit | ",
+        "| `grid.peak_learning_rate` | list of number, `> 0`, `items >= 1` | *needed* | no unit | ",
     ):
         assert f"\n{row}" in text
     assert text.count("\n### checkpoint\n") == 1, "all recipes have the same"

@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel
+
+from gmlp_scale.fields import Count
 
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
-    save_every_steps: PositiveInt
+    save_every_steps: Count
     """From one save to the next. A run also saves where it stops. [steps]"""
-    keep_last: PositiveInt = 3
+    keep_last: Count = 3
     """How many checkpoints stay on disk: the newest. [checkpoints]"""
-    keep_every_steps: PositiveInt | None = None
+    keep_every_steps: Count | None = None
     """The checkpoints of its multiples stay for good, beside the newest; null keeps none. [steps]"""
     on_full_disk: Literal["keep", "drop_oldest"] = "keep"
     """drop_oldest: where a save lacks room, the oldest checkpoints are deleted first, but never the newest one, nor

@@ -15,11 +15,12 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, model_validator
 from torch import Tensor
 
 from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.hashing import hash64
+from gmlp_scale.fields import NotNegative, Positive, Share
 
 CENTRE_CROP = 0.875
 """The share of the shorter side that an evaluation crops."""
@@ -29,19 +30,19 @@ _RAND_AUGMENT = {"n": 2, "m": 9}
 
 
 class AugmentationConfig(BaseModel, frozen=True, extra="forbid"):
-    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_scale: tuple[Positive, Positive] = (0.08, 1.0)
     """The least and the largest share of an image's area that a random crop takes. Its sides are in a ratio of 3:4 to
     4:3. [fraction]"""
     flip: bool = True
     """Mirrors half of the images, chosen at random."""
     policy: Literal["none", "autoaugment", "randaugment"] = "autoaugment"
     """autoaugment: the policy that was found for ImageNet. randaugment: two operations of magnitude 9."""
-    mixup_alpha: float = Field(0.8, ge=0)
+    mixup_alpha: NotNegative = 0.8
     """Mixes two images by a share from Beta(alpha, alpha); 0 never does. [no unit]"""
-    cutmix_alpha: float = Field(1.0, ge=0)
+    cutmix_alpha: NotNegative = 1.0
     """Pastes a rectangle of another image, whose share of the area is from Beta(alpha, alpha); 0 never does. With both,
     a random half of the pairs gets Mixup and the other half CutMix. [no unit]"""
-    label_smoothing: float = Field(0.1, ge=0, lt=1)
+    label_smoothing: Share = 0.1
     """The share of every label that all classes divide evenly. [fraction]"""
 
     @model_validator(mode="after")

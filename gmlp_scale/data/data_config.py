@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Tag, model_validator
 
 from gmlp_scale.data.batch import num_masked_positions
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.mixture import SourceConfig, changing_steps, with_names
 from gmlp_scale.data.shards import Manifest
-from gmlp_scale.fields import FreeOnResume, OfOneMachine
+from gmlp_scale.fields import Count, CountFrom0, FreeOnResume, OfOneMachine
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 _CACHE_MAX_BYTES = 500_000_000_000
@@ -38,7 +38,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     cache_dir: OfOneMachine[str | None] = None
     """Local folder that shards are copied to when they are first read; a URL needs one. With room for all shards a node
     fetches each once, else most of them in every epoch."""
-    cache_max_bytes: OfOneMachine[int] = Field(default=_CACHE_MAX_BYTES, ge=1)
+    cache_max_bytes: OfOneMachine[Count] = _CACHE_MAX_BYTES
     """Beyond this the copies that were used longest ago are removed, a tenth of it at once; one limit for all ranks of
     a node. [bytes]"""
     packing: Literal["packed", "document"] = "packed"
@@ -49,14 +49,14 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     ] = 0.15
     """How much of each row is masked (BERT's 15 %, as in the paper). Or a list of [from_step, fraction], as for
     train.global_batch_size; every evaluation masks the last fraction. [fraction]"""
-    shuffle_group_bytes: int = Field(default=200_000_000, ge=1)
+    shuffle_group_bytes: Count = 200_000_000
     """Rows are shuffled within groups of shards of about this size. A rank keeps about two groups of each source in
     memory. [bytes]"""
-    prefetch_steps: FreeOnResume[int] = Field(default=64, ge=1)
+    prefetch_steps: FreeOnResume[Count] = 64
     """How many steps' batches are made ahead; they take 10 bytes of host memory per token. [steps]"""
     on_corrupt_shard: FreeOnResume[Literal["error", "skip"]] = "error"
     """A shard whose checksum does not hold: end the run, or go on without its rows."""
-    max_corrupt_shards: FreeOnResume[int] = Field(default=0, ge=0)
+    max_corrupt_shards: FreeOnResume[CountFrom0] = 0
     """How many distinct corrupt shards a run may skip. [shards]"""
 
     @property

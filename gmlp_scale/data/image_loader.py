@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,7 +25,7 @@ from gmlp_scale.data.manifest import CorruptShardError, ShardError, ShardFiles
 from gmlp_scale.data.order import RowOrder
 from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.errors import UserError
-from gmlp_scale.fields import FreeOnResume, OfOneMachine
+from gmlp_scale.fields import Count, CountFrom0, FreeOnResume, OfOneMachine
 
 _FAILURES = (CorruptShardError, OSError)
 """A worker returns these errors as values, since the DataLoader would pass on the text alone of an error raised."""
@@ -120,11 +120,11 @@ class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
     """Folder that data_prep/prepare_images.py wrote: a path or a URL that fsspec opens."""
     cache_dir: OfOneMachine[str | None] = None
     """Local folder that shards are copied to when they are first read; a URL needs one."""
-    shuffle_group_bytes: int = Field(200_000_000, ge=1)
+    shuffle_group_bytes: Count = 200_000_000
     """Rows are shuffled within groups of shards of about this size. [bytes]"""
-    num_workers: FreeOnResume[int] = Field(8, ge=0)
+    num_workers: FreeOnResume[CountFrom0] = 8
     """Processes of each rank that decode; 0 decodes between the steps. [processes]"""
-    prefetch_batches: FreeOnResume[int] = Field(4, ge=1)
+    prefetch_batches: FreeOnResume[Count] = 4
     """Micro-batches that each worker makes ahead. [micro-batches]"""
 
 

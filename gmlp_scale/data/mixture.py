@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, Field, model_serializer
 
 from gmlp_scale.data.hashing import hash64
+from gmlp_scale.fields import Count, CountFrom0, Positive
 from gmlp_scale.piecewise import Piecewise
 
 _SOURCES = 4  # the first word of a source's key; order.py and masking.py begin their keys with 1, 2 and 3
@@ -28,15 +29,15 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid"):
 
     shards: str
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
-    weight: float = Field(gt=0, allow_inf_nan=False)
+    weight: Positive
     """The source's share of a step's rows is this weight over the sum of the weights of the step's sources. The shares
     must be whole numbers of every million rows or fewer: 0.7 and 0.3, or 1563 and 241. [no unit]"""
     name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
     """The source in tags and records, as in data/epoch/NAME. null: the last part of its folder's path, or as many parts
     as set it apart from the others, such as own/shards."""
-    from_step: int = Field(default=0, ge=0)
+    from_step: CountFrom0 = 0
     """The source gives rows from this many finished steps on. [steps]"""
-    until_step: int | None = Field(default=None, gt=0)
+    until_step: Count | None = None
     """The source gives no rows from this many finished steps on; null for the run's end. [steps]"""
 
     @model_serializer(mode="wrap")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tqdm import tqdm
 
+from gmlp_scale import leave_at_once
 from gmlp_scale.errors import USER_ERRORS, LostRankError, exit_code
 from gmlp_scale.storage.files import print_error, redacted
 
@@ -50,6 +51,8 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
 
     @functools.wraps(main)
     def reporting_main() -> int:
+        if signal.getsignal(signal.SIGINT) is leave_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return main()
         except USER_ERRORS as error:
@@ -59,6 +62,7 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
                 leave_without_others(code)
             return code
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut off the end
             print_error("interrupted")
             return 128 + signal.SIGINT
 
@@ -74,7 +78,7 @@ def report(error: BaseException) -> None:
     once: rank 0 may be lost, and a launcher that was cut off prints no report.
     """
     is_lost = isinstance(error, LostRankError)
-    if int(os.environ.get("RANK", 0)) and not is_lost:
+    if os.environ.get("RANK", "").strip("0").isdigit() and not is_lost:
         time.sleep(OTHERS_REPORT_AFTER_SECONDS)
     if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not is_lost:
         content = {"message": redacted(str(error)), "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -1,5 +1,6 @@
 """This process alone: its device, memory, open files and stop signals."""
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -101,7 +102,8 @@ def keep_freed_memory() -> None:
 class StopSignal:
     """Remembers that one of the signals `numbers` came. Rank 0 prints the first one.
 
-    An ignored signal stays ignored, such as SIGHUP under nohup.
+    An ignored signal stays ignored, such as SIGHUP under nohup. A process that was asked to stop goes on hearing the
+    signals until its interpreter ends, so that none of them kills it after all was saved.
     """
 
     def __init__(self, numbers: Iterable[signal.Signals], *, rank: int):
@@ -109,9 +111,13 @@ class StopSignal:
         self._is_main = rank == 0
         heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         self.previous = {number: signal.signal(number, self._on_signal) for number in heard}
+        if heard:
+            atexit.unregister(ignore_stop_signals)
+            atexit.register(ignore_stop_signals)  # anew, since what was registered last comes first
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_signalled and number == signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)  # a third one would cut off what this one ends
             raise KeyboardInterrupt  # the second Ctrl-C: do not wait for the end of the step
         if not self.is_signalled and self._is_main:
             name = signal.Signals(number).name
@@ -121,5 +127,12 @@ class StopSignal:
         self.is_signalled = True
 
     def restore(self) -> None:
-        for number, previous in self.previous.items():
+        """Gives the signals to whoever had them before, unless one of them came."""
+        for number, previous in self.previous.items() if not self.is_signalled else ():
             signal.signal(number, previous)
+
+
+def ignore_stop_signals() -> None:
+    """For a process that is about to end. The interpreter's own end would give them their default action again."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +27,16 @@ from gmlp_scale.distributed.process import (
     keep_freed_memory,
     take_device,
 )
-from gmlp_scale.distributed.rendezvous import describe_absent, first_line, hosts_of, join_store, name_interface
-from gmlp_scale.distributed.roll_call import RollCall
-from gmlp_scale.errors import InputError, LostRankError, OtherRankError
+from gmlp_scale.distributed.rendezvous import (
+    describe_absent,
+    first_line,
+    hosts_of,
+    join_store,
+    launched,
+    name_interface,
+)
+from gmlp_scale.distributed.roll_call import NUM_NAMED, RollCall
+from gmlp_scale.errors import LostRankError, OtherRankError
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +49,6 @@ class StopSignalled(Exception):
 
 _NCCL_TRACE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """torch's variable: the path of the flight recorder's dump, to which it adds the rank."""
-
-
-def launched_world_size() -> int:
-    """How many processes the launcher started: WORLD_SIZE, which torchrun and deepspeed set; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def start_world(
@@ -68,19 +70,14 @@ def start_world(
         traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
 
     Raises:
-        InputError: the launcher's variables are incomplete, their port is another job's, or their ranks belong to
+        InputError: the launcher's variables cannot be used, their port is another job's, or their ranks belong to
             another run.
         LostRankError: rank 0 was not there within the timeout.
         DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
     """
-    size, rank = launched_world_size(), int(os.environ.get("RANK", 0))
+    place = launched()
+    rank, size, local_rank = place.rank, place.size, place.local_rank
     allow_open_files(rank, size)
-    if size > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise InputError(
-            f"WORLD_SIZE is {size}, but RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set: "
-            "start the processes with torchrun or deepspeed, or set all five"
-        )
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     own_device = take_device(device, local_rank)
     if traces_in:
         os.environ.setdefault(_NCCL_TRACE, f"{traces_in}/nccl_trace_rank_")
@@ -89,10 +86,10 @@ def start_world(
 
     host_group = roll_call = None
     timeout = timedelta(seconds=timeout_seconds)
-    store = join_store(rank, size, timeout, run) if size > 1 else dist.HashStore()
+    store = join_store(place, timeout, run) if size > 1 else dist.HashStore()
     try:
         if size > 1:
-            name_interface(store, rank, size)
+            name_interface(store, place)
         if size > 1 or init_group:
             backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
             dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=timeout)
@@ -106,8 +103,7 @@ def start_world(
         raise LostRankError(describe_absent(store, size, timeout, error)) from None
     stop_signal = StopSignal(STOP_SIGNALS if hear_stop_signals else (), rank=rank)
     world = World(rank, size, local_rank, own_device, store, host_group, roll_call, stop_signal)
-    if own_device.type == "cuda":
-        _refuse_shared_gpus(world)
+    _refuse_shared_gpus(world)
     return world
 
 
@@ -126,9 +122,13 @@ def start_fake_world(size: int) -> "World":
 
 
 def _refuse_shared_gpus(world: "World") -> None:
-    """Raises DeviceError on every rank. NCCL refuses them too, but only at the first collective of an engine."""
-    gpus = world.gather(str(torch.cuda.get_device_properties(world.device).uuid))
-    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    """Raises DeviceError on every rank. NCCL refuses them too, but only at the first collective of an engine.
+
+    All ranks call it: one whose recipe differs may be on a CPU.
+    """
+    is_gpu = world.device.type == "cuda"
+    gpus = world.gather(str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None)
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
     if sharing:
         world.stop()
         raise DeviceError(f"ranks {sharing} do not have a GPU each; {ONE_GPU_EACH}")
@@ -157,6 +157,11 @@ class World:
         """How messages name a rank: by its number and its host."""
         host = self._roll_call.hosts[rank] if self._roll_call else socket.gethostname()
         return f"rank {rank} (host {host})"
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """How messages name several ranks, and of many the first ones."""
+        names = [self.name_of(rank) for rank in ranks[:NUM_NAMED]]
+        return ", ".join([*names, f"{len(ranks) - NUM_NAMED} more"] if len(ranks) > NUM_NAMED else names)
 
     def barrier(self) -> None:
         if self._host_group:
@@ -208,8 +213,8 @@ class World:
         outcomes = self.gather([result, error is not None])
         if error:
             raise error
-        if failed := [self.name_of(rank) for rank, (_, has_failed) in enumerate(outcomes) if has_failed]:
-            raise OtherRankError(f"{' and '.join(failed)} could not go on; the message there says why")
+        if failed := [rank for rank, (_, has_failed) in enumerate(outcomes) if has_failed]:
+            raise OtherRankError(f"{self.names_of(failed)} could not go on; the message there says why")
         return [result for result, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,14 +18,15 @@ from gmlp_scale.engine.masters import Masters, Piece, ReadSlice
 from gmlp_scale.engine.muon import Muon, Span, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
+from gmlp_scale.fields import Count, Timeout
 
 
 class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     kind: Literal["fsdp2"] = "fsdp2"
     """PyTorch's fully_shard."""
-    timeout_seconds: float = Field(600, gt=0)
+    timeout_seconds: Timeout = 600
     """How long a collective waits for the other ranks before the run fails. [seconds]"""
-    blocks_per_group: int = Field(8, gt=0)
+    blocks_per_group: Count = 8
     """How many blocks to gather together. One block alone is so small that latency would decide. [blocks]"""
     reshard_after_forward: bool = False
     """True frees a group's gathered parameters after its forward pass and gathers them again for the backward pass

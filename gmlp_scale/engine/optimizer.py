@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor, nn
 
 from gmlp_scale.engine.gradients import clip_divisor
+from gmlp_scale.fields import CountFrom0, NotNegative, Positive, Share
 
 
 class AdamwConfig(BaseModel, frozen=True, extra="forbid"):
@@ -18,23 +19,23 @@ class AdamwConfig(BaseModel, frozen=True, extra="forbid"):
 
     kind: Literal["adamw"] = "adamw"
     """AdamW for all parameters."""
-    peak_learning_rate: float = Field(1e-4, gt=0)
+    peak_learning_rate: Positive = 1e-4
     """The learning rate at the end of the warm-up. [no unit]"""
     schedule: Literal["linear", "cosine", "stable"] = "linear"
     """What the rate does after the warm-up. linear: it falls to 0 at the end of train.num_steps, as the paper's.
     cosine: the same along half a cosine. stable: it stays at its peak, and falls to 0 over the last decay_steps."""
-    warmup_steps: int = Field(10_000, ge=0)
+    warmup_steps: CountFrom0 = 10_000
     """Steps over which the rate climbs from 0 to its peak, linearly. [steps]"""
-    decay_steps: int = Field(0, ge=0)
+    decay_steps: CountFrom0 = 0
     """For `stable` only. The steps at the end over which the rate falls; 0: it never does. [steps]"""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     """How much of AdamW's mean of gradients, and of their squares, each step keeps. [fraction]"""
-    eps: float = Field(1e-6, gt=0)
+    eps: Positive = 1e-6
     """What AdamW adds to the root of the mean square, so that it never divides by 0. [no unit]"""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: NotNegative = 0.01
     """Each step takes this times the learning rate off the weights. On matrices only: not on LayerNorms, biases and the
     Toeplitz vector. [no unit]"""
-    gradient_clipping: float | None = Field(None, gt=0)
+    gradient_clipping: Positive | None = None
     """Largest global gradient norm; null never clips. [no unit]"""
 
 
@@ -43,9 +44,9 @@ class MuonConfig(AdamwConfig, frozen=True, extra="forbid"):
 
     kind: Literal["muon"] = "muon"
     """Muon for the matrices of the blocks, AdamW for the rest."""
-    momentum: float = Field(0.95, ge=0, lt=1)
+    momentum: Share = 0.95
     """How much of Muon's mean of gradients each step keeps. [fraction]"""
-    matrix_rate_ratio: float = Field(1.0, gt=0)
+    matrix_rate_ratio: Positive = 1.0
     """The learning rate of Muon's matrices over that of the rest. At 1 an update is about as large as AdamW's.
     [no unit]"""
 

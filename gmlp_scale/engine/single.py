@@ -15,6 +15,7 @@ from gmlp_scale.engine.masters import Masters, Piece, ReadSlice
 from gmlp_scale.engine.muon import Muon, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
 from gmlp_scale.engine.train_config import TrainConfig
+from gmlp_scale.fields import Timeout
 
 
 class SingleConfig(BaseModel, frozen=True, extra="forbid"):
@@ -22,7 +23,7 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
 
     kind: Literal["single"] = "single"
     """The reference: one process, without sharding."""
-    timeout_seconds: float = 600
+    timeout_seconds: Timeout = 600
     """How long to wait for the other ranks, of which one process has none. Every engine takes it, so that overriding
     engine.kind alone gives a valid recipe. [seconds]"""
 

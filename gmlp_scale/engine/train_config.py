@@ -2,14 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
+from pydantic import BaseModel, BeforeValidator
 
-from gmlp_scale.fields import FreeInBranch, FreeOnResume
+from gmlp_scale.fields import MOST_COUNT, Count, FreeInBranch, FreeOnResume, Positive
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value <= MOST_COUNT
 
 
 def _is_positive_or_auto(value: Any) -> Any:
@@ -19,14 +19,14 @@ def _is_positive_or_auto(value: Any) -> Any:
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
-    num_steps: FreeInBranch[int] = Field(gt=0)
+    num_steps: FreeInBranch[Count]
     """The length of the schedule in optimizer updates. [steps]"""
-    time_budget_seconds: FreeInBranch[float | None] = Field(None, gt=0)
+    time_budget_seconds: FreeInBranch[Positive | None] = None
     """About how long the run may take, over all its starts; the last evaluation and save come after. The learning rate
     falls over the last part of that time, as large a part as optimizer.decay_steps is of num_steps; how many steps that
     is follows from the speed until then, and is decided once. num_steps is then the most steps. Needs
     optimizer.schedule=stable. [seconds]"""
-    stop_after_step: FreeOnResume[int | None] = Field(None, gt=0)
+    stop_after_step: FreeOnResume[Count | None] = None
     """Stop after this step with a checkpoint, as on a signal; the same command without it goes on. [steps]"""
     global_batch_size: Annotated[
         int | tuple[tuple[int, int], ...], number_or_pieces(_is_positive, "a positive integer")
@@ -53,24 +53,24 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     on_spike: FreeOnResume[Literal["log", "skip", "stop"]] = "log"
     """A step whose loss is far above those before it (train/step_guard.py says how far): log it, go on without its
     update, or stop the run."""
-    recheck_every_steps: FreeOnResume[int | None] = Field(None, gt=0)
+    recheck_every_steps: FreeOnResume[Count | None] = None
     """Each rank computes a micro-batch twice this often, and the ranks compare their weights; a difference stops the
     run with the rank's number. It finds chips and memory that give wrong numbers. On a GPU the whole run then uses
     torch's deterministic algorithms and no fused attention. [steps]"""
-    log_every_steps: FreeOnResume[int] = Field(50, gt=0)
+    log_every_steps: FreeOnResume[Count] = 50
     """How often a line comes in the log, metrics.jsonl and TensorBoard. [steps]"""
-    evaluate_every_steps: FreeOnResume[int] = Field(10_000, gt=0)
+    evaluate_every_steps: FreeOnResume[Count] = 10_000
     """How often an evaluation on held-out rows comes. There is one at the end too. [steps]"""
-    num_evaluation_rows: FreeOnResume[int] = Field(10_000, gt=0)
+    num_evaluation_rows: FreeOnResume[Count] = 10_000
     """Held-out rows per evaluation: the first ones, or as many as there are. [rows]"""
-    profile_steps: FreeOnResume[tuple[PositiveInt, PositiveInt] | None] = None
+    profile_steps: FreeOnResume[tuple[Count, Count] | None] = None
     """The first and the last step to profile, counted from 1: what rank 0 does in them goes into the run's folder
     profile, as a Chrome trace and, on a GPU, a memory snapshot. [steps]"""
     tracker: FreeOnResume[Literal["wandb"] | None] = None
     """Weights & Biases beside TensorBoard. WANDB_MODE=offline keeps it on the disk."""
     log_filters: FreeOnResume[bool] = False
     """Draw the spatial filters of a gMLP into TensorBoard at every evaluation. Gathers all weights on rank 0."""
-    peak_tflops_per_device: FreeOnResume[float | None] = Field(None, gt=0)
+    peak_tflops_per_device: FreeOnResume[Positive | None] = None
     """Data-sheet peak that perf/mfu divides by. null looks the device up; without a known peak there is no perf/mfu.
     [TFLOP/s]"""
     allow_changed_on_resume: FreeOnResume[list[str]] = []

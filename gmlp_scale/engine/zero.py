@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field, FilePath
+from pydantic import BaseModel, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
@@ -17,7 +17,7 @@ from gmlp_scale.engine.optimizer import MOMENTS, Adamw, OptimizerConfig, decayed
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero_settings import deepspeed_settings
 from gmlp_scale.engine.zero_sharding import ShardedModel
-from gmlp_scale.fields import OfOneMachine
+from gmlp_scale.fields import OfOneMachine, Timeout
 
 
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
@@ -25,7 +25,7 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     """DeepSpeed's ZeRO."""
     stage: Literal[1, 2, 3] = 1
     """What is sharded over the ranks: 1 master and moments, 2 gradients too, 3 parameters too."""
-    timeout_seconds: float = Field(600, gt=0)
+    timeout_seconds: Timeout = 600
     """How long a collective waits for the other ranks before the run fails. [seconds]"""
     deepspeed_config: OfOneMachine[FilePath | None] = None
     """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). It must agree with

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PositiveInt
+from pydantic import BaseModel, BeforeValidator, Field
 
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.engine import EngineConfig, TrainConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
-from gmlp_scale.fields import FreeOnResume
+from gmlp_scale.fields import Count, FreeOnResume, NotNegative, Positive, Share
 from gmlp_scale.models.layers import Recompute
 from gmlp_scale.recipe.checks import stop_mistakes
 from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path
@@ -33,9 +33,9 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
     """Scored once, at the end, if it has labels. Its predictions are written in any case."""
     test_mismatched: str | None = None
     """MNLI's second test set."""
-    sequence_length: PositiveInt
+    sequence_length: Count
     """The length of every row, in training and in evaluation, at most the model's. [tokens]"""
-    document_stride: PositiveInt | None = None
+    document_stride: Count | None = None
     """SQuAD and tagging: from the start of one window of a text to the start of the next. [tokens]"""
     entity_types: list[str] | None = None
     """Tagging: the types of entities, as in B-TYPE and I-TYPE."""
@@ -45,15 +45,15 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: Positive | None = None
     """The length of the schedule in passes over the rows. The last step may take some rows of another pass. [epochs]"""
-    num_steps: PositiveInt | None = None
+    num_steps: Count | None = None
     """The same in optimizer updates. Give one of the two. [steps]"""
-    stop_after_step: FreeOnResume[PositiveInt | None] = None
+    stop_after_step: FreeOnResume[Count | None] = None
     """Leave after this step with a checkpoint, as if stopped by a signal. [steps]"""
-    global_batch_size: PositiveInt
+    global_batch_size: Count
     """Rows per step over all ranks. [rows]"""
-    micro_batch_size: FreeOnResume[PositiveInt]
+    micro_batch_size: FreeOnResume[Count]
     """Rows per forward pass on one rank. [rows]"""
     device: FreeOnResume[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
@@ -63,17 +63,17 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     """torch.compile for each block."""
     recompute: FreeOnResume[Recompute] = "none"
     """What the backward pass computes again to save memory, as in pretraining."""
-    recheck_every_steps: FreeOnResume[PositiveInt | None] = None
+    recheck_every_steps: FreeOnResume[Count | None] = None
     """How often each rank computes a micro-batch twice, as in pretraining. [steps]"""
-    log_every_steps: FreeOnResume[PositiveInt] = 50
+    log_every_steps: FreeOnResume[Count] = 50
     """How often a line is added to the log, metrics.jsonl and TensorBoard. [steps]"""
-    evaluate_every_steps: FreeOnResume[PositiveInt | None] = None
+    evaluate_every_steps: FreeOnResume[Count | None] = None
     """How often the development set is evaluated; null: once per epoch. The end always is. [steps]"""
-    profile_steps: FreeOnResume[tuple[PositiveInt, PositiveInt] | None] = None
+    profile_steps: FreeOnResume[tuple[Count, Count] | None] = None
     """The first and the last step to profile, as in pretraining. [steps]"""
     tracker: FreeOnResume[Literal["wandb"] | None] = None
     """Weights & Biases beside TensorBoard."""
-    peak_tflops_per_device: FreeOnResume[float | None] = Field(None, gt=0)
+    peak_tflops_per_device: FreeOnResume[Positive | None] = None
     """Data-sheet peak that perf/mfu divides by. null looks the device up. [TFLOP/s]"""
     allow_changed_on_resume: FreeOnResume[list[str]] = []
     """Fields that may differ from the checkpoint's although they change the run."""
@@ -82,26 +82,26 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
 class FinetuneOptimizerConfig(BaseModel, frozen=True, extra="forbid"):
     """As AdamwConfig, except for the warm-up."""
 
-    peak_learning_rate: float = Field(gt=0)
+    peak_learning_rate: Positive
     """The learning rate at the end of the warm-up. [no unit]"""
-    warmup_fraction: float = Field(0.1, ge=0, lt=1)
+    warmup_fraction: Share = 0.1
     """How much of the schedule the rate climbs from 0 to its peak; it falls to 0 over the rest. [fraction]"""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     """How much of AdamW's mean of gradients, and of their squares, each step keeps. [fraction]"""
-    eps: float = Field(1e-6, gt=0)
+    eps: Positive = 1e-6
     """What AdamW adds to the root of the mean square, so that it never divides by 0. [no unit]"""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: NotNegative = 0.01
     """Each step takes this times the learning rate off the weights, on matrices only. [no unit]"""
-    gradient_clipping: float | None = Field(None, gt=0)
+    gradient_clipping: Positive | None = None
     """Largest global gradient norm; null never clips. [no unit]"""
 
 
 class GridConfig(BaseModel, frozen=True, extra="forbid"):
     """--grid tries every pair of these."""
 
-    global_batch_size: list[PositiveInt] = Field(min_length=1)
+    global_batch_size: list[Count] = Field(min_length=1)
     """Values of train.global_batch_size. [rows]"""
-    peak_learning_rate: list[float] = Field(min_length=1)
+    peak_learning_rate: list[Positive] = Field(min_length=1)
     """Values of optimizer.peak_learning_rate. [no unit]"""
 
 
@@ -117,7 +117,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
     """A folder that launch/export.py wrote, or one at a URL."""
     pretrained: bool = True
     """false: take the export's model and tokenizer, but random weights, as a baseline without pretraining."""
-    dropout: float = Field(0.1, ge=0, lt=1)
+    dropout: Share = 0.1
     """After the embedding, on residual branches, on attention probabilities and before the classifier. [fraction]"""
     data: FreeOnResume[FinetuneDataConfig]
     train: FinetuneTrainConfig

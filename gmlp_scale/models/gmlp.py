@@ -14,13 +14,13 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, leading, toeplitz
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, VocabSize, Width, leading, toeplitz
 
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
 FUSED_GATING: Gating = "multiplicative_split"
@@ -39,17 +39,17 @@ class GmlpConfig(FamilyConfig):
     """gMLP: the Spatial Gating Unit alone mixes the positions."""
     num_blocks: NumBlocks
     """gMLP blocks; each is one layer (36 at the size of BERT base). [blocks]"""
-    d_model: PositiveInt
+    d_model: Width
     """Width of the residual stream. [channels]"""
-    d_ffn: PositiveInt
+    d_ffn: Width
     """Width after the channel expansion, before any split. [channels]"""
     spatial: Literal["toeplitz", "dense"] = "toeplitz"
     """W from one number per offset (the paper's choice for text), or a free n x n matrix (images)."""
     gating: Gating = "multiplicative_split"
     """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
-    sequence_length: PositiveInt
+    sequence_length: Width
     """Positions n that the spatial projection is made for; shorter inputs take its central part. [tokens]"""
-    vocab_size: PositiveInt
+    vocab_size: VocabSize
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
     kernels: FreeOnResume[Literal["auto", "torch", "triton"]] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
@@ -80,7 +80,7 @@ class AmlpConfig(GmlpConfig):
     display_name: ClassVar[str] = "aMLP"
     kind: Literal["amlp"] = "amlp"
     """aMLP: gMLP with a tiny attention in each block."""
-    d_attn: PositiveInt
+    d_attn: Width
     """Width of the tiny attention's single head. [channels]"""
 
     @property

@@ -13,10 +13,13 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from gmlp_scale.fields import FreeOnResume
+from gmlp_scale.fields import Count, FreeOnResume
 
-NumBlocks = Annotated[int, Field(ge=1, le=10_000)]
+NumBlocks = Annotated[Count, Field(le=10_000)]
 """The paper's deepest model has 144. Without a limit a slip of the pen would keep even a dry run busy for ever."""
+Width = Annotated[Count, Field(le=2**20)]
+VocabSize = Annotated[Count, Field(le=2**40)]
+"""PyTorch counts a tensor's bytes in 63 bits, also of one that is never made."""
 Recompute = Literal["none", "selective", "full"]
 """none: nothing. selective: everything but its matrix products, so LayerNorms, GELU and gates. A fused Spatial Gating
 Unit is computed again too, because it would have to keep more than its input. full: everything, from the block's input.

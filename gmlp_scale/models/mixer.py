@@ -11,10 +11,9 @@ Shape suffixes: B batch, N positions, D width, S hidden width of the network ove
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, leading
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, VocabSize, Width, leading
 
 
 class MixerConfig(FamilyConfig):
@@ -23,15 +22,15 @@ class MixerConfig(FamilyConfig):
     """MLP-Mixer: a two-layer network over positions, then one over channels."""
     num_blocks: NumBlocks
     """Mixer layers, each mixing positions and then channels. [blocks]"""
-    d_model: PositiveInt
+    d_model: Width
     """Width of the residual stream. [channels]"""
-    d_spatial: PositiveInt
+    d_spatial: Width
     """Hidden width of the two-layer network over positions. [channels]"""
-    d_ffn: PositiveInt
+    d_ffn: Width
     """Hidden width of the two-layer network over channels. [channels]"""
-    sequence_length: PositiveInt
+    sequence_length: Width
     """Positions n that the network over positions is made for; shorter inputs take its leading part. [tokens]"""
-    vocab_size: PositiveInt
+    vocab_size: VocabSize
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @property

@@ -16,11 +16,10 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention
-from gmlp_scale.models.layers import NumBlocks, toeplitz
+from gmlp_scale.models.layers import NumBlocks, VocabSize, Width, toeplitz
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
@@ -32,18 +31,18 @@ class TransformerConfig(AttentionConfig):
     """BERT's layers, with LayerNorm before each part."""
     num_blocks: NumBlocks
     """Transformer layers, attention and feed-forward together: 12 for what the paper writes as 12+12. [blocks]"""
-    d_model: PositiveInt
+    d_model: Width
     """Width of the residual stream. [channels]"""
-    d_ffn: PositiveInt
+    d_ffn: Width
     """Width of the feed-forward part's hidden layer. [channels]"""
-    num_heads: PositiveInt
+    num_heads: Width
     """Heads of each layer's attention; d_model is a multiple of it. [heads]"""
     positions: Literal["absolute", "relative", "relative_only"]
     """absolute: learned embeddings, added to the tokens'. relative: T5's biases in the softmax, per layer and head.
     relative_only: those biases alone, without queries and keys (third line of Table 3)."""
-    sequence_length: PositiveInt
+    sequence_length: Width
     """Longest input. [tokens]"""
-    vocab_size: PositiveInt
+    vocab_size: VocabSize
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @property

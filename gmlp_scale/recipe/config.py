@@ -23,7 +23,7 @@ from gmlp_scale.data.data_config import DataConfig, load_manifests
 from gmlp_scale.data.mixture import Mixture, changing_steps, mixture_mistakes
 from gmlp_scale.engine import EngineConfig, OptimizerConfig, TrainConfig
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import FreeInBranch, FreeOnResume, OfOneMachine, flatten
+from gmlp_scale.fields import CountFrom0, FreeInBranch, FreeOnResume, OfOneMachine, flatten
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
@@ -58,7 +58,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     """The run folder is output_dir/name."""
     output_dir: OfOneMachine[Annotated[str, BeforeValidator(plain_path)]] = "outputs"
     """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
-    seed: int = Field(ge=0, lt=2**32)
+    seed: Annotated[CountFrom0, Field(lt=2**32)]
     """For the initial weights, the order of the rows, the masks and dropout. [no unit]"""
 
     @property

@@ -5,6 +5,7 @@ its own. That file has no base.
 """
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -64,7 +65,7 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
     except ValidationError as error:
         mistakes += [_word(config_class, mistake) for mistake in error.errors()]
     else:
-        mistakes += [*run.mistakes(), *_unknown_exceptions(run)]
+        mistakes += [*run.mistakes(), *_wrong_exceptions(run)]
     if mistakes:
         raise ConfigError(source, mistakes)
     return run
@@ -174,8 +175,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        if repeated := {key for key in keys if keys.count(key) > 1}:
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if repeated := {key for key, count in counts.items() if count > 1}:
             raise yaml.YAMLError(f"{', '.join(sorted(repeated))} given twice {node.start_mark}")
         return super().construct_mapping(node, deep)
 
@@ -194,7 +195,10 @@ def _apply_overrides(content: dict, overrides: list[str]) -> list[str]:
             mistakes.append(f"{override}: only a recipe file has a base; give the fields that differ, or another file")
             continue
         try:
+            override.encode()
             parsed[tuple(name.strip().split("."))] = parse_yaml(text)
+        except UnicodeEncodeError as error:
+            mistakes.append(f"{override[:200]}: the value is no text of UTF-8 ({error.reason}); give other characters")
         except (yaml.YAMLError, ValueError, RecursionError):
             mistakes.append(f"{override[:200]}: the value is not plain YAML; quote it")
     return mistakes + _set_fields(content, parsed)
@@ -219,11 +223,13 @@ def _set_fields(content: dict, fields: dict[tuple[str, ...], Any]) -> list[str]:
     return mistakes
 
 
-def _unknown_exceptions(run: AnyConfig) -> Iterable[str]:
+def _wrong_exceptions(run: AnyConfig) -> Iterable[str]:
     known = {field for field, _ in flatten(run.model_dump(mode="json"))}
     for field in run.train.allow_changed_on_resume:
         if field not in known:
             yield f"train.allow_changed_on_resume: found {field!r}{_nearest(field, known)}"
+        elif field == "optimizer.kind":
+            yield f"train.allow_changed_on_resume: found {field}; a checkpoint has its own optimizer's states"
 
 
 def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:

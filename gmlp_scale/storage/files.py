@@ -72,8 +72,8 @@ def redacted(value: T) -> T:
 
 
 def print_error(error: BaseException | str) -> None:
-    """Prints an error's message to standard error."""
-    print(redacted(str(error)), file=sys.stderr)
+    """Prints an error's message to standard error, also where it names an argument that is no UTF-8."""
+    print(redacted(str(error)).encode(errors="backslashreplace").decode(), file=sys.stderr)
 
 
 def is_url(place: str | Path) -> bool:

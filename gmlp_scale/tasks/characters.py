@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.batch_plan import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
-from gmlp_scale.fields import FreeInBranch, FreeOnResume
+from gmlp_scale.fields import FreeInBranch, FreeOnResume, Positive, Share
 from gmlp_scale.models import ModelConfig, build_model, kinds_with
 from gmlp_scale.models.task_heads import NextTokenBatch, NextTokenModel
 from gmlp_scale.recipe.config import PretrainingRecipe
@@ -32,7 +32,7 @@ from gmlp_scale.tasks.task import Task
 class CharacterDataConfig(BaseModel, frozen=True, extra="forbid"):
     text: FreeOnResume[str]  # its checksum is compared
     """A UTF-8 text file, or one at a URL."""
-    heldout_fraction: float = Field(0.1, gt=0, lt=1)
+    heldout_fraction: Annotated[Positive, Field(lt=1)] = 0.1
     """The end of the text that is evaluated on. [fraction]"""
 
 
@@ -45,7 +45,7 @@ class CharactersConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """Recipes of masked language modelling have no `task`."""
     model: ModelConfig
     """A model of a family whose blocks can be causal. Its vocabulary is the text's alphabet."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Share = 0.0
     """On residual branches and attention weights. [fraction]"""
     data: CharacterDataConfig
     train: TrainConfig

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from math import isqrt
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from torch import Tensor
 
 from gmlp_scale.checkpoint.config import CheckpointConfig
@@ -20,7 +20,7 @@ from gmlp_scale.data.batch import ImageBatch
 from gmlp_scale.data.image_loader import ImageDataConfig, ImageLoader, load_image_manifest
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, EngineConfig, OptimizerConfig, TrainConfig
-from gmlp_scale.fields import FreeInBranch, FreeOnResume
+from gmlp_scale.fields import Count, FreeInBranch, FreeOnResume, Positive
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe
@@ -37,9 +37,9 @@ class ImagesConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     """Recipes of masked language modelling have no `task`."""
     model: ModelConfig
     """The model. Its positions are the patches, and vocab_size is the number of classes."""
-    patch_size: PositiveInt
+    patch_size: Annotated[Count, Field(le=4096)]
     """Pixels on a side of a patch. An image has as many patches as model.sequence_length, in a square. [pixels]"""
-    survival_probability: float = Field(1.0, gt=0, le=1)
+    survival_probability: Annotated[Positive, Field(le=1)] = 1.0
     """Stochastic depth: how likely the last block's residual branch stays; from 1 at the first block it falls evenly.
     [fraction]"""
     data: ImageDataConfig

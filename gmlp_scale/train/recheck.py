@@ -60,9 +60,8 @@ def checksum(tensors: list[Tensor]) -> int:
 
 
 def _message(world: World, step: int, ranks: list[int], found: str) -> str:
-    names = ", ".join(map(world.name_of, ranks))
     return (
-        f"before step {step} {names} {found}: the hardware there is likely at fault. Take the host out; the same "
-        "command resumes from the newest checkpoint. If the fault may be older, first delete the checkpoints that you "
-        "doubt"
+        f"before step {step} {world.names_of(ranks)} {found}: the hardware there is likely at fault. Take the host "
+        "out; the same command resumes from the newest checkpoint. If the fault may be older, first delete the "
+        "checkpoints that you doubt"
     )

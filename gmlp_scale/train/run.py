@@ -12,13 +12,14 @@ import torch
 import gmlp_scale
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.stores import Checkpoints, LocalCheckpoints, RemoteCheckpoints
-from gmlp_scale.distributed.logs import set_up_logging
-from gmlp_scale.distributed.world import StopSignalled, World, start_world
+from gmlp_scale.distributed.world import StopSignalled, World
 from gmlp_scale.engine import Engine, build_engine
+from gmlp_scale.fields import flatten
 from gmlp_scale.recipe.config import PretrainingRecipe, Recipe
 from gmlp_scale.storage.files import is_url, write_text
 from gmlp_scale.storage.run_folder import RemoteFolder, claimed
 from gmlp_scale.tasks.task import Task
+from gmlp_scale.train.agreement import require_agreement, start_world_of
 from gmlp_scale.train.banner import banner
 from gmlp_scale.train.loop import Progress, Run, train
 from gmlp_scale.train.metrics import Metrics, StartUp
@@ -43,26 +44,13 @@ def pretrain(config: PretrainingRecipe) -> Progress:
         return run_task(task_of(config), world, start_up)
 
 
-def start_world_of(config: Recipe) -> World:
-    """Joins the processes that the launcher started, as the recipe needs them, and sets up their logs."""
-    engine = config.engine
-    world = start_world(
-        engine.timeout_seconds,
-        config.train.device,
-        init_group=engine.needs_process_group,
-        run=config.run_folder,
-        traces_in=config.run_dir.absolute(),
-    )
-    set_up_logging(world)
-    return world
-
-
 def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
     """Trains from the newest good checkpoint to the end of the schedule, `train.stop_after_step` or a stop signal.
 
     Raises:
-        One of USER_ERRORS: the recipe does not fit the ranks, the data or the checkpoint; another job holds the run
-        folder; a shard is corrupt; no checkpoint can be written or read; a loss or norm is not finite.
+        One of USER_ERRORS: the ranks found different data; the recipe does not fit the ranks, the data or the
+        checkpoint; another job holds the run folder; a shard is corrupt; no checkpoint can be written or read; a loss
+        or norm is not finite.
     """
     config = task.config
     config.rows_per_rank(world.size)
@@ -71,6 +59,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         place = _hold_run_folder(config, world, stack)
         loader = task.open_loader(world)
         stack.callback(loader.close)
+        require_agreement(world, dict(flatten({"data": task.fingerprint})))
         start_up.finish("data")
         details = {"config": config.to_json(), "data": task.fingerprint}
         timeout_seconds = config.engine.timeout_seconds / 2

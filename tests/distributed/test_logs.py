@@ -45,6 +45,14 @@ def test_a_command_prints_a_users_mistake_in_its_words_and_returns_its_code(erro
     assert main() == code and capsys.readouterr().err == f"{error}\n"
 
 
+def test_an_argument_that_is_no_utf_8_can_be_named(capsys):
+    @command
+    def main() -> int:
+        raise InputError("recipe_\udcff.yaml cannot be read")
+
+    assert main() == 2 and capsys.readouterr().err == "recipe_\\udcff.yaml cannot be read\n"
+
+
 def test_an_interrupted_command_ends_in_one_line(capsys):
     @command
     def main() -> int:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmlp_scale.distributed.world import launched_world_size, start_world
+from gmlp_scale.distributed import logs
+from gmlp_scale.distributed.world import start_world
 from gmlp_scale.errors import OtherRankError
+from launch import pretrain
 from tests.gloo_ranks import run_ranks
 
 
@@ -147,12 +149,42 @@ def test_one_process_needs_no_launcher(monkeypatch, number):
         assert not world.is_stop_signalled
         os.kill(os.getpid(), number)
         assert world.is_stop_signalled
+    os.kill(os.getpid(), signal.SIGTERM)  # heard still, as the process is to end
+    signal.signal(number, before)
+    with start_world(30, "cpu"):
+        assert signal.getsignal(number) != before
     assert signal.getsignal(number) == before
 
 
-def test_half_a_launcher_is_an_error_that_says_what_is_missing(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert launched_world_size() == 2
-    with pytest.raises(ValueError, match="torchrun or deepspeed"):
-        start_world(30, "cpu")
+@pytest.mark.parametrize(
+    "variables, mistakes",
+    [
+        ("WORLD_SIZE=2", ["RANK: found '", "LOCAL_RANK: found '", "MASTER_PORT: found '", "MASTER_ADDR: found '"]),
+        ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 MASTER_PORT=x MASTER_ADDR=h", ["RANK: found '2'", "MASTER_PORT: found 'x'"]),
+        ("WORLD_SIZE=", ["WORLD_SIZE: found ''; needed: a number from 1 to"]),
+        ("WORLD_SIZE=0", ["WORLD_SIZE: found '0'"]),
+        ("WORLD_SIZE=-2", ["WORLD_SIZE: found '-2'"]),
+        ("WORLD_SIZE=2.0", ["WORLD_SIZE: found '2.0'"]),
+        ("WORLD_SIZE=²", ["WORLD_SIZE: found '²'"]),
+        ("WORLD_SIZE=" + "9" * 5000, ["WORLD_SIZE: found '99"]),
+        ("WORLD_SIZE=2 RANK=x LOCAL_RANK=-1 MASTER_PORT=0 MASTER_ADDR=h", ["RANK: ", "LOCAL_RANK: ", "MASTER_PORT: "]),
+        ("WORLD_SIZE=2 RANK=1 LOCAL_RANK=2 MASTER_PORT=65536 MASTER_ADDR=h", ["LOCAL_RANK: ", "MASTER_PORT: "]),
+        ("RANK=3", ["RANK: found '3'; needed: a number from 0 to 0"]),
+        ("LOCAL_RANK=one", ["LOCAL_RANK: found 'one'; needed: a number from 0 to 0"]),
+    ],
+    ids=range(12),
+)
+def test_variables_that_no_launcher_sets_are_refused_before_anything_starts(variables, mistakes, monkeypatch, refuses):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(logs, "OTHERS_REPORT_AFTER_SECONDS", 0.0)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("=", 1))
+    error = refuses(mistakes[0], pretrain.main, "--config", "smoke")
+    first, *found, last = [line.strip() for line in error.splitlines()]
+    assert first == "the launcher's variables cannot be used" and last.startswith(
+        "start the processes with torchrun or"
+    )
+    assert len(found) == len(mistakes)
+    for line, mistake in zip(sorted(found), sorted(mistakes), strict=True):
+        assert line.startswith(mistake)

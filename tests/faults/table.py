@@ -27,6 +27,7 @@ ROWS = (
     "SIGSTOP of a rank under a launcher",
     "SIGTERM, SIGUSR1 or SIGINT to a rank",
     "SIGTERM to a launcher",
+    "stop signals that keep coming until the process is gone",
     "data job killed, its processes or its own",
     "finetuning sweep killed at a file operation",
     "a push to the Hub that fails in the middle",

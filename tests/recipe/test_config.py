@@ -70,6 +70,10 @@ def test_missing_field_is_named(tmp_path):
         ("optimizer.warmup_steps=1000000", "optimizer.warmup_steps: found 1000000; must be below train.num_steps"),
         ("train.stop_after_step=1000000", "train.stop_after_step: found 1000000; must be at most"),
         ("train.allow_changed_on_resume=[optimizer.peak_learning_rat]", "did you mean optimizer.peak_learning_rate?"),
+        (
+            "train.allow_changed_on_resume=[optimizer.kind]",
+            "found optimizer.kind; a checkpoint has its own opt",
+        ),
         ("engine.kind=zero engine.stage=3 train.recompute=selective", "train.recompute: found selective"),
         ("train.compile=reduce-overhead", "train.compile: found reduce-overhead; needed: true or false, or a GPU"),
         ("engine.kind=zero engine.stage=3 train.compile=reduce-overhead", "found reduce-overhead; needed: false"),
@@ -104,6 +108,10 @@ def test_missing_field_is_named(tmp_path):
         ("train.num_steps=", "train.num_steps=: no value follows the =; give one, or null for none"),
         ("seed=" + "[" * 10**5, "[[[: the value is not plain YAML"),
         ("name=2026-31-12", "name=2026-31-12: the value is not plain YAML; quote it"),  # YAML reads a date
+        ("name=a\udcff", "name=a\udcff: the value is no text of UTF-8 (surrogates not allowed); give other"),
+        ('data.shards="/a\\ud83d"', "the value is no text of UTF-8 (surrogates not allowed)"),
+        ('output_dir="/a/\\ud83d\\ude00"', "the value is no text of UTF-8"),  # as JSON writes an emoji
+        ('train.allow_changed_on_resume=["\\ud83d"]', "the value is no text of UTF-8"),
     ],
 )
 def test_settings_that_cannot_work(overrides, needle):
@@ -149,6 +157,8 @@ def test_another_engine_kind_leaves_the_files_own_fields_behind(tmp_path):
         ("- 1\n", "a recipe is a mapping"),
         ("seed: [", "is not plain YAML"),
         ("name: 2026-31-12\n", "is not plain YAML: month must be in 1..12"),
+        ('output_dir: "/a\\ud83d"\n', "is not plain YAML: 'utf-8' codec can't encode character '\\ud83d'"),
+        ('"\\ud83d": 1\n', "is not plain YAML: 'utf-8' codec can't encode"),
         ("seed: " + "[" * 10**5 + "]" * 10**5, "is not plain YAML: maximum recursion depth"),
     ],
 )

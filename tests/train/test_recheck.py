@@ -150,8 +150,8 @@ class _Ranks:
     def __init__(self, weights: list[int]):
         self.size, self.weights = len(weights), weights
 
-    def name_of(self, rank: int) -> str:
-        return f"rank {rank} (host node)"
+    def names_of(self, ranks: list[int]) -> str:
+        return ", ".join(f"rank {rank} (host node)" for rank in ranks)
 
     def gather(self, value: int) -> list[int]:
         return [0] * self.size if value == 0 else self.weights

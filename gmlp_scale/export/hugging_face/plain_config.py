@@ -5,8 +5,6 @@ Types and ranges were checked when the export was written. An unknown or a missi
 
 from dataclasses import dataclass
 
-PositiveInt = int
-
 
 class BaseModel:
     def __init_subclass__(cls, frozen: bool = True, extra: str = "forbid"):
@@ -14,6 +12,10 @@ class BaseModel:
 
 
 def Field(**checks):
+    return None
+
+
+def BeforeValidator(function):
     return None
 
 
