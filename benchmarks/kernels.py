@@ -98,7 +98,7 @@ def host_seconds(run: RunConfig, device: str) -> dict[str, float]:
 def train_unit(inputs: list[Tensor | None]) -> tuple[float, float]:
     """Calls the operator and its backward pass; returns the seconds that the host took for each."""
     leaves, started = [tensor for tensor in inputs if tensor is not None], time.perf_counter()
-    output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(*inputs, 1e-5, True)
+    output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(*inputs, None, 1e-5, True)
     done = time.perf_counter()
     torch.autograd.grad(output_BNG, leaves, output_BNG)
     return done - started, time.perf_counter() - done

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -48,6 +48,7 @@ from gmlp_scale.checkpoint.pieces import PIECE_FILE, FileRecord, TensorRecord, f
 from gmlp_scale.engine import Engine
 from gmlp_scale.engine.masters import model_key
 from gmlp_scale.errors import UserError
+from gmlp_scale.fields import problems
 from gmlp_scale.storage.files import check_seal, read_file
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
@@ -186,6 +187,8 @@ def read_done(path: Path) -> _Done:
             raise ValueError(f"it names files that no checkpoint has: {list(done.files)}")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} has no DONE") from error
+    except ValidationError as error:
+        raise CheckpointError(f"{path.name}: DONE cannot be used: {problems(error)}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name}: DONE cannot be used: {error}") from error
     return done

@@ -22,6 +22,7 @@ from torch import Tensor
 from gmlp_scale.checkpoint.format import difference
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import problems
 from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel
@@ -277,8 +278,7 @@ def _checked(type_: Any, config: dict[str, Any], folder: Path) -> Any:
     try:
         return TypeAdapter(type_).validate_python(config)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in error.errors())
-        raise ExportError(f"{folder / 'config.json'} describes no model of ours: {problems}") from error
+        raise ExportError(f"{folder / 'config.json'} describes no model of ours: {problems(error)}") from error
 
 
 def _head(config: dict[str, Any], folder: Path) -> Head:

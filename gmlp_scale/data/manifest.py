@@ -19,6 +19,7 @@ from fsspec import AbstractFileSystem
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import problems
 from gmlp_scale.storage.files import check_seal, is_local, open_filesystem, read_file, redacted, sealed, with_retries
 
 log = logging.getLogger(__name__)
@@ -101,9 +102,8 @@ class ShardList(BaseModel, frozen=True, extra="forbid"):
             if manifest.xxh3_128 is not None:
                 check_seal(content.decode().rstrip("\n"))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
             raise ShardError(
-                f"{path} is not a valid manifest of shards of {cls.writer} ({problems}). Write the shards again"
+                f"{path} is not a valid manifest of shards of {cls.writer} ({problems(error)}). Write the shards again"
             ) from error
         except ValueError as error:
             raise ShardError(

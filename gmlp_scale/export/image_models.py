@@ -98,7 +98,7 @@ def read_timm(path: Path) -> TrainedModel:
         raise TrainedModelError(f"{path}: {error}") from None
     labels = tuple(map(str, range(model.vocab_size)))
     details = {"timm": path.name}
-    return TrainedModel(path.stem, model, "image_classification", labels, weights, details, patch_size=patch_size)
+    return TrainedModel(path.stem, model, "image_classification", weights, details, labels, patch_size=patch_size)
 
 
 def write_timm(trained: TrainedModel, path: Path) -> None:

@@ -371,7 +371,7 @@ def test_an_unknown_checksum_is_named(tmp_path):
     folder = tmp_path / "step_000000001"
     text = (folder / "DONE").read_text()
     reseal(folder, lambda done: done["files"].update({"rank_00000_000.safetensors": {"bytes": 1, "sha256": "0" * 64}}))
-    with pytest.raises(CheckpointError, match=r"xxh3_128\n +Field required(.|\n)*sha256"):
+    with pytest.raises(CheckpointError, match=r"xxh3_128: Field required; .*sha256: Extra"):
         Checkpoint.open(folder)
     (folder / "DONE").write_text(text[: text.rindex('"xxh3_128"')] + '"sha256": "' + "0" * 64 + '"}')
     with pytest.raises(CheckpointError, match=r"it ends with '\"sha256\"[^']*'..., where .* an xxh3_128 checksum"):

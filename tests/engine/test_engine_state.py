@@ -16,6 +16,7 @@ from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.models import build_model
 from gmlp_scale.train.trial import ByteCounts
+from tests.checkpoint.fake_engine import DETAILS
 from tests.engine.trained_engines import (
     AMLP,
     ENGINES,
@@ -137,7 +138,7 @@ def _count_collectives(engine_configs: dict, folder: Path) -> dict:
             engine = start_engine(world, AMLP, engine_configs[name], **OPTIONS[option])
             train(engine, world, 0, 1)
             place, config = LocalCheckpoints(folder / f"{name} {option}"), CheckpointConfig(save_every_steps=1)
-            checkpointer = Checkpointer(place, config, details={}, world=world, timeout_seconds=60)
+            checkpointer = Checkpointer(place, config, details=DETAILS, world=world, timeout_seconds=60)
             with ByteCounts() as counts:
                 checkpointer.save(engine, 1)
             checkpointer.wait()
@@ -145,14 +146,15 @@ def _count_collectives(engine_configs: dict, folder: Path) -> dict:
             counted[name, option] = dict(counts.num_calls)
             engine.close()
         with ByteCounts() as counts:
-            world.gather(False)
+            world.gather(False)  # whether the run folder is there
+            world.gather(False)  # whether a save is under way
     return counted | {"agreeing": dict(counts.num_calls)}
 
 
-def test_a_save_sends_nothing_but_whether_one_is_under_way_and_its_files_hold_the_same_from_every_engine(tmp_path):
+def test_a_save_sends_nothing_but_two_agreements_and_its_files_hold_the_same_from_every_engine(tmp_path):
     counted = run_ranks(_count_collectives, 2, SHARDED, tmp_path)[0]
-    assert counted.pop("agreeing") == {"gather": 2}
-    assert len(counted) == 2 * len(SHARDED) and list(counted.values()) == [{"gather": 2}] * len(counted), counted
+    assert counted.pop("agreeing") == {"gather": 4}
+    assert len(counted) == 2 * len(SHARDED) and list(counted.values()) == [{"gather": 4}] * len(counted), counted
     saved = {}
     for name in SHARDED:
         checkpoint, _ = newest_checkpoint(tmp_path / f"{name} muon")

@@ -26,10 +26,10 @@ from gmlp_scale.tasks import pretraining
 from gmlp_scale.tasks.pretraining import start_from
 from gmlp_scale.train import resolve
 from gmlp_scale.train.run import pretrain
-from tests.analysis.conftest import RECIPE, SMOKE
+from tests.analysis.conftest import RECIPE
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import TINY, perturb, random_batch, tiny_config
-from tests.whole_runs import logged, losses
+from tests.whole_runs import SMOKE, logged, losses
 from tests.written_shards import VOCAB_SIZE, add_tokenizer, write_tiny_shards
 
 WORDS = ("time", "year", "people", "way", "day", "woman", "life", "child", "world", "school", "state", "family")
@@ -50,8 +50,8 @@ def trained_model(kind: str, shards) -> TrainedModel:
     perturb(model)
     tokenizer = Tokenizer(shards / "tokenizer")
     return TrainedModel(
-        "here", config, "masked_language_model", (), dict(model.named_parameters()), {}, str(shards / "tokenizer"),
-        tokenizer.sha256,
+        "here", config, "masked_language_model", dict(model.named_parameters()), {},
+        tokenizer_folder=str(shards / "tokenizer"), tokenizer_sha256=tokenizer.sha256,
     )  # fmt: skip
 
 
