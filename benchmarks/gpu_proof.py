@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is instal
 
 from benchmarks.proof_report import record
 
-PARTS = ("benchmarks.proof", "benchmarks.run", "benchmarks.kernels")
 RUNS = ("engines", "recipe", "stop", "auto", "compile")  # of proof.py, where check_NAME has the part NAME
 PACKAGES = (
     "torch", "triton", "numpy", "pydantic", "PyYAML", "safetensors", "xxhash", "fsspec", "filelock", "tensorboard",
@@ -95,12 +94,10 @@ def environment(*, needs_gpu: bool) -> dict:
 
     It fails if a GPU is needed and torch finds none, or if what the other parts import cannot be imported.
     """
-    for module in PARTS:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            reason = f"{error}, which {module.replace('.', '/')}.py needs: install requirements.lock"
-            return {"check": "environment", "status": "failed", "reason": reason}
+    try:
+        from benchmarks import kernels, proof, run  # noqa: F401 - the other parts
+    except ImportError as error:
+        return {"check": "environment", "status": "failed", "reason": f"{error}: install requirements.lock"}
     import torch
 
     from gmlp_scale.doctor.checkup import said_by, version_of

@@ -6,11 +6,11 @@ set -euo pipefail
 trap : USR1
 
 # Has Slurm start the job again, unless each of its last 5 lives too ended so within half an hour: then it would go on
-# without end. A file beside the job's output has the numbers of such lives.
+# without end. A file in the folder of the sbatch command has the numbers of such lives; a job that ends well removes it.
 requeue() {
     local life=${SLURM_RESTART_COUNT:-0} lives=slurm-$SLURM_JOB_ID.short-lives in_a_row=0
     ((SECONDS > 1800)) || echo "$life" >>"$lives" || return
-    while grep -qsx "$((life - in_a_row))" "$lives"; do ((++in_a_row)); done
+    while grep -qsxe "$((life - in_a_row))" "$lives"; do ((++in_a_row)); done
     if ((in_a_row > 5)); then
         echo "the job began $in_a_row times in a row in vain and is not requeued again; the lines above say why. Mend" \
             "that, or leave a node out with --exclude, and submit the same command: it resumes" >&2

@@ -182,12 +182,14 @@ def test_a_slurm_job_without_all_its_nodes_is_requeued(start_under_slurm):
 @pytest.mark.parametrize(
     "fails", [{"script": "pretrain.sbatch", "whole": False}, {"script": "elastic.sbatch", "code": 1}]
 )
-def test_a_slurm_job_that_begins_in_vain_is_requeued_5_times_in_a_row(fails, start_under_slurm):
+def test_a_slurm_job_that_begins_in_vain_is_requeued_5_times_in_a_row(fails, start_under_slurm, tmp_path):
     """Lives 0 to 2, then 4 to 9: life 3 trained. Both of an elastic job's nodes ask for the requeue of a life."""
     lives = [start_under_slurm(**fails, SLURM_RESTART_COUNT=str(life)) for life in (0, 1, 2, 4, 5, 5, 6, 7, 8, 9)]
     asked = ["scontrol requeue 123456" in done.stdout.splitlines() for done in lives]
     assert asked == [True] * 9 + [False], lives
     assert {done.returncode for done in lives} == {1} and "6 times in a row in vain" in lives[-1].stderr
+    start_under_slurm(fails["script"])
+    assert not [*tmp_path.glob("*.short-lives")], "a job that ends well leaves nothing"
 
 
 @pytest.mark.parametrize(
