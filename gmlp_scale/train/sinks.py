@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 import uuid
@@ -76,7 +77,10 @@ class EventsFile(GrowingFile):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(exist_ok=True)
-        path = directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard reads the files in the order of their names, and the clock may have been set back meanwhile.
+        earlier = re.findall(r"tfevents\.(\d+)\.", " ".join(os.listdir(directory)))
+        self._began = max([int(time.time()), *(int(seconds) + 1 for seconds in earlier)])
+        path = directory / f"events.out.tfevents.{self._began:010d}.{socket.gethostname()}.{os.getpid()}"
         path.touch()
         super().__init__(path)
         self._records = RecordWriter(self)
@@ -96,7 +100,7 @@ class EventsFile(GrowingFile):
         self._add(Event(step=step, summary=summary))
 
     def _add(self, event) -> None:
-        event.wall_time = time.time()
+        event.wall_time = max(time.time(), self._began)
         self._records.write(event.SerializeToString())
 
 

@@ -86,7 +86,7 @@ class FakeWorld:
         self.rank, self.local_rank, self.size, self.shared = rank, rank, size, shared or Shared(1)
         self.store, self.is_stop_signalled, self.has_lost_ranks = self.shared.store, False, False
 
-    on_all, on_main = World.on_all, World.on_main
+    on_all, on_main, names_of = World.on_all, World.on_main, World.names_of
 
     @property
     def is_main(self) -> bool:

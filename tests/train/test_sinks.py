@@ -4,6 +4,7 @@ import logging
 import re
 import resource
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
+from gmlp_scale.analysis.run_records import start_steps
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.recipe.config import ConfigError
@@ -117,6 +119,19 @@ def test_tensorboard_reads_the_recipe_the_layout_and_a_picture_and_drops_those_a
     assert png.startswith(b"\x89PNG")
     width, height = (int.from_bytes(png[start : start + 4], "big") for start in (16, 20))
     assert (pictures[-1].width, pictures[-1].height) == (width, height)
+
+
+def test_a_clock_that_was_set_back_hides_no_step_of_a_resumed_run(tmp_path, monkeypatch):
+    (tmp_path / "events.out.tfevents.of_another_writer").touch()
+    for start_step, clock in ((0, 1.8e9), (3, 1000.0), (5, 1.7e9)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        events = EventsFile(tmp_path, start_step)
+        for step in range(start_step + 1, start_step + 5):
+            events.add(step, {"train/loss": float(start_step)})
+        events.close()
+    read = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [event.value for event in read] == [0.0] * 3 + [3.0] * 2 + [5.0] * 4
+    assert start_steps(str(tmp_path)) == [0, 3, 5]
 
 
 PASSWORD = "a-secret-password"
