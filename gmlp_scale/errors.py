@@ -1,5 +1,10 @@
 """The mistakes that a user can put right. Any other error is ours, and keeps its traceback."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class UserError(Exception):
     """A mistake that a user can put right. Its message says what was found, what is needed and what to change."""
@@ -31,3 +36,8 @@ def exit_code(error: Exception) -> int:
     """What a process leaves with after one of USER_ERRORS: 1 for a full disk, which may pass, 2 for a missing file."""
     fails_again = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
     return 2 if isinstance(error, fails_again) else getattr(error, "exit_code", 1)
+
+
+def validation_problems(error: "ValidationError") -> str:
+    """What pydantic found, in one line: each field with what is wrong with it."""
+    return "; ".join(f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors()[:5])

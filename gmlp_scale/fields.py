@@ -9,7 +9,7 @@ from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field
 
 T = TypeVar("T")
 
@@ -87,8 +87,3 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in get_args(annotation) for section in _sections(part)]
-
-
-def problems(error: ValidationError) -> str:
-    """What pydantic found, in one line: each field with what is wrong with it."""
-    return "; ".join(f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors()[:5])

@@ -47,8 +47,7 @@ from torch import Tensor, nn
 from gmlp_scale.checkpoint.pieces import PIECE_FILE, FileRecord, TensorRecord, file_problem, num_units
 from gmlp_scale.engine import Engine
 from gmlp_scale.engine.masters import model_key
-from gmlp_scale.errors import UserError
-from gmlp_scale.fields import problems
+from gmlp_scale.errors import UserError, validation_problems
 from gmlp_scale.storage.files import check_seal, read_file
 
 STEP_FOLDER = re.compile(r"step_\d{9}")
@@ -188,7 +187,7 @@ def read_done(path: Path) -> _Done:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} has no DONE") from error
     except ValidationError as error:
-        raise CheckpointError(f"{path.name}: DONE cannot be used: {problems(error)}") from error
+        raise CheckpointError(f"{path.name}: DONE cannot be used: {validation_problems(error)}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name}: DONE cannot be used: {error}") from error
     return done

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from gmlp_scale.checkpoint.format import difference
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
-from gmlp_scale.errors import InputError
-from gmlp_scale.fields import problems
+from gmlp_scale.errors import InputError, validation_problems
 from gmlp_scale.models import FAMILIES, ModelConfig, build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.heads import MaskedLanguageModel
@@ -278,7 +277,9 @@ def _checked(type_: Any, config: dict[str, Any], folder: Path) -> Any:
     try:
         return TypeAdapter(type_).validate_python(config)
     except ValidationError as error:
-        raise ExportError(f"{folder / 'config.json'} describes no model of ours: {problems(error)}") from error
+        raise ExportError(
+            f"{folder / 'config.json'} describes no model of ours: {validation_problems(error)}"
+        ) from error
 
 
 def _head(config: dict[str, Any], folder: Path) -> Head:

@@ -18,8 +18,7 @@ from filelock import FileLock
 from fsspec import AbstractFileSystem
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from gmlp_scale.errors import InputError
-from gmlp_scale.fields import problems
+from gmlp_scale.errors import InputError, validation_problems
 from gmlp_scale.storage.files import check_seal, is_local, open_filesystem, read_file, redacted, sealed, with_retries
 
 log = logging.getLogger(__name__)
@@ -102,9 +101,8 @@ class ShardList(BaseModel, frozen=True, extra="forbid"):
             if manifest.xxh3_128 is not None:
                 check_seal(content.decode().rstrip("\n"))
         except ValidationError as error:
-            raise ShardError(
-                f"{path} is not a valid manifest of shards of {cls.writer} ({problems(error)}). Write the shards again"
-            ) from error
+            found = f"is not a valid manifest of shards of {cls.writer} ({validation_problems(error)})"
+            raise ShardError(f"{path} {found}. Write the shards again") from error
         except ValueError as error:
             raise ShardError(
                 f"{path} was damaged or changed after it was written: {error}. Copy it again, or run the same "
