@@ -22,6 +22,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.export.folder import export_checkpoint
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune, read_inputs
+from gmlp_scale.plan.auto import faster_precision
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config, package_recipes
 from gmlp_scale.storage.files import redacted
@@ -171,6 +172,8 @@ def add_probe_scores(content: dict[str, Any], run_folder: str | Path, config: Fi
 
     Adds its dev score to `content` and to RUN_DIR/tensorboard/probe. Raises one of errors.USER_ERRORS.
     """
+    if config.train.precision == "auto":  # once, so that all models have the same
+        config = config.with_train(precision=faster_precision(read_recipe(run_folder).model, world.device))
     score = config.task_row.main_score
     name = f"probe_{config.task}_{score}"
     for of_model in content["models"]:

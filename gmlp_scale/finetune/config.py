@@ -60,8 +60,8 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     """Draw rows of like length into one step, so that less of it is padding. The steps come in random order."""
     device: FreeOnResume[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
-    precision: Literal["float32", "bf16"] = "bf16"
-    """bf16: parameters and products in bfloat16 with a float32 master."""
+    precision: Literal["auto", "float32", "bf16"] = "bf16"
+    """bf16: parameters and products in bfloat16 with a float32 master. auto: as in pretraining, once for a sweep."""
     compile: FreeOnResume[bool] = False
     """torch.compile for each block."""
     recompute: FreeOnResume[Recompute] = "none"

@@ -34,6 +34,7 @@ from gmlp_scale.storage.files import read_json, write_text
 from gmlp_scale.tasks.table import TaskRows, summarize_all
 from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.metrics import StartUp
+from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.run import run_task
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ def finetune(config: FinetuneConfig, inputs: Inputs, world: World) -> dict | Non
 
     Returns the content of scores.json, or None if it stopped before the end.
     """
-    task = Finetuning(config, inputs)
+    task = Finetuning(with_decided_precision(config, world, inputs.pretrained.config), inputs)
     run_task(task, world, StartUp(since=time.perf_counter()))
     return task.content
 

@@ -27,6 +27,7 @@ from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields, check_unchanged
 from gmlp_scale.storage.files import redacted, write_text
 from gmlp_scale.tasks.table import TASKS
+from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.step_guard import NotFiniteError
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
         One of errors.USER_ERRORS, such as ConfigError if a finished run had another recipe or other data, and
         NotFiniteError if every point diverges, or another seed at the best one.
     """
+    first = with_decided_precision(members(run, grid=grid)[0], world, inputs.pretrained.config)
+    run = run.with_train(precision=first.train.precision)
     tried, points = [], members(run, grid=grid)
     for point in points:
         scores = _scores(point, inputs, world, may_diverge=len(points) > 1)
@@ -184,9 +187,9 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
         model = task.build_model()
     num_micro_batches, num_steps = task.train.num_micro_batches(world_size).last, task.train.num_steps
     micro_batches = f"{num_micro_batches} micro-batches of {run.train.micro_batch_size} rows each"
-    states = state_bytes(
-        run.engine, model, task.optimizer, run.train.precision, world_size, accumulates=num_micro_batches > 1
-    )
+    is_auto = run.train.precision == "auto"
+    precision = "float32" if is_auto else run.train.precision
+    states = state_bytes(run.engine, model, task.optimizer, precision, world_size, accumulates=num_micro_batches > 1)
     flops, tokens = task.flops_per_step.last, task.tokens_per_step.last
     lines = [
         run.to_yaml(),
@@ -195,6 +198,7 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
         f"parameters              {sum(parameter.numel() for parameter in model.parameters()):,}",
         f"FLOPs per step          {short(flops)} ({short(flops / tokens)} per token)",
         f"tokens per step         {tokens:,}",
+        *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
         describe_states(states),
         *(
             f"{part:24}{rows.num_examples:,} examples, {rows.num_rows:,} rows of {run.data.sequence_length} tokens"

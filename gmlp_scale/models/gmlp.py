@@ -193,7 +193,8 @@ class SpatialGatingUnit(nn.Module):
         The linear gating passes nothing but f(Z), so its W starts near the identity with b zero. The block is then a
         feed-forward layer whose hidden layer is normalised. (W near zero and b one would make it a constant.)
         """
-        noise = nn.init.normal_(torch.empty(self.weight.shape, device="cpu"), generator=generator)
+        noise = torch.empty(self.weight.shape, device="cpu")
+        nn.init.normal_(noise, generator=generator)  # which transformers 4 replaces by a function that returns nothing
         self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(self.sequence_length)))
         if self.gating == "linear":
             diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()

@@ -20,14 +20,17 @@ NORM_EPS = 1e-6
 class PatchEmbedding(nn.Linear):
     """uint8 images_B3HW -> x_BND, a Linear on each square patch; the patches are in reading order.
 
-    Pixels go from 0..255 to -1..1, the range of timm's gMLP.
+    Pixels go from 0..255 to -1..1, the range of timm's gMLP. Images of another size are a ValueError.
     """
 
-    def __init__(self, patch_size: int, d_model: int):
+    def __init__(self, patch_size: int, image_size: int, d_model: int):
         super().__init__(NUM_COLOURS * patch_size**2, d_model)
-        self.patch_size = patch_size
+        self.patch_size, self.image_size = patch_size, image_size
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
+        if images_B3HW.shape[1:] != (NUM_COLOURS, self.image_size, self.image_size):
+            needed = f"{NUM_COLOURS} x {self.image_size} x {self.image_size}"
+            raise ValueError(f"the images are {list(images_B3HW.shape[1:])}; needed: {needed}, as the model was made")
         size = self.patch_size
         patches_B3YXHW = images_B3HW.unfold(2, size, size).unfold(3, size, size)
         patches_BNP = patches_B3YXHW.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
@@ -68,7 +71,7 @@ class ImageClassifier(Backbone):
         self.image_size = isqrt(self.sequence_length) * patch_size
         self.label_smoothing = label_smoothing
         # In place of the token embedding, which the trunk has just made.
-        self.embedding = PatchEmbedding(patch_size, d_model)
+        self.embedding = PatchEmbedding(patch_size, self.image_size, d_model)
         rates = torch.linspace(0, 1 - survival_probability, len(self.blocks), device="cpu").tolist()
         for block, rate in zip(self.blocks, rates, strict=True):
             block.dropout = StochasticDepth(rate)
@@ -77,14 +80,7 @@ class ImageClassifier(Backbone):
         self.classifier = nn.Linear(d_model, vocab_size)
 
     def encode(self, images_B3HW: Tensor, *, padded: bool = False) -> Tensor:
-        """x_BND after the last block and before the final LayerNorm. No patch is padding.
-
-        Raises:
-            ValueError: the images are not of the model's size.
-        """
-        if images_B3HW.shape[1:] != (NUM_COLOURS, self.image_size, self.image_size):
-            needed = f"{NUM_COLOURS} x {self.image_size} x {self.image_size}"
-            raise ValueError(f"the images are {list(images_B3HW.shape[1:])}; needed: {needed}, as the model was made")
+        """x_BND after the last block and before the final LayerNorm. No patch is padding."""
         return super().encode(images_B3HW, padded=False)
 
     def forward(self, batch: ImageBatch) -> Tensor:
@@ -98,7 +94,11 @@ class ImageClassifier(Backbone):
 
     def predict(self, batch: ImageBatch) -> Tensor:
         """Float32 logits_BC."""
-        return self.classifier(self.norm(self.encode(batch.images_B3HW)).mean(1)).float()
+        return self.logits(self.norm(self.encode(batch.images_B3HW)))
+
+    def logits(self, x_BND: Tensor) -> Tensor:
+        """Float32 logits_BC from the patches after the final LayerNorm."""
+        return self.classifier(x_BND.mean(1)).float()
 
     def flops_per_sample(self) -> int:
         """Forward FLOPs of one image, as in Table 1."""

@@ -87,8 +87,7 @@ class TaggingTask:
     def read(
         self, source: str, part: str, tokenizer: Tokenizer, sequence_length: int, document_stride: int
     ) -> "TaggedRows":
-        sentences = read_conll(source, part, self.class_names)
-        return TaggedRows(self.class_names, sentences, tokenizer, sequence_length, document_stride)
+        return TaggedRows(self, read_conll(source, part, self.class_names), tokenizer, sequence_length, document_stride)
 
     def shown(self, score: str, value: float) -> str:
         """In percent."""
@@ -100,16 +99,9 @@ class TaggedRows:
 
     cuts_padding = False
 
-    def __init__(
-        self,
-        class_names: tuple[str, ...],
-        sentences: list[Sentence],
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        document_stride: int,
-    ):
-        self.class_names, self.sentences = class_names, sentences
-        self.num_examples, self.summary_size = len(sentences), sequence_length
+    def __init__(self, task: TaggingTask, sentences: list[Sentence], tokenizer: Tokenizer, length: int, stride: int):
+        self.class_names, self.sentences = task.class_names, sentences
+        self.num_examples, self.summary_size = len(sentences), length
         self.has_labels = len(sentences[0][0]) > 1
         rows, places = [], []
         for sentence in sentences:
@@ -117,17 +109,17 @@ class TaggedRows:
             ids, ranges = tokenizer.encode_with_offsets(" ".join(words))
             starts = np.cumsum([0, *(len(word) + 1 for word in words[:-1])])
             first_tokens = np.searchsorted(np.array(ranges)[:, 1], starts, side="right")
-            for window in cut_windows(len(ids), sequence_length - 2, document_stride):
+            for window in cut_windows(len(ids), length - 2, stride):
                 row = [CLS_ID, *ids[window.first : window.stop], SEP_ID]
                 here = (window.first_maximal <= first_tokens) & (first_tokens < window.stop_maximal)
                 places += [(len(rows), token - window.first + 1) for token in first_tokens[here]]
-                rows.append(row + [PAD_ID] * (sequence_length - len(row)))
+                rows.append(row + [PAD_ID] * (length - len(row)))
         self.num_rows, self.token_ids_RN = len(rows), np.array(rows, np.uint16)
         self.rows_W, self.positions_W = np.array(places).T
         """Where the first token of each word is that counts."""
         self.labels_RN = np.full(self.token_ids_RN.shape, IGNORED, np.int64)
         if self.has_labels:
-            tags = [class_names.index(columns[-1]) for sentence in sentences for columns in sentence]
+            tags = [self.class_names.index(columns[-1]) for sentence in sentences for columns in sentence]
             self.labels_RN[self.rows_W, self.positions_W] = tags
 
     def batch(self, row_indices: np.ndarray) -> TaggedBatch:

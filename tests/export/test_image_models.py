@@ -75,6 +75,32 @@ def test_transformers_gives_the_same_logits_and_names(run, launched, tmp_path):
     assert saved.keys() == load_file(folder / "model.safetensors").keys()
 
 
+def test_hidden_states_and_gradient_checkpointing_of_images(run, launched, tmp_path):
+    assert launched(export_images.main, "--run", run, "--output", tmp_path / "hf")[0] == 0
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    pixels = torch.rand(2, 3, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    output = model(pixels, labels=torch.tensor([0, 2]), output_hidden_states=True, return_dict=True)
+    assert [tuple(state.shape) for state in output.hidden_states] == [(2, 49, 12)] * 3
+    torch.testing.assert_close(model.model.logits(output.hidden_states[-1]), output.logits)
+    torch.testing.assert_close(model.model.blocks[0](output.hidden_states[0], None), output.hidden_states[1])
+    assert model(pixels).hidden_states is None
+    with pytest.raises(ValueError, match=r"the images are \[3, 20, 28\]; needed: 3 x 28 x 28"):
+        model(pixels[:, :, :20])
+
+    num_passes, gradients = [], []
+    for block in model.model.blocks:
+        block.register_forward_pre_hook(lambda block, inputs: num_passes.append(1))
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model.train()(pixels, labels=torch.tensor([0, 2])).loss.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    assert len(num_passes) == 2 + 4
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
 def test_an_evaluation_is_that_of_the_run(run, launched, tmp_path):
     words = ["--run", run, "--shards", run.parent / "shards", "--workers", 0, "--batch-size", 5]
     assert launched(evaluate_images.main, *words, "--output", tmp_path / "scores.json")[0] == 0

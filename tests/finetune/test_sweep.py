@@ -14,11 +14,12 @@ from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.errors import InputError
 from gmlp_scale.finetune import sweep as sweep_module
 from gmlp_scale.finetune.finetuning import read_inputs
-from gmlp_scale.finetune.sweep import build_table, members, published, sweep, to_markdown
+from gmlp_scale.finetune.sweep import build_table, describe, members, published, sweep, to_markdown
 from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.storage.files import read_file, upload_file
 from gmlp_scale.tasks.classification import ClassificationRows
+from gmlp_scale.train import resolve
 from gmlp_scale.train.step_guard import NotFiniteError
 from tests.finetune.conftest import sentiment_run, write_sentiment
 from tests.whole_runs import losses
@@ -134,6 +135,23 @@ def test_damaged_scores_are_refused(content, found, tmp_path, export, world):
     (member.run_dir / "scores.json").write_text(content)
     with pytest.raises(InputError, match=found):
         sweep(run, read_inputs(run), world, num_seeds=1, grid=False)
+
+
+def test_auto_precision_is_decided_once_and_kept(tmp_path, export, world, monkeypatch):
+    def decide(precision: str) -> list[str]:
+        asked = []
+        monkeypatch.setattr(resolve, "faster_precision", lambda model, device: asked.append(model.kind) or precision)
+        return asked
+
+    asked, run = decide("bf16"), small(tmp_path, export, "train.precision=auto")
+    assert "\nprecision               decided when the run starts" in describe([run], 1, read_inputs(run), 1)
+    sweep(run, read_inputs(run), world, num_seeds=2, grid=True)
+    assert asked == ["gmlp"]
+    asked = decide("float32")
+    table = sweep(run, read_inputs(run), world, num_seeds=3, grid=True)
+    assert len(table["seeds"]) == 3 and asked == []
+    for path in run.run_dir.glob("*/scores.json"):
+        assert json.loads(path.read_text())["config"]["train"]["precision"] == "bf16"
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, export, world, monkeypatch):

@@ -25,8 +25,8 @@ def image_batch(num_images: int = 4, size: int = 12) -> ImageBatch:
 
 
 def test_patches_are_embedded_as_by_a_convolution():
-    embedding = PatchEmbedding(4, 6)
     images_B3HW = image_batch().images_B3HW
+    embedding = PatchEmbedding(4, images_B3HW.shape[-1], 6)
     kernel = embedding.weight.view(6, 3, 4, 4)
     expected_BDYX = F.conv2d(images_B3HW / 127.5 - 1, kernel, embedding.bias, stride=4)
     torch.testing.assert_close(embedding(images_B3HW), expected_BDYX.flatten(2).transpose(1, 2))

@@ -38,4 +38,6 @@ class GmlpScaleConfig(PretrainedConfig):
         self.dropout = dropout
         self.row_length = row_length
         self.document_stride = document_stride
+        # By default not sdpa, with which transformers refuses config.output_attentions.
+        fields["attn_implementation"] = fields.get("attn_implementation") or "eager"
         super().__init__(tie_word_embeddings=tie_word_embeddings, **fields)
