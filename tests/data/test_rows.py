@@ -13,14 +13,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks import loading
 from data_prep import inspect_batch
 from gmlp_scale.data.batch import IGNORED, PAD_ID, SEP_ID
+from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.rows import RowLoader, Rows
+from gmlp_scale.data.shards import ShardWriter
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.errors import InputError
+from gmlp_scale.recipe.reader import load_run_config
 from tests.data.test_loader import join, unmasked
-from tests.written_shards import change_manifest, write_tiny_shards
+from tests.written_shards import change_manifest, random_rows, write_tiny_shards
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = [[0, 12], [3, 24]]
@@ -128,6 +132,31 @@ def test_the_state_is_the_number_of_finished_steps(shards):
     for state in ({}, {"step": -1}, {"step": "1"}, {"step": True}, {"batch": 2}):
         with pytest.raises(InputError, match="needed: step, the number of finished steps"):
             watched.load_state_dict(state)
+
+
+def test_the_first_batch_at_step_1_000_000_of_305_million_rows_reads_its_own_shards_alone(tmp_path):
+    """The manifest lists 40,000 shards, of which only those that the step reads are there."""
+    run = load_run_config("smoke", ["model.sequence_length=8", "model.vocab_size=1000"])
+    shards, folder = loading.c4_shards(run), tmp_path / "shards"
+    loading.write_manifest(run, shards, folder)
+    fields = {"seed": 1, "global_batch_size": 256, "shuffle_group_bytes": 51 * shards[0].bytes // 2}
+    rows = Rows(str(folder), **fields)
+    far = rows.opened(BatchPlan(1, rows.batch_sizes, 256)).addresses(1_000_000)
+    needed = sorted(set(far.shard.tolist()))
+    for number in needed:
+        stem = f"train-{number:05d}"
+        writer = ShardWriter(folder, "train", stem, sequence_length=8, rows_per_shard=loading.C4_ROWS_PER_SHARD)
+        writer.add(random_rows(loading.C4_ROWS_PER_SHARD, 8, seed=number))
+        (shards[number],) = writer.close()
+    loading.write_manifest(run, shards, folder)
+    rows = Rows(str(folder), **fields)
+    loader = RowLoader(rows, rank=1, world_size=4, micro_batch_size=8)
+    loader.load_state_dict({"step": 1_000_000})
+    (batch,) = taken(loader, 1)
+    written = {number: random_rows(loading.C4_ROWS_PER_SHARD, 8, seed=number) for number in needed}
+    expected = [written[far.shard[place]][far.row_index[place]] for place in range(64, 72)]
+    assert len(rows) == 305_000_000 and len(needed) <= 25 and (batch["input_ids"].numpy() == np.stack(expected)).all()
+    loader.close()
 
 
 ROWS = [  # <cls> 2, <sep> 3, <pad> 0
