@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpointing, loading, step, timing
+from benchmarks import checkpointing, host, loading, step, timing
 from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.loading import batched, measure_loading
 from benchmarks.peers import transformer_sizes
 from benchmarks.run import main, measure_start_up
 from benchmarks.step import PEERS, captured_products, fewest_bytes, measure_step, products_of
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import SHARDED_ENGINES
+from gmlp_scale.engine import ENGINES, SHARDED_ENGINES
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.tasks.pretraining import Pretraining
@@ -147,6 +147,16 @@ def test_stalls_of_every_engine_on_two_ranks(tmp_path):
     for _, num_megabytes, copied, stall, ratio in rows:
         assert float(num_megabytes) == pytest.approx(6 * count_parameters(tiny_run(tmp_path)) / 1e6, abs=0.02)
         assert float(ratio.removesuffix(" |")) == pytest.approx(float(stall) / float(copied), rel=0.5)
+
+
+def test_host_times_of_every_engine(monkeypatch, succeeds):
+    monkeypatch.setattr(host, "NUM_ROUNDS", 1)
+    rows = [line.split(" | ") for line in succeeds(host.main, "--config", SMOKE).splitlines()[2:]]
+    assert [row[0].removeprefix("| ") for row in rows] == list(ENGINES)
+    for _, micro_batch, update, *in_additions in rows:
+        assert float(in_additions[0]) / float(in_additions[1].strip(" |")) == pytest.approx(
+            float(micro_batch) / float(update), rel=1e-2
+        )
 
 
 def test_loader(tmp_path, monkeypatch, forked_contenders):
