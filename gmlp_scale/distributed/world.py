@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -246,10 +247,34 @@ class World:
         except RuntimeError as error:
             if not (self._roll_call and _is_of_collective(error)):
                 raise
-            missing = self._roll_call.describe_missing()
             log.debug("the collective that failed:", exc_info=error)
-            why = "Their own messages, or their hosts', say why; the same command resumes"
-            raise LostRankError(f"{missing}. {why} from the newest checkpoint ({first_line(error)})") from None
+            raise self._lost(self._roll_call.describe_missing(), first_line(error)) from None
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Returns once `is_done()`, which asks the device for a collective's end. Signals are heard meanwhile.
+
+        Raises:
+            LostRankError: a rank or the store is silent, or a rank has failed. The collective would wait for its
+                timeout.
+        """
+        pause_seconds = 1e-4
+        while not is_done():
+            if self._roll_call and self._roll_call.is_alarmed:
+                missing = self._roll_call.describe_missing()
+                if not is_done():
+                    raise self._lost(missing, "a collective on the device did not end")
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 2e-3)
+
+    @staticmethod
+    def _lost(missing: str, found: str) -> LostRankError:
+        why = "Their own messages, or their hosts', say why; the same command resumes"
+        return LostRankError(f"{missing}. {why} from the newest checkpoint ({found})")
+
+    def say_failed(self, error: Exception) -> None:
+        """Says in the store why this rank ends, for those that wait for it. Not for a collective's error."""
+        if self._roll_call and not isinstance(error, LostRankError | OtherRankError) and not _is_of_collective(error):
+            self._roll_call.failure = f"{self.name_of(self.rank)} failed: {type(error).__name__}: {first_line(error)}"
 
     @property
     def is_stop_signalled(self) -> bool:
@@ -288,5 +313,5 @@ class World:
             self._roll_call.end()
 
 
-def _is_of_collective(error: RuntimeError) -> bool:
+def _is_of_collective(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)

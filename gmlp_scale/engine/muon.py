@@ -11,7 +11,8 @@ all-to-all, the owner computes, and the parts of its result come back in another
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ NUM_ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 """These three are torch.optim.Muon's defaults."""
 
+BATCH_ELEMENTS = 2**24
+"""How much is computed together, so that the host starts few kernels and they need little memory."""
+
+T = TypeVar("T")
 Span = tuple[int, int]
 """The elements [start, stop) of a flattened matrix."""
 
@@ -57,18 +62,31 @@ def _multiply_adds(shape: tuple[int, int]) -> int:
     return 2 * fewer * fewer * more + fewer**3
 
 
-def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V' of a matrix U S V': five Newton-Schulz iterations in `dtype` bring all singular values near 1."""
+def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """About U V' of each matrix U S V' of [matrices, rows, columns]: five Newton-Schulz iterations in `dtype` bring all
+    singular values near 1."""
     a, b, c = COEFFICIENTS
-    wide = matrix.to(dtype)
-    is_tall = wide.shape[0] > wide.shape[1]
+    wide = matrices.to(dtype)
+    is_tall = wide.shape[1] > wide.shape[2]
     if is_tall:
-        wide = wide.T
-    wide = wide / wide.norm().clamp(min=SMALLEST_NORM)
+        wide = wide.mT
+    wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(NUM_ITERATIONS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if is_tall else wide
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if is_tall else wide
+
+
+def batches(sizes: Mapping[str, int]) -> list[list[str]]:
+    """The names in their order, in lists of at most BATCH_ELEMENTS together, or of one name."""
+    found, total = [], BATCH_ELEMENTS
+    for name, size in sizes.items():
+        total += size
+        if total > BATCH_ELEMENTS:
+            found.append([])
+            total = size
+        found[-1].append(name)
+    return found
 
 
 class Muon:
@@ -96,16 +114,18 @@ class Muon:
             assert bounds[::2] == [0, *bounds[1:-1:2]] and bounds[-1] == rows * columns, (name, bounds)
         # What goes to one owner lies together.
         self.spans = {name: spans[world.rank][name] for name in sorted(shapes, key=owner_of.__getitem__)}
-        self.momenta = {
-            name: torch.zeros(stop - start, device=world.device) for name, (start, stop) in self.spans.items()
-        }
+        sizes = {name: stop - start for name, (start, stop) in self.spans.items()}
+        self.momentum = torch.zeros(sum(sizes.values()), device=world.device)
+        self.momenta = dict(zip(sizes, self.momentum.split([*sizes.values()]), strict=True))
+        self.batches = batches({name: size for name, size in sizes.items() if size})
         self.owned = [name for name in self.spans if owner_of[name] == world.rank]
+        self.owned_batches = batches({name: math.prod(shapes[name]) for name in self.owned})
         self.num_sent = [0] * world.size
-        for name, momentum in self.momenta.items():
-            self.num_sent[owner_of[name]] += len(momentum)
-        sizes = [{name: stop - start for name, (start, stop) in of_rank.items()} for of_rank in spans]
-        self.received_sizes = [of_rank[name] for of_rank in sizes for name in self.owned]
-        self.num_received = [sum(of_rank[name] for name in self.owned) for of_rank in sizes]
+        for name, size in sizes.items():
+            self.num_sent[owner_of[name]] += size
+        sizes_by_rank = [[stop - start for start, stop in map(of_rank.__getitem__, self.owned)] for of_rank in spans]
+        self.received_sizes = [size for sizes in sizes_by_rank for size in sizes]
+        self.num_received = [sum(sizes) for sizes in sizes_by_rank]
 
     @torch.no_grad()
     def step(
@@ -117,7 +137,7 @@ class Muon:
         norm: Tensor,
         max_norm: float | None,
     ) -> None:
-        """One update of this rank's `parts`, in place, from their gradients, which it overwrites. Collective.
+        """One update of this rank's `parts`, in place, from their gradients. Collective.
 
         The host does not wait for the norm.
 
@@ -129,34 +149,57 @@ class Muon:
         is_finite = torch.isfinite(norm)
         share = is_finite * (1 - self.config.momentum)
         scale = clip_divisor(norm, max_norm).reciprocal() if max_norm else None
-        updates = []
-        for name, momentum in self.momenta.items():
-            gradient = gradients[name].reshape(-1) if len(momentum) else momentum
-            if scale is not None:
-                gradient *= scale
-            gradient.masked_fill_(~is_finite, 0.0)
-            momentum.lerp_(gradient, share)
-            updates.append(gradient.lerp_(momentum, self.config.momentum))
+
+        def updates() -> Iterator[Tensor]:
+            stop = 0
+            for names in self.batches:
+                gradient = torch.cat([gradients[name].reshape(-1) for name in names])
+                start, stop = stop, stop + len(gradient)
+                if scale is not None:
+                    gradient *= scale
+                gradient.masked_fill_(~is_finite, 0.0)
+                momentum = self.momentum[start:stop].lerp_(gradient, share)
+                yield gradient.lerp_(momentum, self.config.momentum).to(self.dtype)
+
         rate = learning_rate * self.config.matrix_rate_ratio * is_finite
         kept = 1 - rate * self.config.weight_decay
-        for name, update in zip(self.momenta, self._orthogonalised(updates), strict=True):
-            if len(update):
-                part = parts[name]
-                part *= kept
-                part -= update.view_as(part).float() * (rate * (0.2 * math.sqrt(max(self.shapes[name]))))
+        for names, update in zip(self.batches, self._orthogonalised(updates()), strict=True):
+            own, changes = [parts[name] for name in names], self._split(names, update.float())
+            torch._foreach_mul_(own, kept)
+            for shape, same in self._by_shape(changes).items():
+                torch._foreach_mul_(same, rate * (0.2 * math.sqrt(max(shape))))
+            torch._foreach_sub_(own, [changes[name].view_as(parts[name]) for name in names])
 
-    def _orthogonalised(self, updates: list[Tensor]) -> Iterable[Tensor]:
-        """This rank's parts of the orthogonalised matrices, from its parts of the matrices; all flattened."""
+    def _split(self, names: list[str], flat: Tensor) -> dict[str, Tensor]:
+        return dict(zip(names, flat.split([len(self.momenta[name]) for name in names]), strict=True))
+
+    def _by_shape(self, tensors: Mapping[str, T]) -> dict[tuple[int, int], list[T]]:
+        """What belongs to each matrix, for all matrices of a shape."""
+        found = {}
+        for name, tensor in tensors.items():
+            found.setdefault(self.shapes[name], []).append(tensor)
+        return found
+
+    def _orthogonalised(self, updates: Iterator[Tensor]) -> Iterator[Tensor]:
+        """For each batch this rank's parts of the orthogonalised matrices, from its parts of the matrices; flat."""
         if self.world.size == 1:
-            whole = (update.view(self.shapes[name]) for name, update in zip(self.spans, updates, strict=True))
-            return (orthogonalised(matrix, self.dtype).reshape(-1) for matrix in whole)
-        sent = torch.cat([update.to(self.dtype) for update in updates])
+            for names, update in zip(self.batches, updates, strict=True):
+                self._orthogonalise({name: [part] for name, part in self._split(names, update).items()})
+                yield update
+            return
+        sent = torch.cat([torch.empty(0, dtype=self.dtype, device=self.world.device), *updates])
         received = sent.new_empty(sum(self.num_received))
         dist.all_to_all_single(received, sent, self.num_received, self.num_sent)
-        every_part = received.split(self.received_sizes)
-        for index, name in enumerate(self.owned):
-            parts = every_part[index :: len(self.owned)]
-            matrix = orthogonalised(torch.cat(parts).view(self.shapes[name]), self.dtype)
-            torch._foreach_copy_(parts, matrix.reshape(-1).split([len(part) for part in parts]))
+        parts = received.split(self.received_sizes)
+        parts_of = {name: parts[index :: len(self.owned)] for index, name in enumerate(self.owned)}
+        for names in self.owned_batches:
+            self._orthogonalise({name: parts_of[name] for name in names})
         dist.all_to_all_single(sent, received, self.num_sent, self.num_received)
-        return sent.split([len(update) for update in updates])
+        yield from sent.split([sum(len(self.momenta[name]) for name in names) for names in self.batches])
+
+    def _orthogonalise(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Overwrites whole matrices, each given as its parts, by the orthogonalised ones."""
+        for shape, same in self._by_shape(parts).items():
+            every_part = [part for of_matrix in same for part in of_matrix]
+            matrices = orthogonalised(torch.cat(every_part).view(-1, *shape), self.dtype)
+            torch._foreach_copy_(every_part, matrices.reshape(-1).split([len(part) for part in every_part]))

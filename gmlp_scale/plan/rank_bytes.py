@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from gmlp_scale.engine import EngineConfig, Fsdp2Config, OptimizerConfig, SingleConfig, ZeroConfig
 from gmlp_scale.engine.float32_vectors import float32_vectors, round_matrices
-from gmlp_scale.engine.muon import muon_matrices, owners
+from gmlp_scale.engine.muon import BATCH_ELEMENTS, muon_matrices, owners
 from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.layers import Recompute
@@ -54,7 +54,13 @@ def state_bytes(
             assert_never(engine)
     # In float32 the parameters are the masters, but FSDP2 gathers parameters beside its masters.
     has_masters = precision == "bf16" or isinstance(engine, Fsdp2Config)
-    moments = (num_others * 8 - count_in_matrices(model, optimizer) * 4) / world_size
+    num_in_matrices = count_in_matrices(model, optimizer)
+    moments = (num_others * 8 - num_in_matrices * 4) / world_size
+    if num_in_matrices:
+        # At Muon's update a rank has its own gradients, and of a batch the gradient in float32, the update, and two
+        # copies and a product of the iterations.
+        of_batch = min(BATCH_ELEMENTS, num_in_matrices / world_size) * (4 + 4 * weight_bytes)
+        buffers = max(buffers, num_others * 4 / world_size + of_batch - gradients)
     return {
         "parameters": num_in_vectors * 4 + parameters,
         "gradients": num_in_vectors * 4 + gradients,

@@ -102,7 +102,11 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
             reports=StepReports(world, stragglers.own_seconds, began=start_up.since),
             monitors=(guard, metrics, stragglers, schedule),
         )
-        return _finish(run, train(run, start_step))
+        try:
+            return _finish(run, train(run, start_step))
+        except Exception as error:
+            world.say_failed(error)
+            raise
 
 
 def _finish(run: Run, progress: Progress) -> Progress:

@@ -86,7 +86,7 @@ class StepReports:
         while self._sent and (self._sent[0][0] <= until_step or self.is_stop):
             step, learning_rate, values, copied = self._sent.popleft()
             if copied:
-                copied.synchronize()
+                self.world.wait_until(copied.query)
             loss, num_signalled, spent, *by_rank, norm = values.numpy().tolist()
             self.is_stop |= num_signalled > 0
             size = self.world.size

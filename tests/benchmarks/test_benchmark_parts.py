@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import checkpointing, loading, step, timing
+from benchmarks import checkpointing, host, loading, step, timing
 from benchmarks.checkpointing import measure_checkpoint
 from benchmarks.loading import batched, measure_loading
 from benchmarks.peers import transformer_sizes
@@ -22,7 +22,7 @@ from benchmarks.reports import table
 from benchmarks.run import main, measure_start_up
 from benchmarks.step import PEERS, captured_products, fewest_bytes, kind_of, measure_step, products_of, shares
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import SHARDED_ENGINES
+from gmlp_scale.engine import ENGINES, SHARDED_ENGINES
 from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import load_run_config
@@ -160,6 +160,16 @@ def test_stalls_of_every_engine_on_two_ranks(tmp_path):
     for _, num_megabytes, copied, stall, ratio in rows:
         assert float(num_megabytes) == pytest.approx(6 * count_parameters(tiny_run(tmp_path)) / 1e6, abs=0.02)
         assert float(ratio.removesuffix(" |")) == pytest.approx(float(stall) / float(copied), rel=0.5)
+
+
+def test_host_times_of_every_engine(monkeypatch, succeeds):
+    monkeypatch.setattr(host, "NUM_ROUNDS", 1)
+    rows = [line.split(" | ") for line in succeeds(host.main, "--config", SMOKE).splitlines()[2:]]
+    assert [row[0].removeprefix("| ") for row in rows] == list(ENGINES)
+    for _, micro_batch, update, *in_additions in rows:
+        assert float(in_additions[0]) / float(in_additions[1].strip(" |")) == pytest.approx(
+            float(micro_batch) / float(update), rel=1e-2
+        )
 
 
 def test_loader(tmp_path, monkeypatch, forked_contenders):

@@ -121,6 +121,9 @@ class _SlowStore:
     def set(self, key: str, value: str) -> None:
         pass
 
+    def add(self, key: str, value: int) -> int:
+        return 1
+
     def check(self, keys: list[str]) -> bool:
         time.sleep(0.3)
         return keys == ["present"]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gmlp_scale.distributed.world import start_world
+from gmlp_scale.engine import muon
 from gmlp_scale.engine.muon import Muon, muon_matrices, orthogonalised, owners
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from tests.gloo_ranks import run_ranks
@@ -29,7 +30,7 @@ def test_updates_are_torchs(precision, monkeypatch):
     torch.manual_seed(0)
     ours = _matrices()
     theirs = {name: nn.Parameter(matrix.detach().clone()) for name, matrix in ours.items()}
-    muon = Muon(CONFIG, SHAPES, [WHOLE], ALONE, precision)
+    optimizer = Muon(CONFIG, SHAPES, [WHOLE], ALONE, precision)
     torchs = torch.optim.Muon(theirs.values(), weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     for step in range(1, 6):
         gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
@@ -38,7 +39,7 @@ def test_updates_are_torchs(precision, monkeypatch):
             matrix.grad = gradients[name] * 0.7 / (norm + 1e-6)
         torchs.param_groups[0]["lr"] = 0.1 / step
         torchs.step()
-        muon.step(ours, gradients, learning_rate=0.2 / step, norm=norm, max_norm=0.7)
+        optimizer.step(ours, gradients, learning_rate=0.2 / step, norm=norm, max_norm=0.7)
     # In bfloat16 a last digit of an input that rounds the other way is seen in the result.
     tolerance = 1e-6 if precision == "float32" else 2e-3
     for name, matrix in ours.items():
@@ -48,24 +49,24 @@ def test_updates_are_torchs(precision, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES.values())
 def test_singular_values_come_near_one(shape):
     torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), torch.float32))
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(2, *shape), torch.float32))
     assert values.min() > 0.5 and values.max() < 1.3
-    assert not orthogonalised(torch.zeros(shape), torch.float32).any()
+    assert not orthogonalised(torch.zeros(1, *shape), torch.float32).any()
 
 
 CUTS = {"tall": (0, 100, 100, 700, 960), "wide": (0, 0, 0, 528, 528), "square": (0, 1, 64, 64, 64)}
 """Where the parts of four ranks begin and end."""
 
 
-def _update_in_parts() -> dict[str, torch.Tensor]:
+def _update_in_parts(batch_elements: int) -> dict[str, torch.Tensor]:
     """This rank's parts of the matrices after two steps. One rank owns none of the three."""
+    muon.BATCH_ELEMENTS = batch_elements
     with start_world(60, "cpu", init_group=True) as world:
         spans = [{name: (cuts[r], cuts[r + 1]) for name, cuts in CUTS.items()} for r in range(world.size)]
-        muon = Muon(CONFIG, SHAPES, spans, world, "float32")
-        return _two_steps(muon, spans[world.rank])
+        return _two_steps(Muon(CONFIG, SHAPES, spans, world, "float32"), spans[world.rank])
 
 
-def _two_steps(muon: Muon, span_of: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+def _two_steps(optimizer: Muon, span_of: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
 
     def part_of(tensors: dict) -> dict:
@@ -73,13 +74,14 @@ def _two_steps(muon: Muon, span_of: dict[str, tuple[int, int]]) -> dict[str, tor
 
     parts = part_of(_matrices())
     for _ in range(2):
-        muon.step(parts, part_of(_matrices()), learning_rate=0.1, norm=torch.tensor(2.0), max_norm=1.0)
+        optimizer.step(parts, part_of(_matrices()), learning_rate=0.1, norm=torch.tensor(2.0), max_norm=1.0)
     return parts
 
 
-def test_parts_on_several_ranks_are_updated_as_the_whole():
+@pytest.mark.parametrize("batch_elements", [2**24, 600, 1])
+def test_parts_on_several_ranks_are_updated_as_the_whole_however_they_are_batched(batch_elements):
     whole = _two_steps(Muon(CONFIG, SHAPES, [WHOLE], ALONE, "float32"), WHOLE)
-    ranks = run_ranks(_update_in_parts, 4)
+    ranks = run_ranks(_update_in_parts, 4, batch_elements)
     for name, matrix in whole.items():
         torch.testing.assert_close(torch.cat([parts[name] for parts in ranks]), matrix)
 
