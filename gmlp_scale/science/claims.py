@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "e": ("Width of the tiny attention (section 4.3)", ("gmlp_6", "amlp_16", "amlp_32", "amlp", "amlp_128")),
     "c": ("Depth at fixed width (Table 4, Figure 5)", (*GMLP_DEPTHS, *BERT_DEPTHS)),
 }
-"""Title and models by letter, in the order in which they are trained: the most telling first."""
+"""Title and models by letter, in the order in which they are trained: the most important first."""
 
 ALIKE = math.log(4.35 / 4.26)
 """The difference of the loss between gMLP and the best BERT of Table 3, which the paper calls insignificant beside what
@@ -161,5 +161,5 @@ def verdict(values: Sequence[float], num_seeds: int) -> str:
     if len(values) < num_seeds:
         return "not run"
     if p_value(values) >= 0.05:
-        return "cannot be told"
+        return "cannot be decided"
     return "holds" if np.mean(values) > 0 else "does not hold"

@@ -155,8 +155,8 @@ CLAIM = Quantity("b", "Loss of x - loss of y", ("y", "x"), lambda y, x: x.loss -
     [
         ([0.5, 0.51, 0.52], "- **Holds**: y beats x. Loss of x - loss of y: 0.510 ± 0.010 (p = 0.00013)."),
         ([-0.5, -0.51, -0.52], "- **Does not hold**: y beats x. Loss of x - loss of y: -0.510 ± 0.010 (p = 0.00013)."),
-        ([0.5, -0.2, 0.1], "- **Cannot be told**: y beats x. Loss of x - loss of y: 0.133 ± 0.351 (p = 0.58)."),
-        ([0.5, np.inf, 0.5], "- **Cannot be told**: y beats x. Loss of x - loss of y: inf (a loss was not finite)."),
+        ([0.5, -0.2, 0.1], "- **Cannot be decided**: y beats x. Loss of x - loss of y: 0.133 ± 0.351 (p = 0.58)."),
+        ([0.5, np.inf, 0.5], "- **Cannot be decided**: y beats x. Loss of x - loss of y: inf (a loss was not finite)."),
         ([0.5, 0.51], "- **Not run**: y beats x. Loss of x - loss of y: 0.505 ± 0.007 (done: y 2 of 3)."),
         ([], "- **Not run**: y beats x. Loss of x - loss of y (done: y 2 of 3)."),
     ],
