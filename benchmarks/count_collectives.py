@@ -30,7 +30,7 @@ from benchmarks.reports import markdown
 from benchmarks.timing import load_measurable, say
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.engine import SHARDED_ENGINES, EngineConfig, Fsdp2Config
+from gmlp_scale.engine import SHARDED_ENGINES, EngineConfig, Fsdp2Config, ZeroConfig
 from gmlp_scale.plan.describe import count_parameters, meta_model
 from gmlp_scale.plan.rank_bytes import COLLECTIVES, carried_bytes, state_bytes, wire_bytes
 from gmlp_scale.recipe.config import RunConfig
@@ -145,8 +145,9 @@ def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float
     figures = {
         "peak_bytes_per_parameter": max(world.gather(counts.peak)) / num_parameters,
         "planned_states_per_parameter": sum(states.values()) / num_parameters,
-        "sixteen_bytes_model": sixteen_bytes_model(engine, precision, world.size),
     }
+    if isinstance(engine, Fsdp2Config | ZeroConfig):
+        figures["sixteen_bytes_model"] = sixteen_bytes_model(engine, precision, world.size)
     if world.size > 1:
         sent = wire_bytes(counts.carried)
         planned = wire_bytes(carried_bytes(engine, model, run.optimizer, precision, 1, world.size))
@@ -154,7 +155,7 @@ def count(run: RunConfig, engine: EngineConfig, world: World) -> dict[str, float
     return figures
 
 
-def sixteen_bytes_model(engine: EngineConfig, precision: str, num_ranks: int) -> float:
+def sixteen_bytes_model(engine: Fsdp2Config | ZeroConfig, precision: str, num_ranks: int) -> float:
     """Bytes per parameter and rank of weights, gradients and AdamW's states (Rajbhandari et al. 2020, figure 1).
 
     They are 2, 2 and 12 in bf16, and 4, 4 and 8 in float32. Stage 1 shards the states, 2 the gradients too, 3 all.
