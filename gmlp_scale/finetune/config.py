@@ -57,7 +57,8 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     micro_batch_size: FreeOnResume[Count]
     """Rows per forward pass on one rank. [rows]"""
     like_lengths: bool = False
-    """Draw rows of like length into one step, so that less of it is padding. The steps come in random order."""
+    """Draw rows of like length into one step, so that less of it is padding; the steps come in random order. A model
+    that reads padding gets the usual order."""
     device: FreeOnResume[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["auto", "float32", "bf16"] = "bf16"

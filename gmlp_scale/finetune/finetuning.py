@@ -141,9 +141,9 @@ class Finetuning(Task):
 
     def open_loader(self, world: World) -> EpochLoader:
         self.fingerprint = self.inputs.fingerprint
-        plan = self.config.batch_plan(rank=world.rank, world_size=world.size)
-        lengths_R = self.lengths_R if self.config.train.like_lengths else None
-        return EpochLoader(self.inputs.rows["train"], plan, lengths_R)
+        rows, plan = self.inputs.rows["train"], self.config.batch_plan(rank=world.rank, world_size=world.size)
+        by_length = self.config.train.like_lengths and rows.cuts_padding
+        return EpochLoader(rows, plan, self.lengths_R if by_length else None)
 
     def build_model(self) -> Backbone:
         head, dropout = self.config.task_row.head, self.config.dropout
