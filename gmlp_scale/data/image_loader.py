@@ -1,5 +1,6 @@
 """The batches of images: for each step the rank's rows, decoded and augmented by worker processes some steps ahead."""
 
+import errno
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
 from threading import Thread
 from typing import Any
 
@@ -26,6 +28,7 @@ from gmlp_scale.data.order import RowOrder
 from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.errors import UserError
 from gmlp_scale.fields import Count, CountFrom0, FreeOnResume, OfOneMachine
+from gmlp_scale.storage.files import print_error
 
 _FAILURES = (CorruptShardError, OSError)
 """A worker returns these errors as values, since the DataLoader would pass on the text alone of an error raised."""
@@ -79,8 +82,9 @@ def made_ahead(
             raise
         (code, *_) = [worker.exitcode for worker in workers if worker.sentinel in ended]
         raise UserError(
-            f"a process that decodes images ended with exit code {code}; -9 is a kill, mostly for want of memory. "
-            "Lower data.num_workers (--workers of an evaluation) or data.prefetch_batches, or give the job more memory"
+            f"a process that decodes images ended with exit code {code}; -9 is a kill, mostly for want of memory, "
+            f"{errno.ENOSPC} and -7 are a full /dev/shm. Lower data.num_workers (--workers of an evaluation) or "
+            "data.prefetch_batches, or give the job more memory, or docker run a larger --shm-size"
         ) from error
     if failure:
         del batches, loader  # the error's traceback would keep them, and so the workers
@@ -105,7 +109,16 @@ def _our_signals() -> Iterator[None]:
 
 
 def _heed_parent_alone(worker: int) -> None:
+    Queue._on_queue_feeder_error = staticmethod(_end_for_lack_of_room)
     Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_for_lack_of_room(error: Exception, batch: object) -> None:
+    """A batch that shared memory has no room for. The queue would drop it, and its reader wait for it without end."""
+    try:
+        print_error(f"a batch of images cannot be handed over: {error}")
+    finally:
+        os._exit(errno.ENOSPC)
 
 
 def _end_with_parent() -> None:

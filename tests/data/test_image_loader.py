@@ -5,6 +5,7 @@ Workers end with the process that started them, however that ends, although they
 import errno
 import io
 import os
+import resource
 import shutil
 import signal
 import tarfile
@@ -29,6 +30,7 @@ from gmlp_scale.errors import UserError
 from tests.damage import flipped
 from tests.data.conftest import plan_of
 from tests.forked import fork
+from tests.gloo_ranks import run_ranks
 from tests.written_images import stored_images, write_image_shards
 
 SIZE = 12
@@ -179,6 +181,19 @@ def test_a_killed_worker_is_reported_as_what_it_is(shards, monkeypatch):
     monkeypatch.setattr(ImageShards, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match=r"ended with exit code -9; .* Lower data.num_workers"):
         batches(loader(shards, num_workers=1))
+
+
+def _read_with_little_shared_memory(shards: Path) -> str:
+    """No file may grow beyond 100 bytes, also none of /dev/shm."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    with pytest.raises(UserError) as error:
+        batches(loader(shards, num_workers=1))
+    return str(error.value)
+
+
+def test_a_batch_that_shared_memory_has_no_room_for_ends_the_run(shards):
+    (error,) = run_ranks(_read_with_little_shared_memory, 1, shards, timeout_seconds=60)
+    assert "ended with exit code 28; " in error and "a full /dev/shm" in error and "--shm-size" in error
 
 
 def _tar(*names: str) -> bytes:
