@@ -205,7 +205,8 @@ def merged(layouts: list[dict[str, Any]]) -> dict[str, Any]:
     parsed = functools.cache(json.loads)  # FSDP2's ranks have the same keys and shapes: they are parsed once
     for rank, layout in enumerate(layouts):
         for (key, shape), file_number, first, count in zip(parsed(layout["shapes"]), *layout["columns"], strict=True):
-            assert shapes.setdefault(key, shape) == shape, f"{key} has shape {shapes[key]}, and {shape} on rank {rank}"
+            of_others = shapes.setdefault(key, shape)
+            assert of_others == shape, f"{key} has shape {of_others}, and {shape} on rank {rank}"
             pieces.setdefault(key, [])
             if count:
                 pieces[key].append((first, rank, file_number, count))
