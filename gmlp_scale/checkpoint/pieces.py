@@ -224,7 +224,8 @@ def merged(layouts: list[dict[str, Any]]) -> dict[str, Any]:
     parsed = functools.cache(json.loads)  # FSDP2's ranks have the same keys and shapes: they are parsed once
     for rank, layout in enumerate(layouts):
         for (key, *form), file_number, first, count in zip(parsed(layout["shapes"]), *layout["columns"], strict=True):
-            assert forms.setdefault(key, form) == form, f"{key} has shape {forms[key]}, and {form} on rank {rank}"
+            of_others = forms.setdefault(key, form)
+            assert of_others == form, f"{key} has shape {of_others}, and {form} on rank {rank}"
             pieces.setdefault(key, [])
             if count:
                 pieces[key].append((first, rank, file_number, count))

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tests.whole_runs import (
     FSDP2,
     NUM_STEPS,
     RECIPE,
+    ROOT,
     SINGLE,
     SMOKE,
     ZERO1,
@@ -164,6 +167,15 @@ def test_a_second_job_on_the_same_run_folder_is_refused(forty_rows, tmp_path, tr
         error = refused([*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"], code=1)
     assert f"process {os.getpid()} on host" in error
     trials("two jobs on one folder", 1)
+
+
+def test_checkpoints_written_without_asserts_are_whole(forty_rows, undisturbed, tmp_path):
+    words = [str(SMOKE), *CHANGING, *SINGLE, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    command = ["launch/pretrain.py", "--config", *words]
+    for options in (["-O", *command, "train.stop_after_step=4"], command):
+        done = subprocess.run([sys.executable, *options], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert "step_000000004" in done.stderr and logged(tmp_path / "smoke") == undisturbed(SINGLE, 1)
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path):
