@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gmlp_scale.engine.adamw import MOMENTS, Adamw
 from gmlp_scale.engine.float32_vectors import Vectors
 from gmlp_scale.engine.muon import Muon
-from gmlp_scale.engine.optimizer import MOMENTS, Adamw, OptimizerConfig
+from gmlp_scale.engine.optimizer import OptimizerConfig
 
 MOMENTUM = "momentum"  # Muon's only state of a matrix
 

@@ -9,11 +9,12 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.adamw import decayed_names
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.gradients import differentiated, global_norm
 from gmlp_scale.engine.masters import Masters, Piece, ReadSlice
 from gmlp_scale.engine.muon import Muon, muon_matrices
-from gmlp_scale.engine.optimizer import OptimizerConfig, decayed_names
+from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.fields import Timeout
 

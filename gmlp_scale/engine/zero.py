@@ -9,11 +9,12 @@ from pydantic import BaseModel, FilePath
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.adamw import MOMENTS, Adamw, decayed_names
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.gradients import clip_divisor, differentiated
 from gmlp_scale.engine.masters import MOMENTUM, Masters, Piece, ReadSlice, load, model_key, moment_key
 from gmlp_scale.engine.muon import Muon, muon_matrices
-from gmlp_scale.engine.optimizer import MOMENTS, Adamw, OptimizerConfig, decayed_names
+from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.engine.train_config import TrainConfig
 from gmlp_scale.engine.zero_settings import deepspeed_settings
 from gmlp_scale.engine.zero_sharding import ShardedModel

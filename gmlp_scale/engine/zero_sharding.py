@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.engine.adamw import Adamw
 from gmlp_scale.engine.muon import Span
-from gmlp_scale.engine.optimizer import Adamw
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from gmlp_scale.engine.adamw import Adamw, decayed_names
 from gmlp_scale.engine.gradients import global_norm
-from gmlp_scale.engine.optimizer import Adamw, AdamwConfig, decayed_names
+from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.train.schedule import learning_rate
 from tests.models.every_kind import tiny_model
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import EngineConfig
-from gmlp_scale.engine.optimizer import decayed_names
+from gmlp_scale.engine.adamw import decayed_names
 from gmlp_scale.models import build_model, heads
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from tests.engine.trained_engines import (
