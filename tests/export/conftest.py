@@ -62,7 +62,9 @@ def tiny_export(tokenizer_folder):
         details = {"step": 3, "heldout": {"step": 2, "perplexity": 17.25}, "config": {"name": kind}}
         fields = {"tokenizer_folder": tokenizer_folder, "details": details} | fields
         write_export(
-            TrainedModel("tiny", config, head, weights, labels=labels, **fields), folder, document_stride=document_stride
+            TrainedModel("tiny", config, head, weights, labels=labels, **fields),
+            folder,
+            document_stride=document_stride,
         )
         return model
 
