@@ -26,7 +26,7 @@ def write_tiny_export(folder: Path, tokenizer_folder: Path, **changes) -> Path:
     model.init_weights(torch.Generator().manual_seed(7))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     facts = {"details": {"step": 3}, "tokenizer_folder": tokenizer_folder}
-    write_export(TrainedModel("tiny", config, "masked_language_model", (), weights, **facts), folder)
+    write_export(TrainedModel("tiny", config, "masked_language_model", weights, **facts), folder)
     return folder
 
 
