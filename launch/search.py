@@ -71,7 +71,7 @@ def main() -> int:
         scores = [search_scores(search, passages, questions) for search in of_seeds]
         print(f"| {name} | {' | '.join(_shown([one[score] for one in scores]) for score in SCORES)} |")
     for name, (search, *_) in searches.items() if options.ask else ():
-        print(f"\n{name}: {passages[search([options.ask])[0][0]['corpus_id']]}")
+        print(f"\n{name}: {passages[search([options.ask]).argmax()]}")
     return 0
 
 

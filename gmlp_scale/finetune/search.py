@@ -1,11 +1,15 @@
 """Search by embeddings: exports learn to find the passage that answers a question, and are scored beside BM25.
 
 Losses, trainer, checkpoints and scores are those of sentence-transformers; docs/search.md says why.
+
+Shape suffixes: Q questions, P passages, K the best ten.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gmlp_scale.tasks.classification import read_examples
 from gmlp_scale.tasks.question_answering import Question, read_questions
@@ -14,8 +18,8 @@ from gmlp_scale.tasks.table import TASKS
 
 SCORES = {"nDCG@10": "ndcg@k", "recall@10": "recall@k"}
 """What InformationRetrievalEvaluator calls them."""
-Search = Callable[[list[str]], list[list[dict[str, Any]]]]
-"""For each question the ten best passages, best first: the number (corpus_id) and score of each."""
+Search = Callable[[list[str]], np.ndarray]
+"""From Q questions to the scores of the P passages, [Q, P], the higher the better."""
 
 
 def read_answered(source: str, part: str) -> list[Question]:
@@ -88,33 +92,37 @@ def search_by_words(passages: list[str]) -> Search:
     index = bm25s.BM25()
     index.index(bm25s.tokenize(passages, show_progress=False), show_progress=False)
 
-    def search(questions: list[str]) -> list[list[dict[str, Any]]]:
-        tokens = bm25s.tokenize(questions, show_progress=False)
-        found, scores = index.retrieve(tokens, k=min(10, len(passages)), show_progress=False)
-        rows = zip(found.tolist(), scores.tolist(), strict=True)
-        return [[{"corpus_id": i, "score": score} for i, score in zip(*row, strict=True)] for row in rows]
+    def search(questions: list[str]) -> np.ndarray:
+        words = bm25s.tokenize(questions, return_ids=False, show_progress=False)
+        return np.stack([index.get_scores(of_question) for of_question in words])
 
     return search
 
 
 def search_by_embeddings(folder: str | Path, passages: list[str]) -> Search:
-    """The passages whose embeddings have the greatest cosine with the question's."""
+    """A passage's score is the cosine of its embedding and the question's."""
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.util import semantic_search
 
     model = SentenceTransformer(str(folder), trust_remote_code=True)
-    embedded = model.encode_document(passages, convert_to_tensor=True)
-    return lambda questions: semantic_search(model.encode_query(questions, convert_to_tensor=True), embedded, top_k=10)
+    embedded = model.encode_document(passages)
+    return lambda questions: model.similarity(model.encode_query(questions), embedded).numpy()
 
 
 def search_scores(search: Search, passages: list[str], questions: list[Question]) -> dict[str, float]:
     """SCORES of what `search` finds for the questions, as InformationRetrievalEvaluator computes them."""
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
+    number_of = {passage: number for number, passage in enumerate(passages)}
     evaluator = InformationRetrievalEvaluator(
         {question.id: question.question for question in questions},
         dict(enumerate(passages)),
-        {question.id: {passages.index(question.context)} for question in questions},
+        {question.id: {number_of[question.context]} for question in questions},
     )
-    metrics = evaluator.compute_metrics(search(evaluator.queries))
+    scores_QP = search(evaluator.queries)
+    best_QK = np.argsort(-scores_QP, axis=1, kind="stable")[:, :10]
+    found = [
+        [{"corpus_id": int(number), "score": float(scores_P[number])} for number in best_K]
+        for scores_P, best_K in zip(scores_QP, best_QK, strict=True)
+    ]
+    metrics = evaluator.compute_metrics(found)
     return {name: float(metrics[key][10]) for name, key in SCORES.items()}

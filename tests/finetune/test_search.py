@@ -4,6 +4,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -68,17 +69,18 @@ def test_files_without_a_triple_or_an_answer_are_refused(mnli, write_squad):
 
 
 def test_scores_are_what_they_are_by_hand():
-    """The three questions' passages are found first, second and not at all."""
-    found = [{"corpus_id": 0, "score": 3.0}, {"corpus_id": 1, "score": 2.0}]
-    questions = [Question(str(number), "?", PASSAGES[number], ()) for number in range(3)]
-    scores = search_scores(lambda asked: [found for _ in asked], PASSAGES[:3], questions)
+    """The questions' passages are found first, second and eleventh; equal scores keep the passages' order."""
+    questions = [Question(str(number), "?", PASSAGES[number], ()) for number in (0, 1, 15)]
+    found = np.zeros((3, 16))
+    found[:, :10], found[2, 15] = np.arange(20, 10, -1), 5
+    scores = search_scores(lambda asked: found, PASSAGES, questions)
     assert scores == pytest.approx({"nDCG@10": (1 + 1 / math.log2(3)) / 3, "recall@10": 2 / 3})
 
 
 def test_bm25_finds_a_rare_word():
-    [[best, *others]] = search_by_words(PASSAGES)(["where did the bell go"])
-    assert best["corpus_id"] == WORDS.index("bell") and len(others) == 9
-    assert len(search_by_words(PASSAGES[:3])(["bell"])[0]) == 3
+    scores_QP = search_by_words(PASSAGES)(["where did the bell go", "a word that no passage holds"])
+    assert scores_QP.shape == (2, 16) and scores_QP[0].argmax() == WORDS.index("bell")
+    assert (np.delete(scores_QP[0], WORDS.index("bell")) < scores_QP[0].max()).all() and not scores_QP[1].any()
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
