@@ -75,13 +75,15 @@ CONFINED = {
     "triton": ("gmlp_scale.kernels", "benchmarks.compiled_kernels"),
     "webdataset": ("gmlp_scale.data.image_shards", "benchmarks"),
     "kornia": ("gmlp_scale.data.augmentation",),
+    "sentence_transformers": ("gmlp_scale.finetune.search",),
+    "bm25s": ("gmlp_scale.finetune.search",),
     "filelock": ("gmlp_scale.storage.run_folder", "gmlp_scale.data.manifest"),
     "pickle": (),
     "dill": (),
 }
 HEAVY = (
     "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb", "kornia",
-    "torch.utils.tensorboard",
+    "torch.utils.tensorboard", "sentence_transformers", "bm25s",
 )  # fmt: skip
 FOR_TRANSFORMERS = "gmlp_scale.export.hugging_face"  # copied into exports; nothing of the package imports it
 

@@ -5,6 +5,7 @@
     modeling_gmlp.py, configuration_gmlp.py ...    code that needs torch and transformers, but not this package
     tokenizer.json, tokenizer_config.json          the tokenizer for transformers
     tokenizer.model        the same tokenizer for this package
+    modules.json ...       what sentence-transformers reads: an embedding is the mean over a text's tokens
     README.md              the model card
     SHA256SUMS             the checksum of every other file, as `sha256sum -c SHA256SUMS` reads it
 
@@ -43,6 +44,7 @@ from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.export.fast_tokenizer import write_tokenizer
+from gmlp_scale.export.sentence_files import write_sentence_files
 from gmlp_scale.fields import Mark, marked_fields
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import is_url, read_file
@@ -104,7 +106,9 @@ def write_export(
     if document_stride:
         config["document_stride"] = document_stride
     with new_export(folder, config, trained.weights, model_card(trained, publication)) as unfinished:
-        write_tokenizer(unfinished, tokenizer, trained.row_length or model.sequence_length)
+        longest = trained.row_length or model.sequence_length
+        write_tokenizer(unfinished, tokenizer, longest)
+        write_sentence_files(unfinished, model.d_model, longest)
         (unfinished / MODEL_NAME).write_bytes(read_file(f"{trained.tokenizer_folder}/{MODEL_NAME}"))
 
 
@@ -199,7 +203,8 @@ def new_export(
         copy_sources(unfinished, of_images=of_images)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
         yield unfinished
-        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(unfinished.iterdir())]
+        files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+        sums = [f"{sha256_of(path)}  {path.relative_to(unfinished)}\n" for path in files]
         (unfinished / CHECKSUMS_NAME).write_text("".join(sums), encoding="utf-8")
         unfinished.rename(folder)
     except BaseException as error:

@@ -56,7 +56,7 @@ def test_every_file_has_the_mode_of_the_umask(tiny_export, tmp_path):
         tiny_export("gmlp", tmp_path / "hf")
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").rglob("*") if path.is_file()} == {0o640}
 
 
 def test_the_file_holds_the_tied_matrix_once(export):
@@ -125,7 +125,7 @@ def test_details_keep_no_place_of_this_machine(tiny_export, tmp_path):
         "model": "s3://bucket/hf",
         "name": "gmlp",
     }
-    files = [path.read_bytes() for path in (tmp_path / "hf").iterdir()]
+    files = [path.read_bytes() for path in (tmp_path / "hf").rglob("*") if path.is_file()]
     assert not any(
         place in content for content in files for place in (b"/home/ann", b"../ann", b"/scratch", bytes(tmp_path))
     )

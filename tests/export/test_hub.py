@@ -110,7 +110,7 @@ def test_the_usage_blocks_run_as_they_stand(hub, run_dir, tiny_export, tmp_path,
 
 def test_no_exported_file_names_a_local_place_and_what_nobody_said_is_unknown(run_dir, tmp_path, export_of_run):
     folder = export_of_run()
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for place in (str(run_dir.parent), str(tmp_path)):
         assert [name for name, content in files.items() if place.encode() in content] == []
     assert json.loads(files["config.json"])["details"]["config"]["data"]["shards"] == "shards"

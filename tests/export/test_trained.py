@@ -73,7 +73,7 @@ def test_a_wrong_config_is_refused(export, changes, message):
 def test_one_flipped_bit_is_found_and_an_export_without_checksums_is_read_with_a_warning(export, caplog, trials):
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=export, check=True, capture_output=True)
     names = {line.split("  ")[1] for line in (export / "SHA256SUMS").read_text().splitlines()}
-    assert names == {path.name for path in export.iterdir()} - {"SHA256SUMS"}
+    assert names == {str(path.relative_to(export)) for path in export.rglob("*") if path.is_file()} - {"SHA256SUMS"}
     read_export(export)
     assert not caplog.records
     for name in ("model.safetensors", "config.json", "tokenizer.model"):
@@ -109,8 +109,8 @@ def test_damaged_files_are_refused(export, trials):
 def test_an_export_at_a_url_is_refused_by_its_url(export):
     (export / "SHA256SUMS").unlink()
     (export / "config.json").write_text("{")
-    for path in export.iterdir():
-        upload_file(path, f"memory://damaged/{path.name}")
+    for path in [path for path in export.rglob("*") if path.is_file()]:
+        upload_file(path, f"memory://damaged/{path.relative_to(export)}")
     with pytest.raises(InputError, match=r"^memory://damaged/config\.json is damaged"):
         read_export("memory://damaged")
 
