@@ -5,6 +5,7 @@ python benchmarks/run.py --config configs/pretrain/gmlp_base.yaml --output docs/
 python benchmarks/run.py --config configs/pretrain/gmlp_base.yaml model.num_blocks=6 train.micro_batch_size=2
 python benchmarks/run.py --config configs/pretrain/gmlp_base.yaml --compare docs/benchmarks/FILE.json
 python benchmarks/run.py --config configs/pretrain/smoke.yaml --parts scaling  # 1, 2, 4 and 8 gloo ranks
+python benchmarks/run.py --config configs/pretrain/gmlp_base.yaml --parts lengths model.num_blocks=6  # short texts
 python benchmarks/run.py --table docs/benchmarks/FILE.json
 
 Prints JSON. Only ratios within one run are worth quoting: benchmarks/__init__.py says how they are measured.
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is instal
 import torch
 
 from benchmarks.checkpointing import measure_checkpoint
+from benchmarks.lengths import measure_lengths
 from benchmarks.loading import measure_loading
 from benchmarks.reports import print_report, read_report, table, worsened
 from benchmarks.scaling import measure_scaling
@@ -36,7 +38,7 @@ from gmlp_scale.storage.files import local_path
 from gmlp_scale.train.resolve import with_decided_precision
 
 USUAL_PARTS = ("step", "loader", "checkpoint", "start_up")
-PARTS = (*USUAL_PARTS, "scaling")
+PARTS = (*USUAL_PARTS, "scaling", "lengths")
 PRETRAIN = Path(__file__).parents[1] / "launch/pretrain.py"
 
 
@@ -104,6 +106,8 @@ def measure(
                         of_run[part] = measure_start_up(path, overrides, num_rounds)
                     case "scaling":
                         of_run[part] = measure_scaling(path, overrides, num_rounds)
+                    case "lengths":
+                        of_run[part] = measure_lengths(run, world.device, num_rounds)
         return world.device, figures
 
 

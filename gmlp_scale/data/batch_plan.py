@@ -12,6 +12,9 @@ from gmlp_scale.data.hashing import permutation
 from gmlp_scale.errors import InputError
 from gmlp_scale.piecewise import Piecewise
 
+STEPS_PER_POOL = 50
+"""So many steps' rows are sorted by length at a time. With more, what is in a step would hang more on the length."""
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -66,13 +69,15 @@ class EpochLoader:
     epoch, and every row counts the same in the loss.
 
     rows: have `num_rows` and `batch(row_indices)`, which gives these rows as a micro-batch for the model.
+    lengths_R: if given, the rows of a step have about the same length.
     """
 
-    def __init__(self, rows: Any, plan: BatchPlan):
+    def __init__(self, rows: Any, plan: BatchPlan, lengths_R: np.ndarray | None = None):
         self.rows, self.plan = rows, plan
         self.wait_seconds = 0.0
         """Time spent on making batches so far; the loop waits for it."""
-        self._order = functools.lru_cache(maxsize=2)(lambda epoch: permutation(rows.num_rows, plan.seed, epoch))
+        self._lengths_R = lengths_R
+        self._order = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def row_indices(self, step: int) -> np.ndarray:
         """The rows of each of this rank's micro-batches at `step`, int64 [number of them, micro_batch_size]."""
@@ -87,6 +92,21 @@ class EpochLoader:
             batches = [self.rows.batch(row_indices) for row_indices in self.row_indices(step)]
             self.wait_seconds += time.perf_counter() - started
             yield batches
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch in their order, which the seed and the epoch decide."""
+        num_rows, seed = self.rows.num_rows, self.plan.seed
+        order_R = permutation(num_rows, seed, epoch)
+        if self._lengths_R is None:
+            return order_R
+        size = self.plan.batch_sizes.last
+        pools_R = np.arange(num_rows) // (size * STEPS_PER_POOL)
+        order_R = order_R[np.lexsort((self._lengths_R[order_R], pools_R))]
+        # The last step of the epoch before takes this one's first rows. Between these and its own last ones are whole
+        # steps, which are shuffled.
+        steps = np.split(order_R, range(-epoch * num_rows % size, num_rows, size))
+        steps[1:-1] = [steps[1 + number] for number in permutation(len(steps[1:-1]), seed, epoch, 1)]
+        return np.concatenate(steps)
 
     def close(self) -> None:
         """The rows lie in memory, so there is nothing to close."""

@@ -34,7 +34,8 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
     test_mismatched: str | None = None
     """MNLI's second test set."""
     sequence_length: PositiveInt
-    """The length of every row, in training and in evaluation, at most the model's. [tokens]"""
+    """The greatest length of a row, in training and in evaluation; at most the model's. A micro-batch is as long as its
+    longest row. If the model reads padding, every row has this length. [tokens]"""
     document_stride: PositiveInt | None = None
     """SQuAD and tagging: from the start of one window of a text to the start of the next. [tokens]"""
     entity_types: list[str] | None = None
@@ -55,6 +56,9 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     """Rows per step over all ranks. [rows]"""
     micro_batch_size: FreeOnResume[PositiveInt]
     """Rows per forward pass on one rank. [rows]"""
+    like_lengths: bool = False
+    """Draw rows of like length into one step, so that less of it is padding; the steps come in random order. A model
+    that reads padding gets the usual order."""
     device: FreeOnResume[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU for each rank where there are any, else the CPU."""
     precision: Literal["auto", "float32", "bf16"] = "bf16"
@@ -137,10 +141,6 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
         """The parts of the data that were given, besides train."""
         return [part for part in self.task_row.data_set.parts if self.data.source(part)]
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.train.global_batch_size * self.data.sequence_length
-
     def num_steps(self, num_rows: int) -> int:
         """The length of the schedule for this number of training rows."""
         return self.train.num_steps or math.ceil(self.train.num_epochs * num_rows / self.train.global_batch_size)
@@ -155,7 +155,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
             raise ConfigError(self.name, mistakes)
         every = self.train.evaluate_every_steps or math.ceil(num_rows / self.train.global_batch_size)
         decided = {"num_steps": self.num_steps(num_rows), "evaluate_every_steps": every}
-        return TrainConfig(**self.train.model_dump(exclude={"num_epochs", *decided}), **decided)
+        return TrainConfig(**self.train.model_dump(exclude={"num_epochs", "like_lengths", *decided}), **decided)
 
     def optimizer_config(self, num_rows: int) -> AdamwConfig:
         """The `optimizer` section of a run over this number of training rows."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gmlp_scale.checkpoint.trained import TrainedModel, copy_weights, read_export
+from gmlp_scale.data.batch import PAD_ID
 from gmlp_scale.data.batch_plan import EpochLoader
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, TrainConfig
@@ -85,6 +86,8 @@ def read_inputs(run: FinetuneConfig) -> Inputs:
         )
         for part in ("train", *run.parts)
     }
+    for of_part in rows.values():
+        of_part.cuts_padding = pretrained.config.masks_padding
     for part in run.parts:
         same_file = run.data.source(part) == run.data.train and Path(run.data.train).is_file()
         if same_file or rows[part].fingerprint == rows["train"].fingerprint:
@@ -118,7 +121,11 @@ class Finetuning(Task):
         self.data = f"{config.task}, {', '.join(sizes)}"
         self.train: TrainConfig = config.train_config(self.num_rows)
         self.optimizer: AdamwConfig = config.optimizer_config(self.num_rows)
-        self.tokens_per_step = Piecewise(config.tokens_per_step)
+        self.lengths_R = (inputs.rows["train"].token_ids_RN != PAD_ID).sum(1)
+        is_cut = inputs.rows["train"].cuts_padding
+        self.mean_length = round(self.lengths_R.mean()) if is_cut else config.data.sequence_length
+        """What a row costs: its text, or the padding too. [tokens]"""
+        self.tokens_per_step = self.train.batch_sizes.map(lambda rows: rows * self.mean_length)
         self.content: dict | None = None
         """What scores.json holds; None until it is written."""
         self._evaluated_step: int | None = None
@@ -126,16 +133,17 @@ class Finetuning(Task):
 
     @cached_property
     def flops_per_step(self) -> Piecewise:
-        """At the length of the rows, which may be less than the model's."""
-        update = {"sequence_length": self.config.data.sequence_length}
-        shortened = self.inputs.pretrained.config.model_copy(update=update)
+        """At the mean length of the rows."""
+        shortened = self.inputs.pretrained.config.model_copy(update={"sequence_length": self.mean_length})
         with torch.device("meta"):
             model = build_model(shortened, head=self.config.task_row.head)
         return self.train.batch_sizes.map(lambda rows: 3 * model.flops_per_sample() * rows)
 
     def open_loader(self, world: World) -> EpochLoader:
         self.fingerprint = self.inputs.fingerprint
-        return EpochLoader(self.inputs.rows["train"], self.config.batch_plan(rank=world.rank, world_size=world.size))
+        rows, plan = self.inputs.rows["train"], self.config.batch_plan(rank=world.rank, world_size=world.size)
+        by_length = self.config.train.like_lengths and rows.cuts_padding
+        return EpochLoader(rows, plan, self.lengths_R if by_length else None)
 
     def build_model(self) -> Backbone:
         head, dropout = self.config.task_row.head, self.config.dropout

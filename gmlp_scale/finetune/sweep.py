@@ -191,14 +191,14 @@ def describe(runs: list[FinetuneConfig], num_seeds: int, inputs: Inputs, world_s
     is_auto = run.train.precision == "auto"
     precision = "float32" if is_auto else run.train.precision
     states = state_bytes(run.engine, model, task.optimizer, precision, world_size, accumulates=num_micro_batches > 1)
-    flops = task.flops_per_step.last
+    flops, tokens = task.flops_per_step.last, task.tokens_per_step.last
     lines = [
         run.to_yaml(),
         f"model                   {inputs.pretrained.config}",
         f"ranks                   {world_size}, {micro_batches}",
         f"parameters              {sum(parameter.numel() for parameter in model.parameters()):,}",
-        f"FLOPs per step          {short(flops)} ({short(flops / run.tokens_per_step)} per token)",
-        f"tokens per step         {run.tokens_per_step:,}",
+        f"FLOPs per step          {short(flops)} ({short(flops / tokens)} per token)",
+        f"tokens per step         {tokens:,}",
         *(["precision               decided when the run starts; below are float32's figures"] if is_auto else []),
         describe_states(states),
         *(

@@ -107,27 +107,28 @@ def toeplitz(offsets: Tensor) -> Tensor:
     earlier ones to its left. Returns [..., n, n] in the dtype of `offsets`. The gradient of an offset is the sum over
     its diagonal, in float32 (float64 for float64) and in one fixed order, so it repeats bit for bit.
     """
-    if is_exporting():  # its programs take no window of a symbolic size, and need no gradient
-        n = (offsets.shape[-1] + 1) // 2
-        positions = torch.arange(n, device=offsets.device)
-        return offsets[..., n - 1 + positions - positions[:, None]]
-    return _Toeplitz.apply(offsets)
+    return _indexed(offsets) if is_exporting() else _Toeplitz.apply(offsets)
 
 
 class _Toeplitz(torch.autograd.Function):
-    """W[i] is the n offsets from number n - 1 - i on.
-
-    Indexing would give the same matrix, but its backward pass adds atomically on a GPU.
-    """
+    """W[i] is the n offsets from number n - 1 - i on. The backward pass of plain indexing adds atomically on a GPU."""
 
     @staticmethod
     def forward(ctx, offsets: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # a window's size would be a constant, with a graph for each length
+            return _indexed(offsets)
         n = (offsets.shape[-1] + 1) // 2
         return offsets.unfold(-1, n, 1).flip(-2)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         return diagonal_sums(grad).to(grad.dtype)
+
+
+def _indexed(offsets: Tensor) -> Tensor:
+    n = (offsets.shape[-1] + 1) // 2
+    positions = torch.arange(n, device=offsets.device)
+    return offsets[..., n - 1 + positions - positions[:, None]]
 
 
 def diagonal_sums(matrix: Tensor) -> Tensor:

@@ -5,11 +5,25 @@ Shape suffixes: B batch, N positions, D width, C classes, V vocabulary.
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gmlp_scale.data.batch import IGNORED, Batch
+from gmlp_scale.data.batch import IGNORED, PAD_ID, Batch
 from gmlp_scale.models.backbone import Backbone
+
+MULTIPLE_OF_LENGTHS = 8
+"""Lengths are rounded up to it: a program has fewer shapes to prepare for, and a GPU's products whole tiles."""
+
+
+def cut_padding(token_ids_BN: Tensor) -> Tensor:
+    """The rows as long as the longest text among them, rounded up. For a model that masks padding.
+
+    On a GPU the host waits for the device here.
+    """
+    stops_N = torch.arange(1, token_ids_BN.shape[1] + 1, device=token_ids_BN.device)
+    longest = int(((token_ids_BN != PAD_ID) * stops_N).max())
+    return token_ids_BN[:, : -(-longest // MULTIPLE_OF_LENGTHS) * MULTIPLE_OF_LENGTHS]
 
 
 @dataclass(frozen=True)
@@ -110,8 +124,10 @@ class SpanPredictor(Backbone):
         return (first_loss + F.cross_entropy(last_logits_BN, batch.last_positions_B)) / 2
 
     def predict(self, batch: SpanBatch) -> Tensor:
-        """Float32 logits_BN2."""
-        return self.logits(self.norm(self.encode(batch.token_ids_BN)))
+        """Float32 logits_BN2. They are -inf at <pad> if the model masks it: the loss does not depend on it either."""
+        logits_BN2 = self.logits(self.norm(self.encode(batch.token_ids_BN)))
+        is_token_BN = self.tokens(batch.token_ids_BN != PAD_ID)
+        return logits_BN2 if is_token_BN is None else logits_BN2.masked_fill(~is_token_BN[:, :, None], -torch.inf)
 
     def logits(self, x_BND: Tensor) -> Tensor:
         """Float32 logits_BN2 from the positions after the final LayerNorm."""

@@ -14,6 +14,8 @@ A task of each class has
 The rows of a part have
     num_rows, num_examples, fingerprint (a SHA-256 of the rows and what is to be predicted)
     has_labels              False in a test part whose labels are secret
+    token_ids_RN            all rows, padded to sequence_length
+    cuts_padding            set to True for a model that masks padding: a micro-batch is as long as its longest row
     batch(row_indices)      a micro-batch of these rows
     summarize(logits)       what scoring needs of a micro-batch's logits, [B, summary_size], on their device
     scores(summaries)       the scores by name, given the summaries of all rows

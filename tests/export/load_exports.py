@@ -106,6 +106,8 @@ with torch.no_grad():
     answer = pipeline("question-answering", model=f"{folder}/spans", trust_remote_code=True)
     facts["answers"] = answer(json.loads(sys.argv[4]))
     facts["answers in a batch"] = answer(json.loads(sys.argv[4]), batch_size=4)
+    older = pipeline("question-answering", model=f"{folder}/older spans", trust_remote_code=True)
+    facts["answers of older spans"] = older(json.loads(sys.argv[4]))
     facts["answers of other windows"] = answer(json.loads(sys.argv[4]), document_stride=1)
     facts["answer or nothing"] = answer(**json.loads(sys.argv[4])[0], handle_impossible_answer=True)
 

@@ -21,7 +21,7 @@ GOOD, BAD = ("good", "great", "wonderful", "charming"), ("bad", "awful", "terrib
 
 def write_tiny_export(folder: Path, tokenizer_folder: Path, **changes) -> Path:
     sizes = {"kind": "gmlp", "num_blocks": 2, "d_model": 16, "d_ffn": 32, "sequence_length": 128, "vocab_size": 400}
-    config = TypeAdapter(ModelConfig).validate_python(sizes | changes)
+    config = TypeAdapter(ModelConfig).validate_python(sizes | {"masks_padding": True} | changes)
     model = build_model(config)
     model.init_weights(torch.Generator().manual_seed(7))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}

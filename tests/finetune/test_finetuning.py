@@ -17,7 +17,7 @@ from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.tasks.table import summarize_all
 from gmlp_scale.train.sinks import read_metrics
-from tests.finetune.conftest import sentiment_run, tiny_run
+from tests.finetune.conftest import sentiment_run, tiny_run, write_tiny_export
 
 
 def go(run, world):
@@ -216,6 +216,18 @@ def test_sts_b_learns_its_numbers(tmp_path, export, world):
     assert rows.scores(logits)["spearman"] == pytest.approx(scores["scores"]["dev"]["spearman"], abs=1e-6)
 
 
+@pytest.mark.parametrize("masks_padding", [True, False])
+def test_a_batch_is_as_long_as_its_longest_row_if_the_model_masks_padding(tmp_path, tokenizer_folder, masks_padding):
+    export = write_tiny_export(tmp_path / "hf", tokenizer_folder, masks_padding=masks_padding)
+    task = Finetuning(run := sentiment_run(tmp_path, export, "data.sequence_length=64"), read_inputs(run))
+    lengths_R = (task.inputs.rows["train"].token_ids_RN != 0).sum(1)
+    for row_indices in (lengths_R.argsort()[:2], np.arange(60)):
+        longest = -(-lengths_R[row_indices].max() // 8) * 8
+        batch = task.inputs.rows["train"].batch(row_indices)
+        assert batch.token_ids_BN.shape[1] == (longest if masks_padding else 64) and longest < 64
+    assert task.tokens_per_step.last == 8 * (round(lengths_R.mean()) if masks_padding else 64)
+
+
 def test_squad_v2_runs_to_its_predictions(tmp_path, export, world, write_squad):
     context = "The Normans gave their name to Normandy, a region in France. " * 4
     paragraphs = [(context, [("Who gave the name?", [("The Normans", 0)]), ("Which century?", [])])]
@@ -267,11 +279,14 @@ def test_tagging_learns_and_its_export_tags_as_the_predictions_do(tmp_path, expo
     assert 'pipeline("token-classification"' in card and "| dev f1 |" in card
 
 
-def test_order_is_a_pure_function_of_the_step(tmp_path, export):
+@pytest.mark.parametrize("like_lengths", [False, True])
+def test_order_is_a_pure_function_of_the_step(tmp_path, export, like_lengths):
     rows = read_inputs(sentiment_run(tmp_path, export)).rows["train"]
+    lengths_R = np.arange(60) % 13 if like_lengths else None
 
     def loader(rank=0, world_size=1, micro_batch_size=4, seed=0, global_batch_size=16):
-        return EpochLoader(rows, BatchPlan(seed, Piecewise(global_batch_size), micro_batch_size, rank, world_size))
+        plan = BatchPlan(seed, Piecewise(global_batch_size), micro_batch_size, rank, world_size)
+        return EpochLoader(rows, plan, lengths_R)
 
     def row_indices(step, *plan, **fields):
         return loader(*plan, **fields).row_indices(step).ravel()
@@ -287,8 +302,13 @@ def test_order_is_a_pure_function_of_the_step(tmp_path, export):
     assert np.array_equal(np.concatenate(growing), whole[2 * 8 + 3 * 16 :][:16])
     batches = [batch for step in loader(micro_batch_size=2).steps(3, 5) for batch in step]
     assert len(batches) == 16
-    ids = torch.cat([batch.token_ids_BN for batch in batches])
-    assert torch.equal(ids, rows.batch(whole[48:80]).token_ids_BN)
+    for batch, row_indices_B in zip(batches, whole[48:80].reshape(16, 2), strict=True):
+        assert torch.equal(batch.token_ids_BN, rows.batch(row_indices_B).token_ids_BN)
+    if like_lengths:  # steps 3, 7 and 11 take the end of one epoch and the beginning of the next
+        spreads = [np.ptp(lengths_R[whole[16 * step :][:16]]) for step in range(15)]
+        assert max(spread for step, spread in enumerate(spreads) if step % 4 != 3) <= 4, spreads
+        sums = np.array([lengths_R[whole[16 * step :][:16]].sum() for step in range(15)])
+        assert len({sums[first : first + 3].argmin() for first in (0, 4, 8, 12)}) > 1  # in random order
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 21, 64])

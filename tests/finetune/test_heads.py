@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.models import build_model
-from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
+from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor, cut_padding
 from tests.models.every_kind import KINDS, tiny_config
 
 ALL = pytest.mark.parametrize("kind", KINDS)
@@ -17,6 +17,7 @@ CLASSIFIER = functools.partial(SequenceClassifier, num_classes=3)
 TOKEN_IDS_BN = torch.randint(5, 40, (4, 12), generator=torch.Generator().manual_seed(0))
 LABELLED = LabelledBatch(TOKEN_IDS_BN, torch.tensor([0, 2, 1, 1]))
 SPANS = SpanBatch(TOKEN_IDS_BN, torch.tensor([0, 3, 5, 11]), torch.tensor([0, 4, 5, 11]))
+SHORT_SPANS = replace(SPANS, first_positions_B=torch.tensor([0, 3, 5, 2]), last_positions_B=torch.tensor([0, 4, 5, 6]))
 
 
 def tiny(kind: str, head, dropout: float = 0.0):
@@ -44,15 +45,23 @@ def test_span_loss_is_the_mean_over_first_and_last_tokens(kind):
     assert torch.allclose(model(SPANS), sum(losses) / 2)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("bert")])
-def test_transformers_finetune_without_their_padding(kind):
-    cut_BN, padded_BN = TOKEN_IDS_BN[:, :7], TOKEN_IDS_BN.clone()
+@ALL
+@pytest.mark.parametrize("head, batch", [(CLASSIFIER, LABELLED), (SpanPredictor, SHORT_SPANS)])
+def test_padding_changes_no_logit_and_no_loss(kind, head, batch):
+    model, padded_BN = tiny(kind, head), TOKEN_IDS_BN.clone()
     padded_BN[:, 7:] = PAD_ID
-    classifier, spans = tiny(kind, CLASSIFIER), tiny(kind, SpanPredictor)
-    logits_BC = classifier.predict(LabelledBatch(padded_BN, LABELLED.labels_B))
-    assert torch.allclose(logits_BC, classifier.predict(LabelledBatch(cut_BN, LABELLED.labels_B)), atol=1e-6)
-    logits_BN2 = spans.predict(replace(SPANS, token_ids_BN=padded_BN))
-    assert torch.allclose(logits_BN2[:, :7], spans.predict(replace(SPANS, token_ids_BN=cut_BN)), atol=1e-6)
+    alone, padded = (replace(batch, token_ids_BN=ids_BN) for ids_BN in (TOKEN_IDS_BN[:, :7], padded_BN))
+    logits = model.predict(padded)
+    logits = logits[:, :7] if logits.ndim == 3 else logits
+    torch.testing.assert_close(logits, model.predict(alone), rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(padded), model(alone), rtol=0, atol=1e-6)
+
+
+def test_padding_is_cut_to_the_longest_text():
+    ids_BN = torch.zeros(3, 20, dtype=torch.int64)
+    for longest, length in ((1, 8), (8, 8), (9, 16), (17, 20)):
+        ids_BN[1, :longest] = 5
+        assert torch.equal(cut_padding(ids_BN), ids_BN[:, :length])
 
 
 @pytest.mark.parametrize("head, batch", [(CLASSIFIER, LABELLED), (SpanPredictor, SPANS)])

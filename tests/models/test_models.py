@@ -265,3 +265,18 @@ def test_blocks_compile_without_a_break():
     torch.testing.assert_close(compiled_loss, loss)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@ALL
+def test_one_graph_serves_texts_of_all_lengths(kind):
+    torch.compiler.reset()  # so that torch's limit of graphs does not count those of other models
+    model, graphs = perturb(tiny_model(kind)).eval(), []
+    compiled = torch.compile(
+        model.encode, dynamic=True, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    with torch.no_grad():
+        for num_positions in (5, 7, 9, 11, 12):
+            token_ids_BN = padded_rows()[:3, :num_positions].contiguous()
+            assert torch.equal(compiled(token_ids_BN), model.encode(token_ids_BN))
+    # MLP-Attention's scores are one block of memory at the full length only, for which torch writes another graph.
+    assert len(graphs) == (2 if kind == "mlp-attention" else 1)
