@@ -161,18 +161,8 @@ def without_local_places(details: Any) -> Any:
 
 def json_text(content: dict[str, Any]) -> str:
     """`content` as JSON. A number that is not finite, such as the loss of a model with NaN weights, becomes null."""
-
-    def finite(value: Any) -> Any:
-        match value:
-            case float() if not math.isfinite(value):
-                return None
-            case dict():
-                return {name: finite(item) for name, item in value.items()}
-            case list() | tuple():
-                return [finite(item) for item in value]
-        return value
-
-    return json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=2, allow_nan=False) + "\n"
 
 
 def check_is_free(folder: Path) -> None:

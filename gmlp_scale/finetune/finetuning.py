@@ -210,7 +210,7 @@ class Finetuning(Task):
             folder = self.config.run_dir / "predictions" / part
             folder.mkdir(parents=True, exist_ok=True)
             self.inputs.rows[part].write_predictions(of_part, folder)
-        write_record(self.config.run_dir / "scores.json", self.content)
+        write_text(self.config.run_dir / "scores.json", json_text(self.content))
 
     def _write_weights(self, name: str, engine: Engine, world: World, step: int, scores: dict) -> None:
         weights = dict(engine.full_weights())  # all ranks take part; only rank 0 gets them
@@ -262,10 +262,6 @@ def read_record(place: str) -> dict | None:
         return read_json(place)
     except FileNotFoundError:
         return None
-
-
-def write_record(place: str | Path, content: dict) -> None:
-    write_text(place, json_text(content))
 
 
 def by_name(scores: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:

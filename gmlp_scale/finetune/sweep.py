@@ -17,8 +17,9 @@ import torch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
+from gmlp_scale.export.folder import json_text
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_record, write_record
+from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_record
 from gmlp_scale.models import with_kernels
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
 from gmlp_scale.plan.rank_bytes import state_bytes
@@ -232,7 +233,7 @@ def _scores(run: FinetuneConfig, inputs: Inputs, world: World, *, may_diverge: b
             log.warning("%s counts as the worst point: %s", run.name, error)
         content = {"scores": {}, "diverged": str(error), "config": run.to_json()}
         content |= {"data": inputs.fingerprint, "tests": inputs.tests_fingerprint}
-        world.on_main(lambda: write_record(f"{run.run_folder}/scores.json", content))
+        world.on_main(lambda: write_text(f"{run.run_folder}/scores.json", json_text(content)))
         return content
 
 
@@ -262,5 +263,5 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
 
 def write_table(folder: str, table: dict, markdown: str) -> None:
     """Writes table.json, and table.md for a reader."""
-    write_record(f"{folder}/table.json", table)
+    write_text(f"{folder}/table.json", json_text(table))
     write_text(f"{folder}/table.md", markdown)

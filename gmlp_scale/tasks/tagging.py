@@ -128,7 +128,7 @@ class TaggedRows:
         return TaggedBatch(token_ids_BN, torch.from_numpy(self.labels_RN[row_indices, : token_ids_BN.shape[1]]))
 
     def summarize(self, logits_BNC: Tensor) -> Tensor:
-        """The likeliest class at each position of a whole row."""
+        """The likeliest class at each position, and 0 where padding was cut off."""
         classes_BN = logits_BNC.argmax(-1).float()
         return F.pad(classes_BN, (0, self.summary_size - classes_BN.shape[1]))
 

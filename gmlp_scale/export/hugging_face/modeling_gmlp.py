@@ -168,6 +168,11 @@ class GmlpScalePreTrainedModel(GmlpScaleBlocks):
             embedded_BRD = torch.where(is_token_BR.unsqueeze(-1), inputs_embeds, embedded_BRD)
         return embedded_BRD, is_token_BR, num_positions
 
+    def _mean_loss(self, logits: Tensor, labels: Tensor | None, classes, given: dict) -> Tensor | None:
+        """The mean over all labels, of the batch or, where Trainer accumulates batches, of all of them."""
+        num_items = {"num_items_in_batch": given.get("num_items_in_batch")}
+        return None if labels is None else self.loss_function(logits, labels.contiguous(), classes, **num_items)
+
     def _cut(self, padded: Tensor, num_positions: int, axis: int = 1) -> Tensor:
         """The first N positions of `padded`, without the padding that the model added."""
         if self.model.masks_padding:
@@ -196,9 +201,7 @@ class GmlpScaleModel(GmlpScalePreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None, **kwargs
-    ):
+    def forward(self, input_ids=None, attention_mask=None, *, position_ids=None, inputs_embeds=None, **kwargs):
         x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         return BaseModelOutput(last_hidden_state=self._cut(x_BRD, num_positions), **extras)
 
@@ -222,21 +225,12 @@ class GmlpScaleForMaskedLM(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        labels=None,
-        **kwargs,
+        self, input_ids=None, attention_mask=None, *, position_ids=None, inputs_embeds=None, labels=None, **kwargs
     ):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
         x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         logits_BNV = self.lm_head(self._cut(x_BRD, num_positions)).float()
-        loss, of_batch = None, {"num_items_in_batch": kwargs.get("num_items_in_batch")}
-        if labels is not None:
-            loss = self.loss_function(logits_BNV, labels.contiguous(), self.config.vocab_size, **of_batch)
+        loss = self._mean_loss(logits_BNV, labels, self.config.vocab_size, kwargs)
         return MaskedLMOutput(loss=loss, logits=logits_BNV, **extras)
 
 
@@ -250,14 +244,7 @@ class GmlpScaleForSequenceClassification(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        labels=None,
-        **kwargs,
+        self, input_ids=None, attention_mask=None, *, position_ids=None, inputs_embeds=None, labels=None, **kwargs
     ):
         """config.problem_type says what the labels are, and which loss is their mean. If None, it follows from them.
 
@@ -283,21 +270,12 @@ class GmlpScaleForTokenClassification(GmlpScalePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        labels=None,
-        **kwargs,
+        self, input_ids=None, attention_mask=None, *, position_ids=None, inputs_embeds=None, labels=None, **kwargs
     ):
         """labels: int64 [B, N], -100 where nothing is to be predicted; the loss is the mean over all others."""
         x_BRD, num_positions, extras = self._encode(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         logits_BNC = self.model.logits(self._cut(x_BRD, num_positions))
-        loss, of_batch = None, {"num_items_in_batch": kwargs.get("num_items_in_batch")}
-        if labels is not None:
-            loss = self.loss_function(logits_BNC, labels.contiguous(), self.config, **of_batch)
+        loss = self._mean_loss(logits_BNC, labels, self.config, kwargs)
         return TokenClassifierOutput(loss=loss, logits=logits_BNC, **extras)
 
 
@@ -313,7 +291,7 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
         self,
         input_ids=None,
         attention_mask=None,
-        token_type_ids=None,
+        *,
         position_ids=None,
         inputs_embeds=None,
         start_positions=None,
