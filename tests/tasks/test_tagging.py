@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import seqeval.metrics as seqeval
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -143,7 +144,6 @@ SENTENCES = st.lists(st.lists(st.tuples(*[st.sampled_from([*TAGS, "B-x-y", "I-x-
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @pytest.mark.filterwarnings("ignore")
 def test_scores_are_seqevals(sentences):
-    seqeval = pytest.importorskip("seqeval.metrics")
     golds, predictions = ([[pair[side] for pair in sentence] for sentence in sentences] for side in (0, 1))
     found = entity_scores(golds, predictions)
     for name in ("f1", "precision", "recall"):
