@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
+import sentence_transformers
 import torch
 from transformers import (
     AutoModel,
@@ -61,7 +63,6 @@ def test_a_checkpoint_of_trainer_keeps_the_tokenizer_of_finetuning(export, token
 
 
 def test_sentence_transformers_keep_the_tokenizer_of_finetuning(export, tokenizer_folder, tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
     model = sentence_transformers.SentenceTransformer(str(export), device="cpu", **TRUSTED)
     assert model.encode(["the cat", "a dog went over"]).shape == (2, 16)
     model.save(str(tmp_path / "saved"))
@@ -137,7 +138,6 @@ def test_trainer_counts_labels_over_accumulated_batches(head, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_finds_the_matrices_over_channels_of_every_block(tiny_export, tmp_path, kind):
-    peft = pytest.importorskip("peft")
     tiny_export(kind, tmp_path / "hf")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf", **TRUSTED)
     modules = model.model.blocks.named_modules()
