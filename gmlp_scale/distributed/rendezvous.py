@@ -66,7 +66,8 @@ def join_store(place: Launched, timeout: timedelta, run: str) -> dist.Store:
     """
     rank, address, port = place.rank, place.address, place.port
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    found, needed = f"the ranks' key-value store at {address}:{port}", "give each job on a host its own MASTER_PORT"
+    host = f"[{address}]" if ":" in address else address  # an address of IPv6
+    found, needed = f"the ranks' key-value store at {host}:{port}", "give each job on a host its own MASTER_PORT"
     try:
         # It does not wait for its clients: a stranger would be counted among them.
         store = dist.TCPStore(address, port, place.size, is_host, timeout, wait_for_workers=False)

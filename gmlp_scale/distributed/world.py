@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ from gmlp_scale.distributed.rendezvous import (
     name_interface,
 )
 from gmlp_scale.distributed.roll_call import NUM_NAMED, RollCall
-from gmlp_scale.errors import LostRankError, OtherRankError
+from gmlp_scale.errors import InputError, LostRankError, OtherRankError
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ def start_world(
         traces_in: a folder for what NCCL's flight recorder dumps when a collective times out.
 
     Raises:
-        InputError: the launcher's variables cannot be used, their port is another job's, or their ranks belong to
-            another run.
+        InputError: the launcher's variables cannot be used, their port is another job's, their ranks belong to
+            another run, or this host has no network address.
         LostRankError: rank 0 was not there within the timeout.
         DeviceError: `device` is "cuda" without a GPU, or there are fewer GPUs than local ranks.
     """
@@ -99,6 +100,9 @@ def start_world(
             host_group = dist.new_group(backend="gloo", timeout=timeout)
             roll_call = RollCall(store, rank, hosts_of(store, size))
     except RuntimeError as error:
+        if re.search(r"\(local\) address|Unable to find address", str(error)):  # in a network of IPv6 alone, for one
+            needed = "lead its name to one of its addresses in /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface"
+            raise InputError(f"gloo finds no network address of this host ({first_line(error)}); {needed}") from None
         if size == 1 or not _is_of_collective(error):
             raise
         raise LostRankError(describe_absent(store, size, timeout, error)) from None

@@ -1,4 +1,5 @@
-"""What the loop's batches pass through: `staged` puts them onto the device, `profiled` records a few steps.
+"""What the loop's batches pass through: `without_end` makes up for a loader that fails, `staged` puts them onto the
+device, `profiled` records a few steps.
 
 A recording is a Chrome trace and, on a GPU, a memory snapshot of rank 0, in the run's folder `profile`.
 """
@@ -13,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.piecewise import Piecewise
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +22,26 @@ T = TypeVar("T")
 
 MOST_ALLOCATIONS = 200_000
 """How many allocations a snapshot holds: the newest ones."""
+
+
+def without_end(
+    steps: Iterable[list[Any]], start_step: int, num_micro_batches: Piecewise, failures: list[Exception]
+) -> Iterator[list[Any]]:
+    """The items of `steps`, which begin after `start_step`. After an error, which goes into `failures`, the last
+    micro-batch again: this rank must take part in every step until all ranks know that it has failed."""
+    step, micro_batches = start_step, None
+    try:
+        for micro_batches in steps:
+            yield micro_batches
+            step += 1
+    except Exception as error:
+        if micro_batches is None:  # no step is lost
+            raise
+        log.warning("no batch for step %d: %s", step + 1, error)
+        failures.append(error)
+    while failures:
+        yield micro_batches[:1] * num_micro_batches.at(step)
+        step += 1
 
 
 def staged(steps: Iterable[list[Any]], device: torch.device) -> Iterator[list[Any]]:

@@ -4,21 +4,23 @@ The learning rate, the rows and the masks depend on nothing but the step. So the
 loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
+from gmlp_scale.errors import OtherRankError
 from gmlp_scale.tasks.task import BatchLoader, Task
-from gmlp_scale.train.batches import profiled, staged
+from gmlp_scale.train.batches import profiled, staged, without_end
 from gmlp_scale.train.metrics import Metrics, due
 from gmlp_scale.train.recheck import recheck
 from gmlp_scale.train.schedule import Schedule
 from gmlp_scale.train.step_guard import StepGuard
-from gmlp_scale.train.step_reports import StepReports
+from gmlp_scale.train.step_reports import StepReport, StepReports
 from gmlp_scale.train.stragglers import Stragglers
 
 
@@ -79,6 +81,7 @@ def train(run: Run, start_step: int) -> Progress:
         NotFiniteError, SpikeError: on every rank, naming the step, the ranks and their places in the data order.
             Nothing that is not finite was saved.
         RecheckError: on every rank, with the ranks that compute wrongly.
+        The loader's error, and OtherRankError on the other ranks: the last finished step is saved.
     """
     world, schedule, reports, config = run.world, run.schedule, run.reports, run.task.train
     step, lacks_evaluation = start_step, False
@@ -88,15 +91,18 @@ def train(run: Run, start_step: int) -> Progress:
             return Progress(start_step, schedule.num_steps, lacks_evaluation=True)
         run.metrics.start_up.finish("evaluation")
     run.metrics.start_clock()
-    batches = staged(run.loader.steps(start_step, schedule.last_step), world.device)
+    failures: list[Exception] = []
+    batches = run.loader.steps(start_step, schedule.last_step)
+    batches = without_end(batches, start_step, config.num_micro_batches(world.size), failures)
+    batches = staged(batches, world.device)
     batches = profiled(batches, start_step, config.profile_steps, run.task.config.run_dir / "profile", world)
     # `step` counts from 1. A step's rate, rows and seed follow from the number of steps finished before it.
     for step, micro_batches in enumerate(batches, start_step + 1):
         rate = schedule.rate(step - 1)
-        loss = forward_backward(run, step, micro_batches)
+        loss = forward_backward(run, step, micro_batches, is_void=bool(failures))
         world.note(f"the norm and update of step {step}")
         norm = run.engine.step(rate)
-        reports.send(step, loss, norm, rate)
+        reports.send(step, loss, norm, rate, has_failed=bool(failures))
         if step == start_step + 1:
             world.wait_for_device()
             run.metrics.log_start_up()
@@ -106,6 +112,8 @@ def train(run: Run, start_step: int) -> Progress:
         is_ending = step == schedule.last_step
         must_know_now = is_save_due or is_evaluation_due or is_ending or schedule.may_decide(step)
         for report in reports.read(until_step=step if must_know_now else step - reports.lag):
+            if report.failed_ranks:
+                leave_without_batch(run, report, failures)
             for monitor in run.monitors:
                 monitor.see(report)
         if must_know_now:
@@ -125,8 +133,21 @@ def train(run: Run, start_step: int) -> Progress:
     return Progress(step, schedule.num_steps, lacks_evaluation)
 
 
-def forward_backward(run: Run, step: int, micro_batches: list[Any]) -> torch.Tensor:
+def leave_without_batch(run: Run, report: StepReport, failures: list[Exception]) -> NoReturn:
+    """Saves the step before that of this report, for which a rank had no batch. The weights are still those of then."""
+    run.metrics.log_rest()
+    run.save(report.step - 1)
+    run.checkpointer.wait()
+    if failures:
+        raise failures[0]
+    ranks, why = run.world.names_of(report.failed_ranks), "the message there says why. The step before is saved"
+    raise OtherRankError(f"{ranks} had no batch for step {report.step}; {why}")
+
+
+def forward_backward(run: Run, step: int, micro_batches: list[Any], is_void: bool) -> torch.Tensor:
     """Loss and gradients of each micro-batch. Returns the mean loss over this rank's rows, 0-d.
+
+    is_void: the update is to be left out, on every rank.
 
     The seed, for dropout, follows from the step and the rank, so that a resumed run draws the same.
     """
@@ -144,5 +165,6 @@ def forward_backward(run: Run, step: int, micro_batches: list[Any]) -> torch.Ten
         step_loss += loss.detach() / len(micro_batches)
         is_last = index == len(micro_batches)
         marked = run.guard.marked(loss, step_loss, step) if is_last else loss
+        marked = marked * math.nan if is_void else marked
         engine.backward(marked / len(micro_batches), is_last)
     return step_loss

@@ -35,6 +35,8 @@ class StepReport:
     """How long each rank computed without waiting for another (train/stragglers.py)."""
     wait_seconds: tuple[float, ...] = ()
     """How long each rank waited for the step's batches."""
+    failed_ranks: tuple[int, ...] = ()
+    """Those that had no batch for the step. Its update was left out on every rank."""
     spent_seconds: float = 0.0
     """Since the start of the run began, by rank 0's clock when it had sent the step."""
 
@@ -58,15 +60,15 @@ class StepReports:
         """Whether a report that was read says that a rank has received a stop signal."""
         self._sent: deque[tuple[int, float, Tensor, torch.cuda.Event | None]] = deque()
 
-    def send(self, step: int, loss: Tensor, norm: Tensor, learning_rate: float) -> None:
+    def send(self, step: int, loss: Tensor, norm: Tensor, learning_rate: float, has_failed: bool = False) -> None:
         """loss: the mean over this rank's rows; norm: the global one. Both 0-d, on the device."""
         # torch.tensor would copy the flag and the seconds to the device and wait for that.
         is_stop = torch.full_like(loss, self.world.is_stop_signalled, dtype=torch.float64)
         spent = torch.full_like(is_stop, self.spent_seconds() if self.world.is_main else 0.0)
-        by_rank = loss.new_zeros(3, self.world.size, dtype=torch.float64)
+        by_rank = loss.new_zeros(4, self.world.size, dtype=torch.float64)
         by_rank[0, self.world.rank].copy_(loss)
-        for kind, seconds in enumerate(self._own_seconds(), start=1):
-            by_rank[kind, self.world.rank].fill_(seconds)
+        for kind, value in enumerate((*self._own_seconds(), has_failed), start=1):
+            by_rank[kind, self.world.rank].fill_(value)
         summed = torch.cat([torch.stack([loss.double() / self.world.size, is_stop, spent]), by_rank.flatten()])
         on_device = torch.cat([self.world.sum_on_device(summed), norm.double()[None]])
         if on_device.device.type == "cpu":
@@ -90,5 +92,6 @@ class StepReports:
             loss, num_signalled, spent, *by_rank, norm = values.numpy().tolist()
             self.is_stop |= num_signalled > 0
             size = self.world.size
-            kinds = (tuple(by_rank[kind * size :][:size]) for kind in range(3))
-            yield StepReport(step, loss, norm, learning_rate, *kinds, spent)
+            *kinds, failed = (tuple(by_rank[kind * size :][:size]) for kind in range(4))
+            failed_ranks = tuple(rank for rank, has_failed in enumerate(failed) if has_failed)
+            yield StepReport(step, loss, norm, learning_rate, *kinds, failed_ranks, spent)

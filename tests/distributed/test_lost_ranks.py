@@ -17,7 +17,7 @@ from tests.gloo_ranks import run_ranks
 
 def _join(runs: list[str], timeout_seconds: float = 3) -> str:
     try:
-        start_world(timeout_seconds, "cpu", run=runs[int(os.environ["RANK"])])
+        start_world(timeout_seconds, "cpu", init_group=True, run=runs[int(os.environ["RANK"])])
     except (InputError, LostRankError) as error:
         return f"{type(error).__name__}: {error}"
     return "joined"
@@ -43,6 +43,14 @@ def test_a_port_of_another_job_is_an_error_that_says_so():
     (error,) = run_ranks(_open_a_port_that_is_taken, 1)
     assert re.match(r"InputError: the ranks' key-value store at 127\.0\.0\.1:\d+ cannot be opened \(.*in use", error)
     assert error.endswith("; give each job on a host its own MASTER_PORT")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_host_without_a_network_address_says_what_to_set(world_size, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    error = run_ranks(_join, world_size, [""] * world_size)[0]
+    assert error.startswith("InputError: gloo finds no network address of this host (")
+    assert "Unable to find address for: no_such_interface" in error and "set GLOO_SOCKET_IFNAME" in error
 
 
 def _reach_nobody() -> str:

@@ -23,6 +23,7 @@ ROWS = (
     "a shard's bit flipped, byte zeroed, file cut or longer",
     "shards missing, empty, of wrong count, listed twice or out of order",
     "NaN, Inf or a 10,000-fold loss in one rank's batch",
+    "a data error on one rank",
     "SIGSTOP or end of a rank",
     "SIGSTOP of a rank under a launcher",
     "SIGTERM, SIGUSR1 or SIGINT to a rank",

@@ -143,6 +143,27 @@ def test_reports_read_a_step_late_change_nothing_that_is_logged_or_saved(monkeyp
     assert capsys.readouterr().err.count("evaluation:   0%") == 2 * 2, "every evaluation shows how far it is"
 
 
+@pytest.mark.parametrize("reports", [StepReports, ReadAStepLate])
+def test_the_last_finished_step_is_saved_where_the_loader_fails(reports, monkeypatch, tmp_path):
+    unbroken, seen = Loader.steps, []
+
+    def steps(loader, start_step, stop_step):
+        for step, micro_batches in enumerate(unbroken(loader, start_step, stop_step), start_step + 1):
+            if step == 4:
+                raise InterruptedError("the disk is gone")
+            yield micro_batches
+
+    monkeypatch.setattr(run_module, "StepReports", reports)
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError, match="the disk is gone"):
+        patch.setattr(Loader, "steps", steps)
+        run_loop(contextlib.nullcontext, tmp_path / "failed")
+    assert [step_of(folder.name) for folder in step_folders(tmp_path / "failed/smoke/checkpoints")] == [3]
+    for name in ("failed", "whole"):
+        assert run_loop(contextlib.nullcontext, tmp_path / name) == NUM_STEPS
+        seen.append([_unhurried(line) for line in read_metrics(tmp_path / name / "smoke" / "metrics.jsonl")])
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("killed_at", [3, NUM_STEPS])
 def test_an_evaluation_that_a_kill_cut_off_is_made_on_resume(killed_at, monkeypatch, tmp_path):
     every = ["train.evaluate_every_steps=3", "checkpoint.save_every_steps=3"]

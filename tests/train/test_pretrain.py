@@ -5,11 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gmlp_scale.checkpoint.saved_run import read_run
+from gmlp_scale.data.loader import Loader
 from gmlp_scale.export.card import Publication, model_card
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.recipe.config import ConfigError
@@ -176,6 +178,38 @@ def test_checkpoints_written_without_asserts_are_whole(forty_rows, undisturbed, 
         done = subprocess.run([sys.executable, *options], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert "step_000000004" in done.stderr and logged(tmp_path / "smoke") == undisturbed(SINGLE, 1)
+
+
+def _fail_to_read(rank: int, at_step: int) -> None:
+    """The rank's disk fails as it reads the batch of this step."""
+    unbroken = Loader.steps
+
+    def steps(loader, start_step, stop_step):
+        for step, micro_batches in enumerate(unbroken(loader, start_step, stop_step), start_step + 1):
+            if step == at_step and os.environ.get("RANK", "0") == str(rank):
+                raise OSError(5, "Input/output error", "train-00001.tar")
+            yield micro_batches
+
+    Loader.steps = steps
+
+
+@pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO1, 2), (ZERO2, 2), (ZERO3, 2)], ids=str)
+def test_a_data_error_on_one_rank_saves_the_last_finished_step(
+    engine, world_size, forty_rows, undisturbed, tmp_path, trials
+):
+    """At step 6 the batch grows, so the ranks must do other micro-batches than in the step before."""
+    recipe = [*CHANGING, *engine, f"data.shards={forty_rows}", f"output_dir={tmp_path}"]
+    disturbed = [*recipe, "checkpoint.save_every_steps=1000"]
+    ranks = start(disturbed, world_size, prepare=partial(_fail_to_read, world_size - 1, 6))
+    *others, (code, _, error) = [rank.end() for rank in ranks]
+    assert code == 1 and error.splitlines()[-1] == "[Errno 5] Input/output error: 'train-00001.tar'", error
+    for code, _, error in others:
+        assert code == 1 and "Traceback" not in error
+        assert re.match(r"rank 1 \(host \S+\) had no batch for step 6; .* step before is saved", error.splitlines()[-1])
+    assert [folder.name for folder in (tmp_path / "smoke/checkpoints").iterdir()] == ["step_000000005"]
+    finish(start(recipe, world_size))
+    assert logged(tmp_path / "smoke") == undisturbed(engine, world_size)
+    trials("a data error on one rank", 1)
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path):
