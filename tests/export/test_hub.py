@@ -52,8 +52,8 @@ def test_every_checkpoint_is_a_revision_and_main_is_the_newest(hub, run_dir, tmp
     assert branches["main"] == branches[revisions[1]]
     for step, revision in zip((3, 4), revisions, strict=True):
         folder = tmp_path / revision
-        folder.mkdir()
         for name, content in branches[revision].items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
         export, trained = read_export(folder), read_run(run_dir, step)
         assert all((export.weights[name] == weight).all() for name, weight in trained.weights.items())
