@@ -173,7 +173,7 @@ def add_probe_scores(content: dict[str, Any], run_folder: str | Path, config: Fi
     Adds its dev score to `content` and to RUN_DIR/tensorboard/probe. Raises one of errors.USER_ERRORS.
     """
     if config.train.precision == "auto":  # once, so that all models have the same
-        config = config.with_train(precision=faster_precision(read_recipe(run_folder).model, world.device))
+        config = config.with_train(precision=faster_precision(read_recipe(run_folder), world.device))
     score = config.task_row.main_score
     name = f"probe_{config.task}_{score}"
     for of_model in content["models"]:

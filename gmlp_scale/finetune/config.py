@@ -113,6 +113,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
     """One finetuning run."""
 
     purpose: ClassVar[str] = "finetuning"
+    branch_from: ClassVar[None] = None
     # The model and the data may lie elsewhere: fingerprints say whether the weights and the rows are still the same.
 
     task: str

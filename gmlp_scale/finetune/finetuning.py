@@ -102,9 +102,15 @@ def finetune(config: FinetuneConfig, inputs: Inputs, world: World) -> dict | Non
 
     Returns the content of scores.json, or None if it stopped before the end.
     """
-    task = Finetuning(with_decided_precision(config, world, inputs.pretrained.config), inputs)
+    task = Finetuning(with_precision(config, inputs, world), inputs)
     run_task(task, world, StartUp(since=time.perf_counter()))
     return task.content
+
+
+def with_precision(run: FinetuneConfig, inputs: Inputs, world: World) -> FinetuneConfig:
+    """The run with float32 or bf16 for `auto`, as pretraining decides it for a run of this model."""
+    of_model = run.model_copy(update={"model": inputs.pretrained.config})
+    return run.with_train(precision=with_decided_precision(of_model, world).train.precision)
 
 
 class Finetuning(Task):

@@ -19,7 +19,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
 from gmlp_scale.export.folder import json_text
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_record
+from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_record, with_precision
 from gmlp_scale.models import with_kernels
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
 from gmlp_scale.plan.rank_bytes import state_bytes
@@ -28,7 +28,6 @@ from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields, check_unchanged
 from gmlp_scale.storage.files import redacted, write_text
 from gmlp_scale.tasks.table import TASKS
-from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.step_guard import NotFiniteError
 
 log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ def sweep(run: FinetuneConfig, inputs: Inputs, world: World, *, num_seeds: int, 
         One of errors.USER_ERRORS, such as ConfigError if a finished run had another recipe or other data, and
         NotFiniteError if every point diverges, or another seed at the best one.
     """
-    first = with_decided_precision(members(run, grid=grid)[0], world, inputs.pretrained.config)
+    first = with_precision(members(run, grid=grid)[0], inputs, world)
     run = run.with_train(precision=first.train.precision)
     tried, points = [], members(run, grid=grid)
     for point in points:

@@ -11,9 +11,9 @@ import torch
 from gmlp_scale.data.batch import MaskedBatch, num_masked_positions
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.float32_vectors import round_matrices
-from gmlp_scale.models import ModelConfig, build_model
+from gmlp_scale.models import build_model
 from gmlp_scale.plan.rank_bytes import state_bytes
-from gmlp_scale.recipe.config import ConfigError, RunConfig
+from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ HEAD_BYTES_PER_LOGIT = 12
 """Bytes at the peak of the loss, and of an evaluation."""
 
 
-def faster_precision(model: ModelConfig, device: torch.device) -> str:
-    """float32 or bf16 for training this model on this device. A GPU is asked whether it has bf16, a CPU is timed."""
+def faster_precision(run: PretrainingRecipe, device: torch.device) -> str:
+    """float32 or bf16 for a run on this device. A GPU is asked whether it has bf16, a CPU is timed."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    passes = {precision: _training_pass(model, precision) for precision in ("float32", "bf16")}
+    passes = {precision: _training_pass(run, precision) for precision in ("float32", "bf16")}
     seconds = dict.fromkeys(passes, float("inf"))
     for training_pass in passes.values():  # the first takes longer
         training_pass()
@@ -51,12 +51,12 @@ def faster_precision(model: ModelConfig, device: torch.device) -> str:
     return fastest
 
 
-def _training_pass(config: ModelConfig, precision: str) -> Callable[[], None]:
+def _training_pass(run: PretrainingRecipe, precision: str) -> Callable[[], None]:
     """Forward and backward pass of one block."""
-    model = build_model(config.model_copy(update={"num_blocks": 1, "vocab_size": 1}))
+    model = build_model(run.model.model_copy(update={"num_blocks": 1, "vocab_size": 1}))
     round_matrices(model, precision)
-    num_rows = max(1, NUM_TOKENS // config.sequence_length)
-    shape_BND, dtype = (num_rows, config.sequence_length, config.d_model), model.embedding.weight.dtype
+    num_rows = max(1, NUM_TOKENS // run.model.sequence_length)
+    shape_BND, dtype = (num_rows, run.model.sequence_length, run.model.d_model), model.embedding.weight.dtype
     x_BND = torch.ones(shape_BND, dtype=dtype, requires_grad=True)
     return lambda: model.blocks[0](x_BND).backward(x_BND.detach())
 

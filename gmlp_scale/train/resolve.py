@@ -9,10 +9,9 @@ from typing import Any
 from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import engines_that
-from gmlp_scale.models import ModelConfig
 from gmlp_scale.plan.auto import faster_precision, largest_micro_batch_size
 from gmlp_scale.recipe.config import AnyPretraining, ConfigError, RunConfig, split_step
-from gmlp_scale.recipe.reader import AnyConfig, read_recipe_file
+from gmlp_scale.recipe.reader import read_recipe_file
 from gmlp_scale.storage.files import read_file, redacted
 from gmlp_scale.tasks.pretraining import with_newest_step
 
@@ -32,17 +31,13 @@ def resolve(run: AnyPretraining, world: World) -> AnyPretraining:
     return run
 
 
-def with_decided_precision(run: AnyConfig, world: World, model: ModelConfig | None = None) -> AnyConfig:
-    """`run` with float32 or bf16. A GPU takes bf16 if it has it; on a CPU a block is timed.
-
-    model: that of a run of finetuning, which does not say it itself.
-    """
+def with_decided_precision(run: AnyPretraining, world: World) -> AnyPretraining:
+    """`run` with float32 or bf16. A GPU takes bf16 if it has it; on a CPU a block is timed."""
     if run.train.precision != "auto":
         return run
 
     def decide() -> str:
-        recorded = (_first_start(run) or {"train": {}})["train"].get("precision")
-        return recorded or faster_precision(model or run.model, world.device)
+        return (_first_start(run) or {"train": {}})["train"].get("precision") or faster_precision(run, world.device)
 
     return run.with_train(precision=world.on_main(decide))
 
@@ -80,10 +75,9 @@ def with_decided_micro_batch(run: RunConfig, world: World) -> RunConfig:
     return run.with_train(micro_batch_size=num_rows)
 
 
-def _first_start(run: AnyConfig, with_checkpoint: bool = False) -> dict[str, Any] | None:
+def _first_start(run: AnyPretraining, with_checkpoint: bool = False) -> dict[str, Any] | None:
     """The config.yaml of the run or, if there is none, of the run that it branches off; None for a new run."""
-    branch_from = getattr(run, "branch_from", None)  # finetuning has no branches
-    trunk = [split_step(branch_from)[0]] if branch_from else []
+    trunk = [split_step(run.branch_from)[0]] if run.branch_from else []
     for folder in [run.run_folder, *trunk]:
         try:
             read_file(f"{folder}/config.yaml")

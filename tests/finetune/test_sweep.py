@@ -140,7 +140,7 @@ def test_damaged_scores_are_refused(content, found, tmp_path, export, world):
 def test_auto_precision_is_decided_once_and_kept(tmp_path, export, world, monkeypatch):
     def decide(precision: str) -> list[str]:
         asked = []
-        monkeypatch.setattr(resolve, "faster_precision", lambda model, device: asked.append(model.kind) or precision)
+        monkeypatch.setattr(resolve, "faster_precision", lambda run, device: asked.append(run.model.kind) or precision)
         return asked
 
     asked, run = decide("bf16"), small(tmp_path, export, "train.precision=auto")

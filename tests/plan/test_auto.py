@@ -60,10 +60,10 @@ def test_the_faster_block_decides_on_a_busy_machine_too(faster, monkeypatch, tmp
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_kind_of_block_can_be_timed(kind, monkeypatch):
-    config, models = tiny_config(kind), []
+    run, models = smoke(PRECISION).model_copy(update={"model": tiny_config(kind)}), []
     monkeypatch.setattr(auto, "build_model", lambda config: models.append(build_model(config)) or models[-1])
     for of, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
-        auto._training_pass(config, of)()
+        auto._training_pass(run, of)()
         (block,) = models[-1].blocks
         matrices = [parameter for parameter in block.parameters() if parameter.ndim == 2]
         assert matrices and {matrix.grad.dtype for matrix in matrices} == {dtype}
