@@ -4,7 +4,6 @@ The learning rate, the rows and the masks depend on nothing but the step. So the
 loop runs from any step to any other. Pretraining and finetuning share it.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -91,8 +90,7 @@ def train(run: Run, start_step: int) -> Progress:
             return Progress(start_step, schedule.num_steps, lacks_evaluation=True)
         run.metrics.start_up.finish("evaluation")
     run.metrics.start_clock()
-    failures: list[Exception] = []
-    batches = run.loader.steps(start_step, schedule.last_step)
+    batches, failures = run.loader.steps(start_step, schedule.last_step), []
     batches = without_end(batches, start_step, config.num_micro_batches(world.size), failures)
     batches = staged(batches, world.device)
     batches = profiled(batches, start_step, config.profile_steps, run.task.config.run_dir / "profile", world)
@@ -140,16 +138,15 @@ def leave_without_batch(run: Run, report: StepReport, failures: list[Exception])
     run.checkpointer.wait()
     if failures:
         raise failures[0]
-    ranks, why = run.world.names_of(report.failed_ranks), "the message there says why. The step before is saved"
-    raise OtherRankError(f"{ranks} had no batch for step {report.step}; {why}")
+    ranks = run.world.names_of(report.failed_ranks)
+    raise OtherRankError(f"{ranks} had no batch for step {report.step}; the message there says why")
 
 
 def forward_backward(run: Run, step: int, micro_batches: list[Any], is_void: bool) -> torch.Tensor:
     """Loss and gradients of each micro-batch. Returns the mean loss over this rank's rows, 0-d.
 
-    is_void: the update is to be left out, on every rank.
-
-    The seed, for dropout, follows from the step and the rank, so that a resumed run draws the same.
+    The seed, for dropout, follows from the step and the rank, so that a resumed run draws the same. `is_void`: the
+    update is to be left out, on every rank.
     """
     world, engine, every = run.world, run.engine, run.task.train.recheck_every_steps
     before = run.task.config.seed * run.schedule.num_steps + step - 1
@@ -165,6 +162,6 @@ def forward_backward(run: Run, step: int, micro_batches: list[Any], is_void: boo
         step_loss += loss.detach() / len(micro_batches)
         is_last = index == len(micro_batches)
         marked = run.guard.marked(loss, step_loss, step) if is_last else loss
-        marked = marked * math.nan if is_void else marked
+        marked = marked * float("nan") if is_void else marked
         engine.backward(marked / len(micro_batches), is_last)
     return step_loss

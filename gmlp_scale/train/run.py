@@ -37,11 +37,9 @@ def pretrain(config: PretrainingRecipe) -> Progress:
     """Joins the processes that the launcher started and runs a pretraining recipe. Raises as `run_task` does."""
     start_up = StartUp(since=gmlp_scale.IMPORTED_AT_SECONDS)
     start_up.finish("imports")
-    with start_world_of(config) as world:
+    with start_world_of(config) as world, world.naming_lost_ranks():
         start_up.finish("process group")
-        with world.naming_lost_ranks():
-            config = resolve(config, world)
-        return run_task(task_of(config), world, start_up)
+        return run_task(task_of(resolve(config, world)), world, start_up)
 
 
 def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
@@ -62,10 +60,8 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         require_agreement(world, dict(flatten({"data": task.fingerprint})))
         start_up.finish("data")
         details = {"config": config.to_json(), "data": task.fingerprint}
-        timeout_seconds = config.engine.timeout_seconds / 2
-        checkpointer = Checkpointer(
-            place, config.checkpoint, details=details, world=world, timeout_seconds=timeout_seconds
-        )
+        seconds = config.engine.timeout_seconds / 2
+        checkpointer = Checkpointer(place, config.checkpoint, details=details, world=world, timeout_seconds=seconds)
         stack.callback(checkpointer.close)
         newest = checkpointer.newest()
         with torch.device("meta"):
