@@ -27,7 +27,9 @@ from gmlp_scale.storage.files import local_path
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="HF_DIR", help="an export of launch/export.py")
+    parser.add_argument(
+        "--model", required=True, type=local_path, metavar="HF_DIR", help="an export of launch/export.py"
+    )
     parser.add_argument("--pairs", metavar="FILE", help="train on SQuAD's questions and their passages")
     parser.add_argument("--triples", metavar="FILE", help="train on MNLI's entailed and contradicted sentences")
     parser.add_argument("--dev", required=True, metavar="FILE", help="SQuAD's questions, whose passages are searched")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gmlp_scale.tasks.classification import read_examples
 from gmlp_scale.tasks.question_answering import Question, read_questions
@@ -46,7 +47,7 @@ def read_triples(source: str) -> list[dict[str, str]]:
     raise DataError(source, ["no first sentence has both an entailed and a contradicted one"])
 
 
-def train_search(model: str, pairs: str | None, triples: str | None, folder: Path, **settings: Any) -> Path:
+def train_search(model: Path, pairs: str | None, triples: str | None, folder: Path, **settings: Any) -> Path:
     """Trains an export on pairs, triples or both, and returns the trained model's folder.
 
     If the folder was begun, training resumes from its newest whole checkpoint; if it was finished, nothing is done.
@@ -68,8 +69,14 @@ def train_search(model: str, pairs: str | None, triples: str | None, folder: Pat
     if triples:
         data["triples"] = read_triples(triples)
     # Without no_duplicates, the passage of two questions in a batch would be a negative of both.
-    arguments = Arguments(str(checkpoints), batch_sampler="no_duplicates", report_to="none", **settings)
-    encoder = SentenceTransformer(model, trust_remote_code=True)
+    arguments = Arguments(
+        str(checkpoints),
+        batch_sampler="no_duplicates",
+        use_cpu=not torch.cuda.is_available(),  # else several ranks without a GPU would train alone
+        report_to="none",
+        **settings,
+    )
+    encoder = SentenceTransformer(str(model), trust_remote_code=True)
     trainer = SentenceTransformerTrainer(
         encoder,
         arguments,

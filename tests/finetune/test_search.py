@@ -1,8 +1,10 @@
 """Contrastive training on SQuAD's and MNLI's files, resuming, and scores beside BM25, by sentence-transformers."""
 
+import json
 import math
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from gmlp_scale.tasks.question_answering import Question
 from gmlp_scale.tasks.records import DataError
 from launch.search import main
 from tests.finetune.conftest import write_tiny_export
+from tests.gloo_ranks import run_ranks
 
 WORDS = (
     "ship", "sea", "dog", "cat", "town", "people", "house", "tree", "rain", "wind", "stone", "bread", "king", "road",
@@ -92,7 +95,7 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
 
 
 def test_a_training_that_was_cut_off_while_it_saved_resumes_to_the_same_weights(squad, mnli, model, tmp_path):
-    whole = train_search(str(model), str(squad), str(mnli), tmp_path / "whole", **SETTINGS)
+    whole = train_search(model, str(squad), str(mnli), tmp_path / "whole", **SETTINGS)
     checkpoints = tmp_path / "cut" / "checkpoints"
     shutil.copytree(tmp_path / "whole" / "checkpoints", checkpoints)
     assert {path.name for path in checkpoints.iterdir()} == {f"checkpoint-{step}" for step in (2, 4, 6, 8, 9)}
@@ -101,8 +104,28 @@ def test_a_training_that_was_cut_off_while_it_saved_resumes_to_the_same_weights(
     (checkpoints / "checkpoint-4" / "trainer_state.json").unlink()
     (checkpoints / "checkpoint-4" / "model.safetensors").write_bytes(b"")
     begun = weights(checkpoints / "checkpoint-2")
-    cut = train_search(str(model), str(squad), str(mnli), tmp_path / "cut", **SETTINGS)
+    cut = train_search(model, str(squad), str(mnli), tmp_path / "cut", **SETTINGS)
     assert equal(weights(whole), weights(cut)) and not equal(begun, weights(cut))
+
+
+def train_an_epoch(model: Path, squad: Path, folder: Path, batch_size: int) -> None:
+    settings = {"num_train_epochs": 1, "save_steps": 4, "logging_steps": 1}
+    train_search(model, str(squad), None, folder, per_device_train_batch_size=batch_size, **settings)
+
+
+def losses(folder: Path, last_step: int) -> list[float]:
+    state = json.loads((folder / "checkpoints" / f"checkpoint-{last_step}" / "trainer_state.json").read_text())
+    return [line["loss"] for line in state["log_history"] if "loss" in line]
+
+
+def test_two_ranks_share_the_rows_and_take_each_other_s_passages_as_negatives(squad, model, tmp_path):
+    """So the loss is that of one rank with twice the batch: over eight passages, not over four."""
+    run_ranks(train_an_epoch, 2, model, squad, tmp_path / "two", 4)
+    train_an_epoch(model, squad, tmp_path / "eight", 8)
+    train_an_epoch(model, squad, tmp_path / "four", 4)
+    two, eight, four = (losses(tmp_path / name, step) for name, step in (("two", 4), ("eight", 4), ("four", 8)))
+    assert (len(two), len(eight), len(four)) == (4, 4, 8)
+    assert abs(fmean(two) - fmean(eight)) < abs(fmean(two) - fmean(four)) / 3
 
 
 def test_the_command_trains_scores_answers_and_does_nothing_twice(squad, model, tmp_path, succeeds):
