@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gmlp_scale.distributed import logs, world
-from gmlp_scale.train import run
+from gmlp_scale.train import agreement
 from launch import finetune as launcher
 from tests.finetune.conftest import RECIPES, sentiment_run
 
@@ -44,7 +44,7 @@ def test_the_recipe_s_device_is_asked_for(launch, monkeypatch):
         asked.append(device)
         return world.start_world(timeout_seconds, "cpu", **options)
 
-    monkeypatch.setattr(run, "start_world", start_world)
+    monkeypatch.setattr(agreement, "start_world", start_world)
     assert launch("train.device=cuda")[0] == 0
     assert asked == ["cuda"]
 
