@@ -137,12 +137,13 @@ def one_rank_all_reduce() -> str:
     import torch.distributed as dist
 
     from gmlp_scale.distributed.world import start_world
+    from gmlp_scale.errors import InputError
 
     try:
         with start_world(10, init_group=True, hear_stop_signals=False) as world:
             dist.all_reduce(torch.ones(1, device=world.device))
             world.wait_for_device()
-    except RuntimeError as error:
+    except (InputError, RuntimeError) as error:
         return " ".join(str(error).split())
     return "works"
 
