@@ -204,3 +204,9 @@ def s3(server, monkeypatch):
     for entry in client.list_objects_v2(Bucket="bucket").get("Contents", []):
         client.delete_object(Bucket="bucket", Key=entry["Key"])
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def no_launcher(monkeypatch) -> None:
+    """No launcher's variables, of which accelerate would take one that an earlier test's world left for many ranks."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -23,6 +23,7 @@ from gmlp_scale.export.hugging_face.modeling_gmlp import GmlpScaleForMaskedLM, G
 from tests.export.tiny_heads import HEADS, IDS, SHORT, labels_for, tiny_head
 from tests.models.every_kind import KINDS
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
 TRUSTED = {"trust_remote_code": True}
 NEEDS_TRAINER = pytest.mark.skipif(not is_accelerate_available(), reason="Trainer needs accelerate")
 

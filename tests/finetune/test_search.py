@@ -19,6 +19,7 @@ from launch.search import main
 from tests.finetune.conftest import write_tiny_export
 from tests.gloo_ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
 WORDS = (
     "ship", "sea", "dog", "cat", "town", "people", "house", "tree", "rain", "wind", "stone", "bread", "king", "road",
     "bell", "snow",
