@@ -147,7 +147,7 @@ class ZeroEngine:
                 yield name, vector.detach().cpu()
 
     def close(self) -> None:
-        self.module.destroy()
+        self.sharded.close()
 
     def _pieces(self) -> Iterator[tuple[str, Piece]]:
         """This rank's elements of what DeepSpeed shards: masters, AdamW's moments, Muon's momenta."""
