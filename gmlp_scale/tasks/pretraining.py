@@ -30,7 +30,7 @@ from gmlp_scale.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("sequence_length", "vocab_size", "kernels", "masks_padding")
+_MAY_DIFFER = ("sequence_length", "vocab_size", "kernels", "masks_padding", "global_theta")
 
 
 class Pretraining(Task):

@@ -24,6 +24,8 @@ KINDS = {  # every block family, and every variant of a block
     "mlp-attention": {"kind": "mlp_attention", "num_heads": 2, "d_scores": 6},
     "dot-product": {"kind": "mlp_attention", "num_heads": 2, "scores": "dot_product"},
     "mixer": {"kind": "mixer", "d_spatial": 10},
+    "modern": {"kind": "modern_transformer", "num_heads": 2, "window": 6},
+    "modern-rms": {"kind": "modern_transformer", "num_heads": 2, "window": None, "norm": "rms_norm"},
 }
 FAMILIES = list({fields["kind"]: kind for kind, fields in reversed(KINDS.items())}.values())
 """The first kind of each block family."""

@@ -197,7 +197,8 @@ def test_recomputing_gives_the_same_gradients(kind, recompute):
     model, batch = tiny_model(kind), random_batch()
     perturb(model)
     calls = []
-    norm = next(module for module in model.blocks[0].modules() if isinstance(module, torch.nn.LayerNorm))
+    norms = (torch.nn.LayerNorm, torch.nn.RMSNorm)
+    norm = next(module for module in model.blocks[0].modules() if isinstance(module, norms))
     norm.register_forward_pre_hook(lambda *_: calls.append(1))
     loss, expected = gradients(model, batch)
     model.set_recompute(recompute)
@@ -244,8 +245,9 @@ def test_initial_weights_are_those_of_the_table(kind):
         match module:
             case torch.nn.Linear() if module.bias is not None:
                 assert not module.bias.any(), name
-            case torch.nn.LayerNorm():
-                assert (module.weight == 1).all() and not module.bias.any(), name
+            case torch.nn.LayerNorm() | torch.nn.RMSNorm():
+                bias = getattr(module, "bias", None)
+                assert (module.weight == 1).all() and (bias is None or not bias.any()), name
 
 
 @ALL

@@ -67,7 +67,9 @@ def started(trained: TrainedModel, shards, **changes):
 
 
 @pytest.mark.parametrize("length", [12, 7, 20])
-@pytest.mark.parametrize("kind", ["gmlp", "gmlp-dense", "amlp", "bert-absolute", "bert-relative", "mlp-attention"])
+@pytest.mark.parametrize(
+    "kind", ["gmlp", "gmlp-dense", "amlp", "bert-absolute", "bert-relative", "mlp-attention", "modern"]
+)
 def test_short_rows_have_the_same_logits_at_any_length(kind, length, shards):
     trained = trained_model(kind, shards)
     model = started(trained, shards, sequence_length=length)
