@@ -1,5 +1,5 @@
-"""The encoders: one trunk (backbone.py), five kinds of block (two in gmlp.py, transformer.py, mixer.py,
-mlp_attention.py), heads on top.
+"""The encoders: one trunk (backbone.py), six kinds of block (two in gmlp.py, transformer.py, mixer.py,
+mlp_attention.py, avey.py), heads on top.
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each (x_BND, is_token_BN or None) -> x_BND, where no position reads one that is
@@ -30,6 +30,7 @@ from pydantic import Field
 from torch.overrides import TorchFunctionMode
 
 from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.models.avey import AveyBlock, AveyConfig
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig, SpatialGatingUnit
 from gmlp_scale.models.heads import MaskedLanguageModel
@@ -41,6 +42,7 @@ from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 __all__ = [
     "FAMILIES",
     "AmlpConfig",
+    "AveyConfig",
     "GmlpConfig",
     "LabelledBatch",
     "MaskedBatch",
@@ -58,7 +60,8 @@ __all__ = [
 ]
 
 ModelConfig = Annotated[
-    GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig | MlpAttentionConfig, Field(discriminator="kind")
+    GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig | MlpAttentionConfig | AveyConfig,
+    Field(discriminator="kind"),
 ]
 FAMILIES = {get_args(family.__annotations__["kind"])[0]: family for family in get_args(get_args(ModelConfig)[0])}
 """The config of each family, by its kind."""
@@ -102,14 +105,18 @@ def build_model(
             block = MixerBlock
         case MlpAttentionConfig():
             block = partial(MlpAttentionBlock, causal=causal)
+        case AveyConfig():
+            block = AveyBlock
         case _:
             assert_never(config)
+    places = ({"index": index} if config.blocks_differ else {} for index in range(config.num_blocks))
     with _WithoutRandomNumbers():
         model = head(
             vocab_size=config.vocab_size,
             d_model=config.d_model,
             sequence_length=config.sequence_length,
-            blocks=[block(config, dropout) for _ in range(config.num_blocks)],
+            blocks=[block(config, dropout, **place) for place in places],
+            norm=config.new_norm(),
             absolute_positions=config.has_absolute_positions,
             masks_padding=config.masks_padding,
             dropout=dropout,

@@ -1,4 +1,4 @@
-"""The trunk that every encoder shares: token embedding, blocks, final LayerNorm.
+"""The trunk that every encoder shares: token embedding, blocks, final norm.
 
 Shape suffixes: B batch, N positions, D width.
 """
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.data.batch import PAD_ID
 from gmlp_scale.errors import InputError
-from gmlp_scale.models.layers import LayerNorm, Recompute, recomputing
+from gmlp_scale.models.layers import Recompute, recomputing
 
 INIT_STD = 0.02
 """The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
@@ -33,7 +33,8 @@ class Backbone(nn.Module):
         d_model: int,
         sequence_length: int,
         blocks: Iterable[nn.Module],
-        multiply_adds_per_block: int,
+        norm: nn.Module,
+        multiply_adds_per_block: float,
         absolute_positions: bool = False,
         masks_padding: bool = False,
         dropout: float = 0.0,
@@ -45,7 +46,7 @@ class Backbone(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Embedding(sequence_length, d_model) if absolute_positions else None
         self.blocks = nn.ModuleList(blocks)
-        self.norm = LayerNorm(d_model)
+        self.norm = norm
         self.dropout = nn.Dropout(dropout)
 
     def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
@@ -95,7 +96,7 @@ class Backbone(nn.Module):
     def flops_per_sample(self) -> int:
         """Forward FLOPs of one sequence of full length in the blocks, as in Table 5: 2 per multiply-add, matrix
         products only. Heads with large products add theirs."""
-        return 2 * len(self.blocks) * self.multiply_adds_per_block
+        return round(2 * len(self.blocks) * self.multiply_adds_per_block)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -114,9 +115,10 @@ class Backbone(nn.Module):
                     module.weight.copy_(noise * INIT_STD)
                     if isinstance(module, nn.Linear) and module.bias is not None:
                         module.bias.zero_()
-                case nn.LayerNorm():
+                case nn.LayerNorm() | nn.RMSNorm():
                     module.weight.fill_(1.0)
-                    module.bias.zero_()
+                    if getattr(module, "bias", None) is not None:
+                        module.bias.zero_()
         for module in self.modules():
             if hasattr(module, "init_special_weights"):
                 module.init_special_weights(generator)

@@ -24,6 +24,9 @@ KINDS = {  # every block family, and every variant of a block
     "mlp-attention": {"kind": "mlp_attention", "num_heads": 2, "d_scores": 6},
     "dot-product": {"kind": "mlp_attention", "num_heads": 2, "scores": "dot_product"},
     "mixer": {"kind": "mixer", "d_spatial": 10},
+    "avey": {"kind": "avey"},
+    "avey-static": {"kind": "avey", "layers": "static", "mixed_share": 1.0},
+    "avey-dynamic": {"kind": "avey", "layers": "dynamic"},
 }
 FAMILIES = list({fields["kind"]: kind for kind, fields in reversed(KINDS.items())}.values())
 """The first kind of each block family."""
