@@ -12,6 +12,10 @@ COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
 """Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
 it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""
 
+GRAPHS_OF_BLOCKS = 32
+"""dynamo's limit, which is 8, is of all blocks together, and beyond it a block runs uncompiled without an error. A
+family with three kinds of block needs 12: each kind to train and to evaluate, for rows of one length and of any."""
+
 
 def set_up_blocks(model: nn.Module, train: TrainConfig, device: torch.device) -> None:
     """Applies train.recompute and train.compile to the blocks, in place."""
@@ -22,6 +26,7 @@ def set_up_blocks(model: nn.Module, train: TrainConfig, device: torch.device) ->
     model.set_recompute(train.recompute)
     # A whole model takes twice as long to compile as each block alone, and gains nothing more.
     if compile:
+        torch._dynamo.config.recompile_limit = GRAPHS_OF_BLOCKS
         for block in model.blocks:
             block.compile(
                 mode="reduce-overhead" if compile == "reduce-overhead" else None,

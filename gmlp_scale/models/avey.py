@@ -6,10 +6,12 @@
     dynamic:  S[i, j] = cos(v_i, v_j),  W[i, j] = S[i, j] / sum over k of S[i, k]
     x + [(W v) * gate, bypass] V + c                # contextualizer and fuser
 
-The order of operations, the epsilons and the start are those of the authors' model file at the paper's publication
-(github.com/rimads/avey-b, commit eb6a7c5). The file was replaced four days later (8f3ed57) by one with GELU, a factor
-on each residual sum and no final norm; the published weights are of that form, and are not for this one. The text of
-the paper itself could not be read here, so its equations are numbered nowhere.
+The order of operations and the epsilons are those of the authors' model file at the paper's publication
+(github.com/rimads/avey-b, commit eb6a7c5); with the same weights the logits are the same. The file was replaced four
+days later (8f3ed57, "for consistency" with the published models) by one with GELU, a factor on each residual sum and no
+final norm, whose weights are not for this family. The paper's text was not at hand, so no equation has its number.
+There Linear and embedding weights start by Glorot's rule, here from N(0, 0.02) as in all families: at the width of 768
+both are alike, at 128 Glorot's weights are three times as large and learn more slowly.
 
 v is not negative, so neither are the similarities, and each row of a dynamic W is a mean. Dynamic layers treat the
 positions alike: a model of them alone does not know the order of its tokens. Padding is zero in v, so a static W reads
@@ -118,11 +120,10 @@ class AveyBlock(nn.Module):
 
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:
-        """Glorot's normal distribution, the authors', in place of N(0, 0.02): at the width of 768 both are alike."""
-        for matrix in (self.expand.weight, self.project.weight, self.spatial_NN):
-            if matrix is not None:
-                noise = torch.randn(matrix.shape, generator=generator, device="cpu")
-                matrix.copy_(noise * math.sqrt(2 / sum(matrix.shape)))
+        """W from N(0, 1 / sqrt(n)), Glorot's normal distribution, as the authors' file has it."""
+        if self.spatial_NN is not None:
+            noise = torch.randn(self.spatial_NN.shape, generator=generator, device="cpu")
+            self.spatial_NN.copy_(noise / math.sqrt(len(self.spatial_NN)))
 
 
 def similarities(v_BNG: Tensor) -> Tensor:

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, RowOffsets, VocabSize, Width, leading, toeplitz
+from gmlp_scale.models.layers import (
+    FamilyConfig,
+    LayerNorm,
+    NumBlocks,
+    VocabSize,
+    Width,
+    leading,
+    row_offsets,
+    toeplitz,
+)
 
 Spatial = Literal["toeplitz", "dense", "dynamic_toeplitz"]
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
@@ -155,7 +164,7 @@ class SpatialGatingUnit(nn.Module):
         self.splits = gating.endswith("_split")
         self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
         self.weight = nn.Parameter(torch.empty(n, n) if spatial == "dense" else torch.empty(2 * n - 1))
-        self.offsets = RowOffsets(self.norm.weight.numel()) if spatial == "dynamic_toeplitz" else None
+        self.offsets = nn.Linear(self.norm.weight.numel(), 2) if spatial == "dynamic_toeplitz" else None
         self.bias = nn.Parameter(torch.empty(n))
         self.init_special_weights(torch.default_generator)  # build_model skips its random numbers
 
@@ -188,7 +197,7 @@ class SpatialGatingUnit(nn.Module):
         """weight_NN and bias_N: W and b for the first m <= n positions. A dynamic W, weight_BNN, is that of v_BNG."""
         weight, bias_N = self.central_part(num_positions)
         if self.offsets is not None:
-            weight = weight + self.offsets(v_BNG)
+            weight = weight + row_offsets(self.offsets(v_BNG) / math.sqrt(v_BNG.shape[-1]))  # Hydra's: 0.5 / sqrt(n)
         weight_NN = weight if self.spatial == "dense" else toeplitz(weight)
         return weight_NN.tril() if self.causal else weight_NN, bias_N
 

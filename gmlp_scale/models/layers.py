@@ -3,7 +3,6 @@
 Shape suffixes: B batch, H heads, N positions, D width, K head width.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -117,22 +116,16 @@ def recomputing(forward: Callable[..., Tensor], recompute: Recompute, has_dropou
     return recomputing_forward
 
 
-class RowOffsets(nn.Linear):
-    """v_BNG -> offsets of a Toeplitz matrix for each row, [B, 2N - 1], as toeplitz takes them.
+def row_offsets(said_BN2: Tensor) -> Tensor:
+    """The offsets of a Toeplitz matrix for each row, [B, 2N - 1], as toeplitz takes them.
 
     Position k says two numbers, e[k] and l[k], and W[i, j] = e[i - j] if j <= i, else l[j - i]. Hydra's data-dependent
     Toeplitz matrix takes its forward and its reverse filter so (Hwang et al. 2024, arXiv 2407.09941). There a short
-    convolution and SiLU come first, each head has its matrix, the identity is added, and the factor is 0.5 / sqrt(n).
-    Here it is 1 / sqrt(G), so that a row's W does not depend on the length that the model was made for. (The authors'
-    file shifts the matrix by one: its diagonal is e[1].)
+    convolution and SiLU come first, each head has its matrix, and the identity is added. (The authors' file shifts the
+    matrix by one: its diagonal is e[1].)
     """
-
-    def __init__(self, d_gate: int):
-        super().__init__(d_gate, 2)
-
-    def forward(self, v_BNG: Tensor) -> Tensor:
-        earlier_BN, later_BN = (super().forward(v_BNG) / math.sqrt(self.in_features)).unbind(-1)
-        return torch.cat([earlier_BN.flip(-1), later_BN[:, 1:]], dim=-1)
+    earlier_BN, later_BN = said_BN2.unbind(-1)
+    return torch.cat([earlier_BN.flip(-1), later_BN[:, 1:]], dim=-1)
 
 
 def toeplitz(offsets: Tensor) -> Tensor:
