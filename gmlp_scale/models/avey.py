@@ -114,7 +114,7 @@ class AveyBlock(nn.Module):
             weight_BNN = similarities(v_BNG)
         else:
             weight_NN = leading(leading(self.spatial_NN, x_BND.shape[1], 0), x_BND.shape[1], 1)
-            weight_BNN = weight_NN.to(v_BNG.dtype).expand(len(x_BND), *weight_NN.shape)
+            weight_BNN = weight_NN.to(v_BNG.dtype).expand(x_BND.shape[0], *weight_NN.shape)
         gated_BNG = torch.bmm(weight_BNN, v_BNG) * gate_BNG
         return x_BND + self.dropout(self.project(torch.cat([gated_BNG, bypass_BNP], dim=-1)))
 

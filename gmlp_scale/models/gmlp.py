@@ -197,7 +197,7 @@ class SpatialGatingUnit(nn.Module):
         """weight_NN and bias_N: W and b for the first m <= n positions. A dynamic W, weight_BNN, is that of v_BNG."""
         weight, bias_N = self.central_part(num_positions)
         if self.offsets is not None:
-            weight = weight + row_offsets(self.offsets(v_BNG) / math.sqrt(v_BNG.shape[-1]))  # Hydra's: 0.5 / sqrt(n)
+            weight = weight + row_offsets(self.offsets(v_BNG) / v_BNG.shape[-1])
         weight_NN = weight if self.spatial == "dense" else toeplitz(weight)
         return weight_NN.tril() if self.causal else weight_NN, bias_N
 

@@ -125,7 +125,9 @@ def row_offsets(said_BN2: Tensor) -> Tensor:
     matrix by one: its diagonal is e[1].)
     """
     earlier_BN, later_BN = said_BN2.unbind(-1)
-    return torch.cat([earlier_BN.flip(-1), later_BN[:, 1:]], dim=-1)
+    both = torch.cat([earlier_BN.flip(-1), later_BN], dim=-1)  # e[0], then l[0], which is no offset's
+    places = torch.arange(both.shape[1] - 1, device=both.device)
+    return both[:, places + (places >= later_BN.shape[1])]  # a slice of N - 1 would export no program for one token
 
 
 def toeplitz(offsets: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial
             weights[i, j] = p["gating.weight"][i, j] if spatial == "dense" else p["gating.weight"][(n - 1) + (j - i)]
             if spatial == "dynamic_toeplitz":  # position k says what the offsets k and -k add
                 earlier, later = linear(operand, p["gating.offsets.weight"], p["gating.offsets.bias"]).T
-                weights[i, j] += (earlier[i - j] if j <= i else later[j - i]) / math.sqrt(operand.shape[1])
+                weights[i, j] += (earlier[i - j] if j <= i else later[j - i]) / operand.shape[1]
     gate = np.empty_like(operand)
     for i in range(m):
         for channel in range(operand.shape[1]):
