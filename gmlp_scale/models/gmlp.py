@@ -79,6 +79,7 @@ class GmlpConfig(FamilyConfig):
 
     @property
     def has_kernels(self) -> bool:
+        """Whether the fused kernels compute this variant."""
         return self.gating == FUSED_GATING and self.spatial != "dynamic_toeplitz"
 
     @property
