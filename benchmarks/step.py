@@ -21,6 +21,7 @@ from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, with_kernels
+from gmlp_scale.models.gmlp import FUSED_GATING
 from gmlp_scale.plan.describe import count_parameters, meta_model
 from gmlp_scale.plan.rank_bytes import count_in_matrices
 from gmlp_scale.recipe.config import RunConfig
@@ -144,7 +145,8 @@ def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
     if isinstance(run.optimizer, MuonConfig):
         fields = run.optimizer.model_dump(include=set(AdamwConfig.model_fields) - {"kind"})
         forms["adamw"] = run.model_copy(update={"optimizer": AdamwConfig(**fields)})
-    is_fused = isinstance(run.model, GmlpConfig) and run.model.has_kernels and run.model.kernels != "torch"
+    is_fused = isinstance(run.model, GmlpConfig) and run.model.gating == FUSED_GATING and run.model.kernels != "torch"
+    is_fused = is_fused and run.model.spatial != "dynamic_toeplitz"
     if is_fused and device.type == "cuda":
         forms["plain_compiled"] = plain(run, compile=True)
     return {name: form for name, form in forms.items() if form != run}

@@ -20,16 +20,7 @@ from torch import Tensor, nn
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import (
-    FamilyConfig,
-    LayerNorm,
-    NumBlocks,
-    VocabSize,
-    Width,
-    leading,
-    row_offsets,
-    toeplitz,
-)
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, RowOffsets, VocabSize, Width, leading, toeplitz
 
 Spatial = Literal["toeplitz", "dense", "dynamic_toeplitz"]
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
@@ -71,16 +62,11 @@ class GmlpConfig(FamilyConfig):
     def _fits_the_gating(self):
         if self.d_gate < self.d_ffn and self.d_ffn % 2:
             raise ValueError(f"d_ffn is {self.d_ffn}: gating {self.gating} halves it, so make it even")
-        if self.kernels == "triton" and self.gating != FUSED_GATING:
+        if self.gating != FUSED_GATING and self.kernels == "triton":
             raise ValueError(f"kernels triton is for gating {FUSED_GATING}, not {self.gating}: set it to auto")
-        if self.kernels == "triton" and not self.has_kernels:
+        if self.spatial == "dynamic_toeplitz" and self.kernels == "triton":
             raise ValueError(f"kernels triton is for spatial toeplitz or dense, not {self.spatial}: set it to auto")
         return self
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether the fused kernels compute this variant."""
-        return self.gating == FUSED_GATING and self.spatial != "dynamic_toeplitz"
 
     @property
     def d_gate(self) -> int:
@@ -114,7 +100,7 @@ class GmlpBlock(nn.Module):
 
     def __init__(self, config: GmlpConfig, dropout: float = 0.0, causal: bool = False):
         super().__init__()
-        self.kernels = config.kernels if config.has_kernels and not causal else "torch"
+        self.kernels = config.kernels if config.gating == FUSED_GATING and not causal else "torch"
         self.norm = LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.gating = SpatialGatingUnit(
@@ -165,7 +151,7 @@ class SpatialGatingUnit(nn.Module):
         self.splits = gating.endswith("_split")
         self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
         self.weight = nn.Parameter(torch.empty(n, n) if spatial == "dense" else torch.empty(2 * n - 1))
-        self.offsets = nn.Linear(self.norm.weight.numel(), 2) if spatial == "dynamic_toeplitz" else None
+        self.offsets = RowOffsets(self.norm.weight.numel()) if spatial == "dynamic_toeplitz" else None
         self.bias = nn.Parameter(torch.empty(n))
         self.init_special_weights(torch.default_generator)  # build_model skips its random numbers
 
@@ -198,7 +184,7 @@ class SpatialGatingUnit(nn.Module):
         """weight_NN and bias_N: W and b for the first m <= n positions. A dynamic W, weight_BNN, is that of v_BNG."""
         weight, bias_N = self.central_part(num_positions)
         if self.offsets is not None:
-            weight = weight + row_offsets(self.offsets(v_BNG) / v_BNG.shape[-1])
+            weight = weight + RowOffsets.arranged(self.offsets(v_BNG) / v_BNG.shape[-1])
         weight_NN = weight if self.spatial == "dense" else toeplitz(weight)
         return weight_NN.tril() if self.causal else weight_NN, bias_N
 
@@ -222,7 +208,4 @@ class SpatialGatingUnit(nn.Module):
         if self.gating == "linear":
             diagonal = self.weight.diagonal() if self.spatial == "dense" else self.weight[self.sequence_length - 1]
             diagonal.add_(1.0)
-        if self.offsets is not None:
-            self.offsets.weight.zero_()
-            self.offsets.bias.zero_()
         self.bias.fill_(1.0 if self.gating.startswith("multiplicative") else 0.0)

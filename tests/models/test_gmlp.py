@@ -164,6 +164,9 @@ def test_a_dynamic_w_has_no_kernels():
     sizes = {"num_blocks": 1, "d_model": 4, "d_ffn": 6, "sequence_length": N, "vocab_size": 8}
     with pytest.raises(ValidationError, match="for spatial toeplitz or dense, not dynamic_toeplitz: set it to auto"):
         GmlpConfig(**sizes, spatial="dynamic_toeplitz", kernels="triton")
+    block = make_block("multiplicative_split", spatial="dynamic_toeplitz")
+    block.kernels = "triton"  # as auto becomes on a GPU
+    assert block(torch.randn(1, N, 4, dtype=torch.float64)).isfinite().all()  # the kernels would refuse to run here
 
 
 def test_a_split_needs_an_even_width():
