@@ -68,6 +68,8 @@ def main() -> int:
     run = tiny if options.device == "cpu" else load_measurable(options.config, options.overrides)
     if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
         raise InputError(f"{options.config}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
+    if run.model.spatial == "dynamic_toeplitz":
+        raise InputError(f"{options.config}: the fused kernels are for model.spatial toeplitz or dense")
     if run.train.precision == "auto":
         raise InputError(f"{options.config}: train.precision: found auto; needed: float32 or bf16, the one timed here")
     report_as_measured(options.device, measure(run, tiny, options.device, options.rounds), options.output)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gmlp_scale.models import (
         AmlpConfig,
+        AveyConfig,
         GmlpConfig,
         LabelledBatch,
         MaskedBatch,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AmlpConfig",
+    "AveyConfig",
     "GmlpConfig",
     "LabelledBatch",
     "MaskedBatch",

@@ -28,8 +28,8 @@ def fused_gating(
         InputError: kernels is "triton" and they cannot run on this device or in this dtype.
     """
     is_their_case = expanded_BNF.is_cuda and expanded_BNF.dtype == torch.bfloat16
-    if kernels == "torch" or (kernels == "auto" and not is_their_case):
-        return None
+    if kernels == "torch" or gating.offsets is not None or (kernels == "auto" and not is_their_case):
+        return None  # the kernels take one W for all rows
     weight, bias_N = gating.central_part(y_BND.shape[1])
     context_BNK = out_weight_GK = out_bias_G = None
     if attention is not None:

@@ -1,5 +1,5 @@
-"""The encoders: one trunk (backbone.py), six kinds of block (two in gmlp.py, transformer.py, mixer.py,
-mlp_attention.py, modern_transformer.py), heads on top.
+"""The encoders: one trunk (backbone.py), seven kinds of block (two in gmlp.py, transformer.py, mixer.py,
+mlp_attention.py, modern_transformer.py, avey.py), heads on top.
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each (x_BND, is_token_BN or None) -> x_BND, where no position reads one that is
@@ -30,6 +30,7 @@ from pydantic import Field
 from torch.overrides import TorchFunctionMode
 
 from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.models.avey import AveyBlock, AveyConfig
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig, SpatialGatingUnit
 from gmlp_scale.models.heads import MaskedLanguageModel
@@ -42,6 +43,7 @@ from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 __all__ = [
     "FAMILIES",
     "AmlpConfig",
+    "AveyConfig",
     "GmlpConfig",
     "LabelledBatch",
     "MaskedBatch",
@@ -60,7 +62,13 @@ __all__ = [
 ]
 
 ModelConfig = Annotated[
-    GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig | MlpAttentionConfig | ModernTransformerConfig,
+    GmlpConfig
+    | AmlpConfig
+    | TransformerConfig
+    | MixerConfig
+    | MlpAttentionConfig
+    | ModernTransformerConfig
+    | AveyConfig,
     Field(discriminator="kind"),
 ]
 FAMILIES = {get_args(family.__annotations__["kind"])[0]: family for family in get_args(get_args(ModelConfig)[0])}
@@ -107,6 +115,8 @@ def build_model(
             block = partial(MlpAttentionBlock, causal=causal)
         case ModernTransformerConfig():
             block = ModernTransformerBlock
+        case AveyConfig():
+            block = AveyBlock
         case _:
             assert_never(config)
     places = ({"index": index} if config.blocks_differ else {} for index in range(config.num_blocks))

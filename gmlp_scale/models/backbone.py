@@ -34,7 +34,7 @@ class Backbone(nn.Module):
         sequence_length: int,
         blocks: Iterable[nn.Module],
         norm: nn.Module,
-        multiply_adds_per_block: int,
+        multiply_adds_per_block: float,
         absolute_positions: bool = False,
         masks_padding: bool = False,
         dropout: float = 0.0,
@@ -96,7 +96,7 @@ class Backbone(nn.Module):
     def flops_per_sample(self) -> int:
         """Forward FLOPs of one sequence of full length in the blocks, as in Table 5: 2 per multiply-add, matrix
         products only. Heads with large products add theirs."""
-        return 2 * len(self.blocks) * self.multiply_adds_per_block
+        return round(2 * len(self.blocks) * self.multiply_adds_per_block)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:

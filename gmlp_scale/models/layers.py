@@ -116,6 +116,36 @@ def recomputing(forward: Callable[..., Tensor], recompute: Recompute, has_dropou
     return recomputing_forward
 
 
+class RowOffsets(nn.Linear):
+    """v_BNG -> what each position says of the offsets of its row's Toeplitz matrix, [B, N, 2]: at first all 0.
+
+    Position k says e[k] and l[k], and W[i, j] = (e[i - j] if j <= i, else l[j - i]) / G. Hydra's data-dependent
+    Toeplitz matrix takes its forward and its reverse filter so (Hwang et al. 2024, arXiv 2407.09941). There a short
+    convolution and SiLU come first, each head has its matrix, the identity is added, and the factor is 0.5 / sqrt(n);
+    the authors' file shifts the matrix by one, so its diagonal is e[1]. With 1 / G an optimizer's step moves an offset
+    as far as one of a static W, and the length that the model was made for changes nothing.
+    """
+
+    def __init__(self, d_gate: int):
+        super().__init__(d_gate, 2)
+
+    @staticmethod
+    def arranged(said_BN2: Tensor) -> Tensor:
+        """[B, 2N - 1], as toeplitz takes them. Not a part of forward, because LoRA replaces the module."""
+        earlier_BN, later_BN = said_BN2.unbind(-1)
+        both = torch.cat([earlier_BN.flip(-1), later_BN], dim=-1)  # e[0], then l[0], which is no offset's
+        places = torch.arange(both.shape[1] - 1, device=both.device)
+        return both[:, places + (places >= later_BN.shape[1])]  # a slice of N - 1 would export no program for one token
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        self.bias.zero_()
+
+    def init_special_weights(self, generator: torch.Generator) -> None:
+        self.reset_parameters()
+
+
 def toeplitz(offsets: Tensor) -> Tensor:
     """The matrix W[..., i, j] = offsets[..., (n - 1) + (j - i)], for any leading dimensions.
 

@@ -15,6 +15,7 @@ from gmlp_scale.models import build_model, heads
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from tests.engine.trained_engines import (
     AMLP,
+    AVEY,
     BERT,
     ENGINES,
     GMLP,
@@ -31,9 +32,12 @@ from tests.engine.trained_engines import (
 )
 from tests.gloo_ranks import run_ranks
 
-MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT, "modern": MODERN}
-CASES = [*((model, "float32") for model in MODELS), ("amlp", "recompute"), ("amlp", "muon"), ("modern", "muon")]
-BF16 = [("amlp", "bf16"), ("bert", "bf16"), ("modern", "bf16")]
+MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT, "modern": MODERN, "avey": AVEY}
+CASES = [
+    *((model, "float32") for model in MODELS), ("amlp", "recompute"),
+    ("amlp", "muon"), ("modern", "muon"), ("avey", "muon"),
+]  # fmt: skip
+BF16 = [("amlp", "bf16"), ("bert", "bf16"), ("modern", "bf16"), ("avey", "bf16")]
 
 
 def _train_each(cases: list, engine_configs: dict) -> dict:
@@ -63,9 +67,9 @@ def _vectors_of(module: nn.Module) -> dict[str, Tensor]:
     """The values of LayerNorms' gains and biases, w and b that `module` computes with."""
     vectors = {}
     for name, part in module.named_modules():
-        if isinstance(part, nn.LayerNorm | SpatialGatingUnit):
+        if isinstance(part, nn.LayerNorm | nn.RMSNorm | SpatialGatingUnit):
             for attribute in ("weight", "bias"):
-                if (vector := getattr(part, attribute)) is not None:
+                if (vector := getattr(part, attribute, None)) is not None:
                     vectors[f"{name}.{attribute}".removeprefix("module.")] = vector.detach().clone()
     return vectors
 

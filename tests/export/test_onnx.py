@@ -38,6 +38,9 @@ def assert_runs_as_the_model(run, model):
         (GmlpScaleForTokenClassification, "bert-relative"),
         (GmlpScaleForQuestionAnswering, "mixer"),
         (GmlpScaleForQuestionAnswering, "mlp-attention"),
+        (GmlpScaleForTokenClassification, "avey-static"),
+        (GmlpScaleForTokenClassification, "avey-dynamic"),
+        (GmlpScaleForTokenClassification, "gmlp-dynamic"),
     ],
 )
 def test_a_program_of_torch_export(head, kind):

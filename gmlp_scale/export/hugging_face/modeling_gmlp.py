@@ -45,7 +45,7 @@ if is_peft_available():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 
     # Not those over positions, W and the Mixer's: they are multiplied from the left, which LoRA does not know.
-    TARGETS["gmlp_scale"] = ["qkv", "value", "hidden", "out", "expand", "project"]
+    TARGETS["gmlp_scale"] = ["qkv", "value", "hidden", "out", "expand", "project", "offsets"]
 
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
