@@ -7,15 +7,16 @@
     x + [(W v) * gate, bypass] V + c                # contextualizer and fuser
 
 The order of operations and the epsilons are those of the authors' model file at the paper's publication
-(github.com/rimads/avey-b, commit eb6a7c5); with the same weights the logits are the same. The file was replaced four
+(github.com/rimads/avey-b, commit eb6a7c5); with the same weights the logits are the same. The file was replaced five
 days later (8f3ed57, "for consistency" with the published models) by one with GELU, a factor on each residual sum and no
 final norm, whose weights are not for this family. The paper's text was not at hand, so no equation has its number.
-There Linear and embedding weights start by Glorot's rule, here from N(0, 0.02) as in all families: at the width of 768
-both are alike, at 128 Glorot's weights are three times as large and learn more slowly.
+There all weights start by Glorot's rule, here all but W from N(0, 0.02) as in all families. For the Linear layers both
+are about alike at the width of 768; at 128 Glorot's are three times as large and learn more slowly. Glorot's embedding
+is smaller, 0.006 for the authors' base model.
 
 v is not negative, so neither are the similarities, and each row of a dynamic W is a mean. Dynamic layers treat the
 positions alike: a model of them alone does not know the order of its tokens. Padding is zero in v, so a static W reads
-zeros there and no similarity to it counts; the authors' file reads padding.
+zeros there and no similarity to it counts; the authors' file sets no more than the embeddings of padding to zero.
 
 Rows are at most one chunk long here: the ranker is left out, which gives each chunk of S tokens what it needs from the
 k earlier chunks that are most alike. For a row of n > S tokens it would cost n^2 d / 2 multiply-adds for the cosines of
