@@ -57,8 +57,8 @@ def test_no_step_is_shorter_than_its_host_takes_to_start_it():
     assert {layout.name: layout.host_seconds for layout in eager}["fsdp2"] > fsdp2.host_seconds
 
 
-def test_the_recipe_of_the_largest_model_keeps_its_gpus_busy_on_one_node():
-    """Its micro-batch is the largest that fits, and the host takes less time than the GPU."""
+def test_the_largest_recipe_has_the_micro_batch_that_one_node_needs():
+    """It is the largest that fits, and by the plan the host then takes less time than the GPU."""
     found = {layout.name: layout for layout in layouts(XLARGE, Assumptions(GPUS["h100"], num_gpus=8, num_nodes=1))}
     assert found["fsdp2"].micro_batch_size == XLARGE.train.micro_batch_size
     assert found["fsdp2"].host_seconds < found["fsdp2"].compute_seconds
