@@ -43,8 +43,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     bf16 on a GPU that has it, and on a CPU that trains a block of the model faster in it; decided when the run starts,
     and kept by its checkpoints."""
     compile: FreeOnResume[Literal[True, False, "reduce-overhead"]] = True
-    """torch.compile for each block. reduce-overhead also replays CUDA graphs, which pays where a rank has so few tokens
-    that its GPU waits for the host to start kernels."""
+    """torch.compile for each block, on a GPU for each group of them. reduce-overhead also replays CUDA graphs, which
+    pays where a rank has so few tokens that its GPU waits for the host to start kernels."""
     recompute: FreeOnResume[Literal["none", "selective", "full"]] = "none"
     """What the backward pass computes again to save memory. selective: all but the results of matrix products; full:
     the whole block from its input."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.data.batch import PAD_ID
 from gmlp_scale.errors import InputError
-from gmlp_scale.models.layers import Recompute, recomputing
+from gmlp_scale.models.layers import BlockGroup, Recompute, recomputing
 
 INIT_STD = 0.02
 """The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
@@ -46,6 +46,7 @@ class Backbone(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Embedding(sequence_length, d_model) if absolute_positions else None
         self.blocks = nn.ModuleList(blocks)
+        self.groups: nn.ModuleList | None = None
         self.norm = norm
         self.dropout = nn.Dropout(dropout)
 
@@ -57,8 +58,8 @@ class Backbone(nn.Module):
         """
         x_BND = self.first_states(self.embedding(token_ids_BN))
         is_token_BN = self.tokens(token_ids_BN != PAD_ID) if padded else None
-        for block in self.blocks:
-            x_BND = block(x_BND, is_token_BN)
+        for module in self.groups or self.blocks:
+            x_BND = module(x_BND, is_token_BN)
         return x_BND
 
     def tokens(self, is_token_BN: Tensor) -> Tensor | None:
@@ -92,6 +93,12 @@ class Backbone(nn.Module):
         has_dropout = any(module.p > 0 for module in self.modules() if isinstance(module, nn.Dropout))
         for block in self.blocks:
             block.forward = recomputing(block.forward, recompute, has_dropout)
+
+    def group_blocks(self, num_blocks: int) -> None:
+        """From now on `groups`, of `num_blocks` each, run in place of the blocks, which are theirs. Parameters keep the
+        names that `blocks` gives them."""
+        starts = range(0, len(self.blocks), num_blocks)
+        self.groups = nn.ModuleList(BlockGroup(self.blocks[start : start + num_blocks]) for start in starts)
 
     def flops_per_sample(self) -> int:
         """Forward FLOPs of one sequence of full length in the blocks, as in Table 5: 2 per multiply-add, matrix

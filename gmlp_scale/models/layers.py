@@ -80,6 +80,15 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+class BlockGroup(nn.ModuleList):
+    """Blocks that run one after the other as one module, so that what an engine does around a module it does once."""
+
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        for block in self:
+            x_BND = block(x_BND, is_token_BN)
+        return x_BND
+
+
 def is_exporting() -> bool:
     """True while torch.export or torch.onnx.export traces the model. Training, compiled or not, never sees True.
 

@@ -1,4 +1,5 @@
-"""torch.compile of the blocks: a graph of each kind to train, one more to evaluate, no break, none compiled later."""
+"""torch.compile of blocks, or of their groups as on a GPU: a graph of each kind to train, one more to evaluate, no break,
+and nothing compiled again later."""
 
 import functools
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig, build_engine
+from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig, build_engine, computing
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import build_model
@@ -20,8 +21,10 @@ from tests.models.every_kind import FAMILIES, tiny_config
 MODELS = {kind: tiny_config(kind, **SIZES | {"d_model": 16}) for kind in FAMILIES}
 
 
-def _count_graphs(engine_config, recompute: str) -> dict[str, list[int]]:
+def _count_graphs(engine_config, recompute: str, as_on_gpu: bool = False) -> dict[str, list[int]]:
     """By model: graphs compiled so far after the first step, an evaluation, and more of both."""
+    if as_on_gpu:
+        computing.compiled_modules = lambda model, device: model.groups
     # What dynamo traces is what counts; without a compiler behind it that takes a second.
     nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     graphs = {}
@@ -58,6 +61,21 @@ def test_blocks_of_a_kind_share_one_graph_that_is_compiled_once(engine_config, r
     for name, after_each in graphs.items():
         num_kinds = 2 if MODELS[name].blocks_differ else 1
         assert after_each == [num_kinds, *[2 * num_kinds] * 5], name
+
+
+@pytest.mark.parametrize(
+    "engine_config, recompute, num_lengths",
+    [
+        (SingleConfig(), "selective", 1),  # all three blocks are one group
+        (Fsdp2Config(blocks_per_group=2), "full", 2),  # two and one
+        (ZeroConfig(stage=1), "none", 1),
+    ],
+    ids=str,
+)
+def test_groups_of_one_length_share_one_graph(engine_config, recompute, num_lengths):
+    graphs = run_ranks(_count_graphs, 1, engine_config, recompute, True)[0]
+    for name, after_each in graphs.items():
+        assert after_each == [num * num_lengths for num in (1, 2, 2, 2, 2, 2)], name
 
 
 def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
