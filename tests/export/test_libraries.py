@@ -13,7 +13,10 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
 )
 from transformers.utils import is_accelerate_available
 
@@ -53,6 +56,19 @@ def test_a_saved_model_keeps_the_tokenizer_of_finetuning(export, tokenizer_folde
     scratch.name_or_path = ""
     scratch.save_pretrained(tmp_path / "scratch")
     assert not (tmp_path / "scratch" / "tokenizer.model").exists()
+
+
+def test_a_new_head_on_a_pretrained_model_answers_questions_once_it_is_saved(export, tokenizer_folder, tmp_path):
+    model = AutoModelForQuestionAnswering.from_pretrained(export, **TRUSTED)
+    model(IDS, start_positions=IDS[:, 0] % 3, end_positions=IDS[:, 1] % 3).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for part in (model, AutoTokenizer.from_pretrained(export)):
+        part.save_pretrained(tmp_path / "saved")
+    assert_finetuning_takes_it(tmp_path / "saved", tokenizer_folder)
+    answer = pipeline("question-answering", model=str(tmp_path / "saved"), **TRUSTED)
+    context = "the cat and a dog went over to see"
+    found = answer(question="a dog", context=context)
+    assert found["answer"] == context[found["start"] : found["end"]] != ""
 
 
 @NEEDS_TRAINER
