@@ -165,3 +165,16 @@ def test_peft_finds_the_matrices_over_channels_of_every_block(tiny_export, tmp_p
     assert found == linear
     adapted(IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
+
+
+def test_peft_trains_and_saves_the_head_of_questions_that_it_is_given(export, tmp_path):
+    given = {"task_type": "QUESTION_ANS", "modules_to_save": ["spans"]}
+    model = AutoModelForQuestionAnswering.from_pretrained(export, **TRUSTED)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **given))
+    adapted(input_ids=IDS, start_positions=IDS[:, 0] % 3, end_positions=IDS[:, 1] % 3).loss.backward()
+    torch.optim.SGD((one for one in adapted.parameters() if one.requires_grad), lr=0.1).step()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForQuestionAnswering.from_pretrained(export, **TRUSTED)  # with another new head
+    loaded = peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=IDS).start_logits, adapted.eval()(input_ids=IDS).start_logits)
