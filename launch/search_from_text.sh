@@ -12,6 +12,7 @@ set -euo pipefail
 text=$1 train=$2 dev=$3
 name=${NAME:-search}
 question=${QUESTION:-How large is the Amazon rainforest?}
+trap 'exit 130' INT TERM # a pretraining that is stopped saves and leaves with 0
 PS4='$ '
 set -x
 
