@@ -72,6 +72,7 @@ CONFINED = {
     "tensorboard": ("gmlp_scale.train.sinks", "gmlp_scale.analysis.run_records", "gmlp_scale.train.rank_server"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records", "gmlp_scale.train.sinks"),
     "wandb": ("gmlp_scale.train.sinks",),
+    "trackio": ("gmlp_scale.train.sinks",),
     "triton": ("gmlp_scale.kernels", "benchmarks.compiled_kernels"),
     "webdataset": ("gmlp_scale.data.image_shards", "benchmarks"),
     "kornia": ("gmlp_scale.data.augmentation",),
@@ -82,7 +83,7 @@ CONFINED = {
     "dill": (),
 }
 HEAVY = (
-    "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb", "kornia",
+    "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb", "trackio", "kornia",
     "torch.utils.tensorboard", "sentence_transformers", "bm25s",
 )  # fmt: skip
 FOR_TRANSFORMERS = "gmlp_scale.export.hugging_face"  # copied into exports; nothing of the package imports it

@@ -294,6 +294,8 @@ def _checked(type_: Any, config: dict[str, Any], folder: Path) -> Any:
 
 def _head(config: dict[str, Any], folder: Path) -> Head:
     names = config.get("architectures")
+    if names == ["GmlpScaleModel"]:  # as sentence-transformers saves it
+        return "masked_language_model"  # whose output matrix is the embedding, so the weights are the same
     for head, name in CLASS_OF_HEAD.items():
         if names == [name]:
             return head

@@ -25,8 +25,24 @@ def num_masked_positions(sequence_length: int, masked_fraction: float = 0.15) ->
     return round(sequence_length * masked_fraction)
 
 
+MULTIPLE_OF_LENGTHS = 8
+"""Lengths are rounded up to it: a program has fewer shapes to prepare for, and a GPU's products whole tiles."""
+
+
+def longest_text(token_ids_BN: Tensor) -> int:
+    """The length of the longest text among padded rows, rounded up. On a GPU the host waits for the device here."""
+    last = int((token_ids_BN != PAD_ID).any(0).nonzero()[-1])
+    return (last // MULTIPLE_OF_LENGTHS + 1) * MULTIPLE_OF_LENGTHS
+
+
 class Batch:
     """A dataclass with tensors among its fields."""
+
+    def cut_padding(self) -> Self:
+        """The same rows, as long as their longest text, for a model that masks padding."""
+        stop = longest_text(self.token_ids_BN)
+        by_position = {name: tensor for name, tensor in vars(self).items() if name.endswith("_BN")}
+        return replace(self, **{name: tensor[:, :stop] for name, tensor in by_position.items()})
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on `device`; copies from pinned memory do not block the host."""

@@ -283,6 +283,9 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
     """Logits [B, N] for the answer to begin and to end at each position; <cls> stands for no answer."""
 
     def __init__(self, config: GmlpScaleConfig):
+        # A pretraining export has no such entry, or pipeline(model=...) without a task would answer questions.
+        of_answers = {"impl": "answering_pipeline.QuestionAnsweringPipeline", "pt": ["AutoModelForQuestionAnswering"]}
+        config.custom_pipelines = {"question-answering": of_answers}
         super().__init__(config, head=SpanPredictor, dropout=config.dropout)
         self.post_init()
 
