@@ -16,7 +16,6 @@ GRAPHS_OF_BLOCKS = 32
 """dynamo's limit, which is 8, is of all blocks together, and beyond it a block runs uncompiled without an error. A
 family with three kinds of block needs 12: each kind to train and to evaluate, for rows of one length and of any."""
 
-
 BLOCKS_PER_GROUP = 8
 """What a compiled module costs the host it then costs once for these blocks."""
 

@@ -1,5 +1,5 @@
-"""torch.compile of blocks, or of their groups as on a GPU: a graph of each kind to train, one more to evaluate, no break,
-and nothing compiled again later."""
+"""torch.compile of blocks, or of their groups as on a GPU: a graph of each kind to train, one more to evaluate, no
+break, and nothing compiled again later."""
 
 import functools
 from types import SimpleNamespace
