@@ -10,9 +10,10 @@ same run. gain_of_block is the share of the compiled plain block's time that the
 tiny and the kernels are interpreted: the figures then mean nothing.
 
 host_seconds is the host's shortest time to call the operator, with kernels that do nothing. compiled_for_sm_90 says
-what each kernel takes of an H100: registers and spilled bytes of a thread, shared memory of a program, and how many
-programs a multiprocessor holds at once. The gate's kernel is there in every tile that its tuner tries. --device none
-prints only these two.
+what each kernel takes of an H100: registers and spilled bytes of a thread, shared memory of a program, how many
+programs a multiprocessor holds at once, its instructions and barriers, how many of its lanes compute in vain, and its
+instructions for each element (benchmarks/compiled_kernels.py says how they are counted). The gate's kernel is there in
+every tile that its tuner tries. --device none prints only these two.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.compiled_kernels import compile_for_hopper, launches_of, usage_of, without_kernels
+from benchmarks.compiled_kernels import compile_for_hopper, lanes_of, launches_of, usage_of, without_kernels
 from benchmarks.reports import report_as_measured
 from benchmarks.step import DTYPES, copy_call, matrix_calls
 from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
@@ -109,15 +110,13 @@ def compiled_kernels(run: RunConfig) -> list[dict]:
 
     Nothing is launched, so no GPU is needed.
     """
-    inputs = unit_inputs(run, "cpu", requires_grad=True, batch_size=1)
-    return [
-        {
-            "kernel": launch.kernel.__name__.strip("_").removesuffix("_kernel"),
-            "tile": {name: value for name, value in launch.arguments.items() if name.isupper()} | launch.options,
-            **usage_of(compile_for_hopper(launch))._asdict(),
-        }
-        for launch in launches_of(partial(train_unit, inputs))
-    ]
+    inputs, found = unit_inputs(run, "cpu", requires_grad=True, batch_size=1), []
+    for launch in launches_of(partial(train_unit, inputs)):
+        name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+        tile = {name: value for name, value in launch.arguments.items() if name.isupper()} | launch.options
+        usage = usage_of(compile_for_hopper(launch))
+        found.append({"kernel": name, "tile": tile} | usage._asdict() | lanes_of(launch, usage)._asdict())
+    return found
 
 
 class Piece(NamedTuple):

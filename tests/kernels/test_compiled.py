@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.compiled_kernels import Launch, compile_for_hopper, launches_of, usage_of, without_kernels
+from benchmarks.compiled_kernels import Launch, compile_for_hopper, lanes_of, launches_of, usage_of, without_kernels
 from gmlp_scale.kernels import gate, layer_norm, spatial_weight
 from gmlp_scale.kernels.layer_norm import BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
 from tests.kernels.comparisons import (
@@ -69,6 +69,18 @@ def programs_at_once(launch: Launch) -> int:
     if name_of(launch) == "_layer_norm_of_gelu_backward_kernel":
         return BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
     return 2 if name_of(launch) == "_spatial_gate_kernel" and launch.arguments["BLOCK_G"] == 64 else 1
+
+
+def test_lanes_beyond_the_edges_are_counted():
+    """With blocks of 128 x 64 over 196 x 160."""
+    z_BNF, v_BNG = (torch.empty(1, 196, width, dtype=BFLOAT16) for width in (320, 160))
+    inputs = (z_BNF, v_BNG, torch.empty(196, 196, dtype=BFLOAT16), torch.empty(196), None, None, None, True)
+    gate_launch = launches_of(lambda: gate.apply_gate(*inputs))[0]
+    usage = usage_of(compile_for_hopper(gate_launch))
+    masked, per_element = lanes_of(gate_launch, usage)
+    assert masked == pytest.approx(1 - (196 * 160) / (256 * 192))
+    outside = usage.instructions - usage.loop_instructions  # each of 128 threads computes 64 elements
+    assert per_element == pytest.approx(outside / 64 / (1 - masked))
 
 
 def gate_tiles(case: Case) -> int:
