@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gmlp_scale.kernels.layer_norm import full_width, gelu, gelu_slope
+from gmlp_scale.kernels.layer_norm import full_width, gelu_and_slope
 
 BFLOAT16_TILES = [
     {
@@ -161,7 +161,8 @@ def _spatial_gate_kernel(
     u_NG = _matrix(z_BNF + first_token * (2 * g), n, g, 2 * g, BLOCK_N, BLOCK_G, USES_TMA)
     u = _load(u_NG, row, column, n, g, 2 * g, BLOCK_N, BLOCK_G, USES_TMA).to(tl.float32)
     output_NG = _matrix(output_BNG + first_token * g, n, g, g, BLOCK_N, BLOCK_G, USES_TMA)
-    _store(output_NG, gelu(u) * gate, row, column, n, g, BLOCK_N, BLOCK_G, USES_TMA)
+    hidden, _ = gelu_and_slope(u)
+    _store(output_NG, hidden * gate, row, column, n, g, BLOCK_N, BLOCK_G, USES_TMA)
 
 
 _tuned_spatial_gate_kernel = triton.autotune(
@@ -188,7 +189,8 @@ def _spatial_gate_backward_kernel(
     grad_output = tl.load(grad_output_TG + place, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_TG + place, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(z_TF + place_in_z, mask=inside, other=0.0).to(tl.float32)
-    grad_gate = grad_output * gelu(u)
+    hidden, slope = gelu_and_slope(u)
+    grad_gate = grad_output * hidden
     tl.store(grad_gate_TG + place, grad_gate, mask=inside)
-    tl.store(grad_z_TF + place_in_z, grad_output * gate * gelu_slope(u), mask=inside)
+    tl.store(grad_z_TF + place_in_z, grad_output * gate * slope, mask=inside)
     tl.store(grad_bias_T + token, tl.sum(grad_gate, axis=1), mask=token < num_tokens)

@@ -8,21 +8,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SQRT_HALF = tl.constexpr(0.7071067811865476)
-SQRT_HALF_OVER_PI = tl.constexpr(0.3989422804014327)
+MINUS_HALF_LOG2_E = tl.constexpr(-0.7213475204444817)
+ONE_OVER_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 2
 """How many programs of the backward kernel a multiprocessor holds at once, by their registers on sm_90."""
 
 
 @triton.jit
-def gelu(x):
-    return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+def gelu_and_slope(x):
+    """GELU and its derivative. Who uses only one pays for that alone.
 
-
-@triton.jit
-def gelu_slope(x):
-    return 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * SQRT_HALF_OVER_PI * tl.exp(-0.5 * x * x)
+    The tail of the normal distribution beyond |x| is exp(-x^2 / 2) times a polynomial in 1 / (1 + c |x|): the form of
+    Abramowitz and Stegun 7.1.26, whose exponential the slope needs too. Their five coefficients are within 1.5e-7 of
+    erf, but far off where the tail is below 1e-11. These six are within 4e-8, and within 0.06 % of the tail down to
+    where float32 ends. Both results take 19 instructions of sm_90; with tl.erf they took 44.
+    """
+    bell = tl.exp2(x * x * MINUS_HALF_LOG2_E)
+    divisor = 1.0 + 0.283 * tl.abs(x)
+    t = tl.rsqrt(divisor * divisor)  # a division would be seven instructions instead of two
+    polynomial = 0.22616205 + t * (-0.17507762 + t * (0.34796095 - t * 0.09866371))
+    tail = bell * t * (0.11554618 + t * (0.08407215 + t * polynomial))
+    below = tl.where(x < 0, tail, 1.0 - tail)
+    return x * below, below + x * bell * ONE_OVER_SQRT_2_PI
 
 
 def layer_norm_of_gelu(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +89,7 @@ def _layer_norm_of_gelu_kernel(
     is_token, is_channel = token < num_tokens, (channel < d_gate)[None, :]
     inside = is_token[:, None] & is_channel
     v = tl.load(z_TF + (2 * token + 1)[:, None] * d_gate + channel[None, :], mask=inside, other=0.0)
-    hidden = gelu(v.to(tl.float32))
+    hidden, _ = gelu_and_slope(v.to(tl.float32))
     mean = tl.sum(hidden, axis=1) / d_gate
     centred = tl.where(is_channel, hidden - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / d_gate + eps)
@@ -113,14 +121,15 @@ def _layer_norm_of_gelu_backward_kernel(
         grad_v = tl.load(grad_v_TG + token[:, None] * d_gate + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(mean_T + token, mask=is_token, other=0.0)[:, None]
         rstd = tl.load(rstd_T + token, mask=is_token, other=0.0)[:, None]
-        normalised = tl.where(is_channel, (gelu(v) - mean) * rstd, 0.0)
+        hidden, slope = gelu_and_slope(v)
+        normalised = tl.where(is_channel, (hidden - mean) * rstd, 0.0)
         grad_gain += grad_v * normalised
         grad_bias += grad_v
         grad = grad_v * gain
         shift = tl.sum(grad, axis=1)[:, None] / d_gate
         scale = tl.sum(grad * normalised, axis=1)[:, None] / d_gate
         grad_hidden = rstd * (grad - shift - normalised * scale)
-        tl.store(grad_z_TF + place, grad_hidden * gelu_slope(v), mask=inside)
+        tl.store(grad_z_TF + place, grad_hidden * slope, mask=inside)
     grads_G = grads_P2G + 2 * part * d_gate + channel
     tl.store(grads_G, tl.sum(grad_gain, axis=0), mask=channel < d_gate)
     tl.store(grads_G + d_gate, tl.sum(grad_bias, axis=0), mask=channel < d_gate)
