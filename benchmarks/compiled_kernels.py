@@ -26,7 +26,7 @@ REGISTERS_PER_QUARTER = 16384
 """A multiprocessor has four quarters, and each warp its registers in one of them, in units of eight for a thread."""
 SHARED_BYTES_PER_MULTIPROCESSOR, RESERVED_SHARED_BYTES = 228 * 1024, 1024
 EDGES = {
-    "BLOCK_T": "num_tokens", "BLOCK_N": "num_positions", "BLOCK_G": "d_gate",
+    "BLOCK_T": "num_tokens", "BLOCK_N": "num_positions", "BLOCK_G": "d_gate", "CHUNK_G": "d_gate",
     "BLOCK_I": "n", "BLOCK_J": "n", "BLOCK_D": "n",
 }  # fmt: skip
 """Which argument holds the size that a block divides. It is n where a kernel has no such argument."""
@@ -158,6 +158,8 @@ def lanes_of(launch: Launch, usage: Usage) -> Lanes:
     arguments, used, lanes_per_thread = launch.arguments, 1.0, 1 / (32 * launch.options.get("num_warps", 4))
     for name in EDGES.keys() & arguments.keys():
         size, block = arguments.get(EDGES[name], arguments.get("n")), arguments[name]
+        if name == "CHUNK_G":  # a program holds all channels
+            block *= arguments["NUM_CHUNKS"]
         lanes_per_thread *= block
         used *= size / (ceil(size / block) * block)
     if "BLOCK_D" in arguments:  # a line of the matrix crosses half of the diagonals

@@ -179,18 +179,21 @@ _tuned_spatial_gate_kernel = triton.autotune(
 
 @triton.jit
 def _spatial_gate_backward_kernel(
-    grad_output_TG, z_TF, gate_TG, grad_z_TF, grad_gate_TG, grad_bias_T,
-    num_tokens, d_gate, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    grad_output_TG, z_TF, gate_TG, grad_z_TF, grad_gate_TG, grad_bias_T, num_tokens, d_gate,
+    BLOCK_T: tl.constexpr, CHUNK_G: tl.constexpr, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    channel = tl.arange(0, BLOCK_G)[None, :]
-    inside = (token < num_tokens)[:, None] & (channel < d_gate)
-    place, place_in_z = token[:, None] * d_gate + channel, 2 * token[:, None] * d_gate + channel
-    grad_output = tl.load(grad_output_TG + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_TG + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(z_TF + place_in_z, mask=inside, other=0.0).to(tl.float32)
-    hidden, slope = gelu_and_slope(u)
-    grad_gate = grad_output * hidden
-    tl.store(grad_gate_TG + place, grad_gate, mask=inside)
-    tl.store(grad_z_TF + place_in_z, grad_output * gate * slope, mask=inside)
-    tl.store(grad_bias_T + token, tl.sum(grad_gate, axis=1), mask=token < num_tokens)
+    grad_bias = tl.zeros((BLOCK_T, CHUNK_G), tl.float32)
+    for index in tl.static_range(NUM_CHUNKS):
+        channel = index * CHUNK_G + tl.arange(0, CHUNK_G)[None, :]
+        inside = (token < num_tokens)[:, None] & (channel < d_gate)
+        place, place_in_z = token[:, None] * d_gate + channel, 2 * token[:, None] * d_gate + channel
+        grad_output = tl.load(grad_output_TG + place, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_TG + place, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(z_TF + place_in_z, mask=inside, other=0.0).to(tl.float32)
+        hidden, slope = gelu_and_slope(u)
+        grad_gate = grad_output * hidden
+        grad_bias += grad_gate
+        tl.store(grad_gate_TG + place, grad_gate, mask=inside)
+        tl.store(grad_z_TF + place_in_z, grad_output * gate * slope, mask=inside)
+    tl.store(grad_bias_T + token, tl.sum(grad_bias, axis=1), mask=token < num_tokens)
