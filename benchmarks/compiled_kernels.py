@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     arguments: dict[str, object]
     """By name; a tile's sizes are among them."""
     options: dict[str, int]
-    """num_warps and num_stages."""
+    """num_warps, num_stages and maxnreg, as far as they are given."""
 
 
 class Usage(NamedTuple):
@@ -103,7 +103,7 @@ def launches_of(call: Callable[[], object]) -> list[Launch]:
         for tile in tiles:
             named = dict(zip(kernel.arg_names, arguments, strict=False))
             named |= {name: value for name, value in tile.items() if name in kernel.arg_names}
-            options_of_launch = {name: tile[name] for name in ("num_warps", "num_stages") if name in tile}
+            options_of_launch = {name: tile[name] for name in ("num_warps", "num_stages", "maxnreg") if name in tile}
             launches.append(Launch(kernel, named, options_of_launch))
 
     with without_kernels(note):

@@ -1,6 +1,6 @@
 """LayerNorm(GELU(v)) over the channels of the gate half, one kernel forward and one backward."""
 
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil, prod
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 MINUS_HALF_LOG2_E = tl.constexpr(-0.7213475204444817)
 ONE_OVER_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
-BACKWARD_WARPS_PER_MULTIPROCESSOR = 12
-"""How many of the backward kernels' warps a multiprocessor holds at once, by their registers on sm_90."""
+BACKWARD_WARPS_PER_MULTIPROCESSOR, BACKWARD_REGISTERS = 12, 168
+"""How many of the backward kernels' warps a multiprocessor holds at once, with so many registers for a thread."""
 
 
 @triton.jit
@@ -48,22 +48,42 @@ def layer_norm_of_gelu(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float
 
 
 def layer_norm_of_gelu_backward(
-    grad_v_BNG: Tensor, z_BNF: Tensor, mean_BN: Tensor, rstd_BN: Tensor, gain_G: Tensor, grad_z_BNF: Tensor
-) -> Tensor:
-    """Fills the second half of grad_z. Returns the gradients of gain and bias in float32, [2, G]."""
+    grad_v_BNG: Tensor,
+    z_BNF: Tensor,
+    mean_BN: Tensor,
+    rstd_BN: Tensor,
+    gain_G: Tensor,
+    grad_z_BNF: Tensor,
+    grads_P4G: Tensor,
+) -> None:
+    """Fills the second half of grad_z, and in grads_P4G the sums over it and the gradients of gain and bias."""
     num_tokens, d_gate = mean_BN.numel(), len(gain_G)
-    launch = full_width(d_gate)
-    num_blocks = ceil(num_tokens / launch["BLOCK_T"])
-    # All programs run at once, each over its part of the tokens: a second wave would leave most of the GPU idle.
-    programs_per_multiprocessor = max(BACKWARD_WARPS_PER_MULTIPROCESSOR // launch["num_warps"], 1)
-    blocks_per_part = ceil(num_blocks / (programs_per_multiprocessor * num_multiprocessors(z_BNF.device)))
-    num_parts = ceil(num_blocks / blocks_per_part)
-    grads_P2G = z_BNF.new_empty(num_parts, 2, d_gate, dtype=torch.float32)
-    _layer_norm_of_gelu_backward_kernel[(num_parts,)](
-        grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF, grads_P2G,
-        num_tokens, blocks_per_part, d_gate, NUM_STAGES=3, **launch,
+    _layer_norm_of_gelu_backward_kernel[(len(grads_P4G),)](
+        grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF, grads_P4G,
+        num_tokens, d_gate, **backward_launch(num_tokens, d_gate, z_BNF.device)[1],
     )  # fmt: skip
-    return grads_P2G.sum(0)
+
+
+def new_partial_sums(z_BNF: Tensor) -> Tensor:
+    """grads_P4G, where each of the P programs of a backward kernel writes what it sums over its tokens: u and v of z's
+    gradient, then the gradients of gain and bias."""
+    num_tokens, d_gate = z_BNF.shape[0] * z_BNF.shape[1], z_BNF.shape[2] // 2
+    num_programs, _ = backward_launch(num_tokens, d_gate, z_BNF.device)
+    return z_BNF.new_empty(num_programs, 4, d_gate, dtype=torch.float32)
+
+
+@lru_cache
+def backward_launch(num_tokens: int, d_gate: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """The number of programs, and the launch options, of a backward kernel.
+
+    All programs run at once, each over its part of the tokens: a second wave would leave most of the GPU idle.
+    """
+    launch = full_width(d_gate)
+    num_programs = max(BACKWARD_WARPS_PER_MULTIPROCESSOR // launch["num_warps"], 1) * num_multiprocessors(device)
+    num_blocks = ceil(num_tokens / launch["BLOCK_T"])
+    blocks_per_part = ceil(num_blocks / num_programs)
+    options = {"blocks_per_part": blocks_per_part, "NUM_STAGES": 3, "maxnreg": BACKWARD_REGISTERS}
+    return ceil(num_blocks / blocks_per_part), launch | options
 
 
 @cache
@@ -126,19 +146,19 @@ def _layer_norm_of_gelu_kernel(
 
 @triton.jit
 def _layer_norm_of_gelu_backward_kernel(
-    grad_v_TG, z_TF, mean_T, rstd_T, gain_G, grad_z_TF, grads_P2G, num_tokens, blocks_per_part, d_gate,
+    grad_v_TG, z_TF, mean_T, rstd_T, gain_G, grad_z_TF, grads_P4G, num_tokens, d_gate, blocks_per_part,
     BLOCK_T: tl.constexpr, CHUNK_G: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     zeros = tl.zeros((BLOCK_T, CHUNK_G), tl.float32)
-    sums = ((zeros, zeros),) * NUM_CHUNKS
+    sums = ((zeros, zeros, zeros),) * NUM_CHUNKS
     for block in tl.range(blocks_per_part, num_stages=NUM_STAGES):  # loads the next tokens early
         token = (part * blocks_per_part + block) * BLOCK_T + tl.arange(0, BLOCK_T)
         is_token = token < num_tokens
         mean = tl.load(mean_T + token, mask=is_token, other=0.0)[:, None]
         rstd = tl.load(rstd_T + token, mask=is_token, other=0.0)[:, None]
         place, place_in_z = token[:, None] * d_gate, (2 * token + 1)[:, None] * d_gate
-        chunks, new_sums, total, products = (), (), zeros, zeros
+        chunks, total, products = (), zeros, zeros
         for index in tl.static_range(NUM_CHUNKS):
             channel = index * CHUNK_G + tl.arange(0, CHUNK_G)[None, :]
             inside = is_token[:, None] & (channel < d_gate)
@@ -147,20 +167,22 @@ def _layer_norm_of_gelu_backward_kernel(
             gain = tl.load(gain_G + channel, mask=channel < d_gate, other=0.0).to(tl.float32)
             hidden, slope = gelu_and_slope(v)
             normalised = (hidden - mean) * rstd
-            new_sums += ((sums[index][0] + grad_v * normalised, sums[index][1] + grad_v),)
             grad = grad_v * gain
             total += grad
             products += grad * normalised
-            chunks += ((grad, normalised, slope),)
-        sums = new_sums
+            chunks += ((grad_v, grad, normalised, slope),)
         shift, scale = tl.split(tl.sum(tl.join(total, products), axis=1) / d_gate)
+        new_sums = ()
         for index in tl.static_range(NUM_CHUNKS):
             channel = index * CHUNK_G + tl.arange(0, CHUNK_G)[None, :]
-            grad, normalised, slope = chunks[index]
+            grad_v, grad, normalised, slope = chunks[index]
             grad_z = rstd * (grad - shift[:, None] - normalised * scale[:, None]) * slope
             tl.store(grad_z_TF + place_in_z + channel, grad_z, mask=is_token[:, None] & (channel < d_gate))
+            sum_z, grad_gain, grad_bias = sums[index]  # 0 for what is no token
+            new_sums += ((sum_z + grad_z, grad_gain + grad_v * normalised, grad_bias + grad_v),)
+        sums = new_sums
     for index in tl.static_range(NUM_CHUNKS):
         channel = index * CHUNK_G + tl.arange(0, CHUNK_G)
-        grads_G = grads_P2G + 2 * part * d_gate + channel
-        tl.store(grads_G, tl.sum(sums[index][0], axis=0), mask=channel < d_gate)
-        tl.store(grads_G + d_gate, tl.sum(sums[index][1], axis=0), mask=channel < d_gate)
+        grads_G = grads_P4G + (4 * part + 1) * d_gate + channel
+        for number in tl.static_range(3):
+            tl.store(grads_G + number * d_gate, tl.sum(sums[index][number], axis=0), mask=channel < d_gate)
