@@ -207,4 +207,4 @@ def _is_rounded_late(z_BNF: Tensor) -> bool:
 
 
 def _in_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+    return None if tensor is None or dtype is None else tensor.to(dtype)
