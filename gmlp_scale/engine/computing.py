@@ -21,7 +21,7 @@ BLOCKS_PER_GROUP = 8
 
 
 def set_up_blocks(model: nn.Module, train: TrainConfig, device: torch.device, blocks_per_group: int) -> None:
-    """Applies train.recompute, groups and train.compile to the blocks, in place."""
+    """Applies train.recompute, groups and train.compile to the blocks, and the latter to the loss, in place."""
     compile = train.compile
     if compile == "reduce-overhead" and device.type == "cpu":
         raise InputError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
@@ -36,6 +36,8 @@ def set_up_blocks(model: nn.Module, train: TrainConfig, device: torch.device, bl
                 mode="reduce-overhead" if compile == "reduce-overhead" else None,
                 options=COMPILE_OPTIONS_ON_CPU if device.type == "cpu" else None,
             )
+    if compile and device.type != "cpu" and hasattr(model, "row_losses"):  # a CPU gains nothing by it
+        model.row_losses = torch.compile(model.row_losses)
     if compile == "reduce-overhead":
         # Each group is a graph of its own; their results live on until the next pass through the model begins.
         model.encode = _marking_step_begin(model.encode)

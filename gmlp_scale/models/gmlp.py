@@ -115,11 +115,10 @@ class GmlpBlock(nn.Module):
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         y_BND = self.norm(x_BND)
-        expanded_BNF = self.expand(y_BND)
-        gated_BNG = fused_gating(expanded_BNF, y_BND, is_token_BN, self.gating, self.attention, self.kernels)
+        gated_BNG = fused_gating(self.expand, y_BND, is_token_BN, self.gating, self.attention, self.kernels)
         if gated_BNG is None:  # the kernels are not for this case
             attended_BNG = None if self.attention is None else self.attention(y_BND, is_token_BN)
-            gated_BNG = self.gating(F.gelu(expanded_BNF), attended_BNG, is_token_BN)
+            gated_BNG = self.gating(F.gelu(self.expand(y_BND)), attended_BNG, is_token_BN)
         return x_BND + self.dropout(self.project(gated_BNG))
 
     def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig, build_engine, computing
 from gmlp_scale.engine.optimizer import AdamwConfig
@@ -80,7 +81,8 @@ def test_groups_of_one_length_share_one_graph(engine_config, recompute, num_leng
 
 def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
     """Of the GPU's part this holds the wiring; the device is a stand-in, and nothing is compiled or recorded."""
-    modes, begins = [], []
+    modes, begins, functions = [], [], []
+    monkeypatch.setattr(torch, "compile", lambda function: functions.append(function.__name__) or function)
     monkeypatch.setattr(nn.Module, "compile", lambda block, mode, options: modes.append((mode, options)))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begins.append("begin"))
     engine = build_engine(
@@ -90,12 +92,26 @@ def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
         train=TrainConfig(num_steps=1, global_batch_size=4, micro_batch_size=2, compile="reduce-overhead"),
         optimizer=AdamwConfig(),
     )
-    assert modes == [("reduce-overhead", None)] * SIZES["num_blocks"]
+    assert modes == [("reduce-overhead", None)] * SIZES["num_blocks"] and functions == ["row_losses"]
     batch = micro_batches_of(0, SimpleNamespace(size=1, rank=0))[0].to("meta")
     engine.backward(engine.module(batch), is_last=False)
     assert len(begins) == 1
     engine.predict(batch)
     assert len(begins) == 2
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiled_loss_is_the_plain_one_in_one_graph(precision):
+    model = build_model(GMLP).to(precision)
+    x_BMD = torch.randn(3, 5, SIZES["d_model"], dtype=precision, requires_grad=True)
+    labels_BM = torch.randint(0, SIZES["vocab_size"], (3, 5))
+    labels_BM[1, 2:] = labels_BM[2] = IGNORED
+    results = []
+    for row_losses in (model.row_losses, torch.compile(model.row_losses, backend="aot_eager", fullgraph=True)):
+        losses_B = row_losses(x_BMD, labels_BM)
+        results.append([losses_B, *torch.autograd.grad(losses_B.mean(), (x_BMD, model.head.weight))])
+    assert results[0][0][2] == 0
+    torch.testing.assert_close(results[1], results[0])
 
 
 def _gradients_left(engine_config) -> list[str]:
