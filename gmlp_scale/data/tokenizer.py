@@ -51,8 +51,8 @@ class Tokenizer:
             with suppress(FileNotFoundError):
                 read_file(f"{folder}/{JSON_NAME}")
                 raise ForeignTokenizerError(
-                    f"{folder} holds {JSON_NAME} alone, which rows can be written with; this needs a {MODEL_NAME} that "
-                    "data_prep/train_tokenizer.py wrote"
+                    f"no tokenizer at {folder} for this: it holds {JSON_NAME} alone, which rows can be written with; "
+                    f"needed is a {MODEL_NAME} that data_prep/train_tokenizer.py wrote"
                 ) from error
             raise FileNotFoundError(
                 f"no tokenizer at {folder}: {path} does not exist; data_prep/train_tokenizer.py writes it"
