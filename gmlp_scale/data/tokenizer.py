@@ -48,15 +48,11 @@ class Tokenizer:
         try:
             model = read_file(path)
         except FileNotFoundError as error:
+            found = f"{path} does not exist; data_prep/train_tokenizer.py writes it"
             with suppress(FileNotFoundError):
                 read_file(f"{folder}/{JSON_NAME}")
-                raise ForeignTokenizerError(
-                    f"no tokenizer at {folder} for this: it holds {JSON_NAME} alone, which rows can be written with; "
-                    f"needed is a {MODEL_NAME} that data_prep/train_tokenizer.py wrote"
-                ) from error
-            raise FileNotFoundError(
-                f"no tokenizer at {folder}: {path} does not exist; data_prep/train_tokenizer.py writes it"
-            ) from error
+                found += f". {folder} holds {JSON_NAME} alone, which rows can be written with, but this needs more"
+            raise FileNotFoundError(f"no tokenizer at {folder}: {found}") from error
         except NotADirectoryError as error:
             raise InputError(f"{folder} is a file: give the tokenizer's folder, which holds {MODEL_NAME}") from error
         self.sha256 = hashlib.sha256(model).hexdigest()
