@@ -52,7 +52,7 @@ ALLOWED = {
 }
 EXCEPTIONS = {
     # Shows the rows of a recipe.
-    "data_prep.inspect_batch": ("gmlp_scale.recipe.reader", "gmlp_scale.tasks.pretraining")
+    "data_prep.inspect_batch": ("gmlp_scale.recipe.reader",)
 }
 
 # modules that alone may import these
@@ -69,6 +69,7 @@ CONFINED = {
         "launch.elastic",
     ),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
+    "tokenizers": ("gmlp_scale.data.json_tokenizer", "gmlp_scale.export.fast_tokenizer"),
     "tensorboard": ("gmlp_scale.train.sinks", "gmlp_scale.analysis.run_records", "gmlp_scale.train.rank_server"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records", "gmlp_scale.train.sinks"),
     "wandb": ("gmlp_scale.train.sinks",),
