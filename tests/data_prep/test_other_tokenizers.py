@@ -147,6 +147,12 @@ def test_a_model_of_ours_pretrains_and_evaluates_on_them(tokenize, tmp_path):
     assert code == 2 and "has no mask token, so nothing can be masked" in errors
 
 
+def test_a_dry_run_takes_an_end_token_that_uint16_cannot_hold(tokenize, tmp_path):
+    folder = json_tokenizers.llama(tmp_path / "tokenizer")
+    last = open_tokenizer(folder).decode([69_999])
+    assert "estimated rows" in tokenize(folder, "--dry-run", "--end-token", last)
+
+
 def test_mistakes_are_one_clear_error(tokenize, tokenizer_dir, tmp_path):
     gpt2 = json_tokenizers.gpt2(tmp_path / "tokenizer")
     assert "has no end token of its own: give --end-token" in tokenize(gpt2, code=2)
