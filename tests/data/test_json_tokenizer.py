@@ -82,7 +82,7 @@ def test_a_folder_with_both_files_has_our_tokenizer_if_it_is_ours(tmp_path):
     assert [exported.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
     (tmp_path / "tokenizer.model").unlink()
     assert type(open_tokenizer(tmp_path)) is JsonTokenizer
-    with pytest.raises(FileNotFoundError, match=r"holds tokenizer\.json alone, which rows can be written with, but"):
+    with pytest.raises(FileNotFoundError, match=r"holds tokenizer\.json alone, which does for rows"):
         Tokenizer(tmp_path)
 
 

@@ -139,7 +139,7 @@ def test_a_model_of_ours_pretrains_and_evaluates_on_them(tokenize, tmp_path):
     code, printed, errors = Script("launch/evaluate.py", evaluation).end()
     assert code == 0 and "perplexity" in printed + errors, printed + errors
     code, printed, errors = Script("launch/export.py", ["--run", tmp_path / "run", "--output", tmp_path / "hf"]).end()
-    assert code == 2 and "holds tokenizer.json alone, which rows can be written with" in errors, printed + errors
+    assert code == 2 and "holds tokenizer.json alone, which does for rows and pretraining" in errors, printed + errors
     gpt2 = json_tokenizers.gpt2(tmp_path / "gpt2", eos_token=END)
     tokenize(gpt2, "--output", tmp_path / "causal")
     places[0] = f"data.shards={tmp_path / 'causal'}"
