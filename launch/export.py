@@ -43,8 +43,6 @@ def main() -> int:
     options = parser.parse_args()
     if not options.output and not options.push_to_hub:
         parser.error("give --output, --push-to-hub or both")
-    if options.modernbert and (options.license or options.language or options.dataset):
-        parser.error("--modernbert writes no model card: leave out --license, --language and --dataset")
     with TemporaryDirectory() as temporary:
         _export(options, options.output or Path(temporary, "export"))
     return 0
