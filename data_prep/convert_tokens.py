@@ -16,6 +16,8 @@ import time
 from itertools import chain
 from pathlib import Path
 
+import xxhash
+
 from gmlp_scale.data.json_tokenizer import open_tokenizer
 from gmlp_scale.data.shards import row_dtype
 from gmlp_scale.distributed.logs import command
@@ -52,8 +54,10 @@ def main() -> int:
     given = vars(parser.parse_args())
     form, append = given.pop("format"), given.pop("append_end_token")
     reading = {"form": form, "mds_column": given.pop("mds_column"), "token_dtype": given.pop("token_dtype")}
-    if (form == "nanogpt" and append) or (form != "mds" and reading["token_dtype"]):
-        raise InputError(f"--format {form} takes no {'--append-end-token' if append else '--token-dtype'}")
+    if form == "nanogpt" and append:
+        raise InputError(f"--format {form} takes no --append-end-token")
+    if form != "mds" and reading["token_dtype"]:
+        raise InputError(f"--format {form} takes no --token-dtype")
     given["input"] = tuple(chain.from_iterable(map(matches, given["input"])))
     options, started = ConversionOptions(**given, tasks=1), time.monotonic()
     paths = [Path(place.removesuffix(".idx")) for place in options.input]
@@ -65,8 +69,15 @@ def main() -> int:
         pieces = chain.from_iterable(read_pieces(path, **reading) for path in paths)
         return documents_of(pieces, end, vocab_size, row_dtype(vocab_size), ends=ends)
 
-    num_documents = sum(map(len, documents()))
-    with options.job.begun(options.settings(tokenizer) | reading | {"ends": ends}):
+    num_documents, checksum = 0, xxhash.xxh3_128()
+    for some in documents():
+        num_documents += len(some)
+        for ids in some:
+            checksum.update(ids)
+    if not num_documents:
+        raise InputError("--input holds no tokens; needed is one document at least")
+    tokens = {"ends": ends, "tokens_xxh3_128": checksum.hexdigest()}
+    with options.job.begun(options.settings(tokenizer) | reading | tokens):
         write_rows(options, tokenizer, filter(None, documents()), list, rank=0)
         options.job.write("counts/read-00000.json", {"documents": num_documents})
         finish_job(options, tokenizer)

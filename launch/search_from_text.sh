@@ -8,7 +8,7 @@
 # The fields change both pretrainings. QUESTION="..." asks another one, OPTIONS="--epochs 2" is for launch/search.py, and
 # NAME=try keeps everything of a trial apart: what is done is not done again, whatever the fields say.
 set -euo pipefail
-[[ $# -ge 3 ]] || { echo "usage: $0 TEXT SQUAD_TRAIN SQUAD_DEV [section.field=value ...]" >&2 && exit 2; }
+[[ -n ${1:-} && -n ${2:-} && -n ${3:-} ]] || { echo "usage: $0 TEXT SQUAD_TRAIN SQUAD_DEV [section.field=value ...]" >&2 && exit 2; }
 text=$1 train=$2 dev=$3
 name=${NAME:-search}
 question=${QUESTION:-How large is the Amazon rainforest?}

@@ -4,7 +4,7 @@ Every model is evaluated on the same rows and masks.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ def evaluate_models(models: Iterable[TrainedModel], shards: str, num_rows: int |
     batches, content = [], {}
     for trained in models:
         if not batches:
-            content, batches, counts_V = _read_heldout(trained, shards, num_rows)
-            unigram = evaluate(unigram_predictor(counts_V), batches, world)
+            content, batches, predict = _read_heldout(trained, shards, num_rows)
+            unigram = evaluate(predict, batches, world)
             content |= {"num_masked_tokens": unigram.num_tokens, "unigram": _figures(unigram), "models": []}
         progress = progress_bar(batches, desc=Path(trained.place).name, unit=" batches", leave=False)
         with torch.inference_mode():
@@ -97,9 +97,9 @@ def write_curve(content: dict[str, Any], run_folder: str | Path) -> None:
 
 def _read_heldout(
     trained: TrainedModel, shards: str, num_rows: int | None
-) -> tuple[dict[str, Any], list[MaskedBatch], torch.Tensor]:
-    """Facts about the rows, the held-out rows masked as in the model's own pretraining, and counts_V: how often each
-    token occurs in some training rows."""
+) -> tuple[dict[str, Any], list[MaskedBatch], Callable[[MaskedBatch], torch.Tensor]]:
+    """Facts about the rows, the held-out rows masked as in the model's own pretraining, and a predictor that knows how
+    often each token occurs in some training rows."""
     if trained.recipe is None:
         raise TrainedModelError(
             f"{trained.place} holds no recipe of pretraining, so the masks to use are unknown: give the export of a "
@@ -121,7 +121,7 @@ def _read_heldout(
             "training_differs": _differences(trained, manifest.sha256, num_rows),
         }
         counts_V = torch.from_numpy(loader.sources[0].token_counts(num_rows * 10))
-        return content, list(loader.heldout_batches(num_rows)), counts_V
+        return content, list(loader.heldout_batches(num_rows)), unigram_predictor(counts_V, manifest.special)
 
 
 def _differences(trained: TrainedModel, manifest_sha256: str, num_rows: int) -> list[str]:

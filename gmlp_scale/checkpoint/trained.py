@@ -131,8 +131,8 @@ class TrainedModel:
             tokenizer = Tokenizer(self.tokenizer_folder)
         except FileNotFoundError as error:
             raise TrainedModelError(
-                f"{error}. {self.place} was trained with it: put it back; if it is a relative path, start this in the "
-                "folder in which the training was started"
+                f"{error}. {self.place} was trained with that folder's: if it is gone, put it back; if the path is "
+                "relative, start this in the folder in which the training was started"
             ) from error
         if tokenizer.sha256 != self.tokenizer_sha256:
             raise TrainedModelError(

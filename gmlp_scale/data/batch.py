@@ -34,7 +34,7 @@ class SpecialIds:
     ranges: tuple[tuple[int, int], ...] = ()
     """All special ids, as ascending ranges [first, stop). They are never masked."""
 
-    def among(self, ids: np.ndarray) -> np.ndarray:
+    def among(self, ids: np.ndarray | Tensor) -> np.ndarray | Tensor:
         """Where `ids` are special, bool of their shape."""
         parts = [(ids >= first) & (ids < stop) for first, stop in self.ranges]
         return functools.reduce(operator.or_, parts)

@@ -42,7 +42,9 @@ class JsonTokenizer:
             self._model = tokenizers.Tokenizer.from_buffer(content)
             self._model.no_truncation()
             self._model.no_padding()
-            encoding = self._model.encode("a")
+            texts = ("a", *self._model.get_vocab())  # a vocabulary of proteins may have no token for "a"
+            some = next((text for text in texts if self._model.encode(text, add_special_tokens=False).ids), "")
+            encoding = self._model.encode(some)
         except Exception as error:  # the library has no class for it
             raise InputError(f"{self._path} is not a tokenizer that the library tokenizers reads ({error})") from error
         try:

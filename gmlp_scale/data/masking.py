@@ -30,8 +30,7 @@ def mask_rows(
     and 10 % stay (Devlin et al. 2018, which the paper follows); all have labels. A row with fewer than `num_masked`
     ordinary tokens fills the other slots with positions of special tokens, unchanged and labelled IGNORED.
 
-    rows_BN: uint16 or uint32 [B, N]. epochs_B, row_indices_B (in the whole split): integers [B]. seed: one for all
-    rows, or uint64 [B].
+    rows_BN: uint16 or uint32 [B, N]. epochs_B, row_indices_B (in the split): integers [B]. seed: one, or uint64 [B].
     """
     num_rows, num_positions = rows_BN.shape
     token_ids_BN = np.empty((num_rows, num_positions), np.int64)

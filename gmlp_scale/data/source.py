@@ -220,10 +220,7 @@ class Source(OpenShards):
         self.open_ahead(self._order.shards_ahead(position, stop))
 
     def token_counts(self, num_rows: int) -> np.ndarray:
-        """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V].
-
-        0 for special tokens.
-        """
+        """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
         counts_V = np.zeros(self.manifest.vocab_size, np.int64)
         for index, shard in enumerate(self.manifest.splits.train):
             num_taken = min(num_rows, shard.rows)
@@ -232,7 +229,6 @@ class Source(OpenShards):
             num_rows -= num_taken
             if not num_rows:
                 break
-        counts_V[self.manifest.special.among(np.arange(len(counts_V)))] = 0
         return counts_V
 
 

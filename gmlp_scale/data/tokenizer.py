@@ -51,7 +51,7 @@ class Tokenizer:
             found = f"{path} does not exist; data_prep/train_tokenizer.py writes it"
             with suppress(FileNotFoundError):
                 read_file(f"{folder}/{JSON_NAME}")
-                found += f". {folder} holds {JSON_NAME} alone, which rows can be written with, but this needs more"
+                found += f". {folder} holds {JSON_NAME} alone, which does for rows and pretraining, but not for this"
             raise FileNotFoundError(f"no tokenizer at {folder}: {found}") from error
         except NotADirectoryError as error:
             raise InputError(f"{folder} is a file: give the tokenizer's folder, which holds {MODEL_NAME}") from error

@@ -116,17 +116,14 @@ def write_export(
 def write_modernbert(trained: TrainedModel, folder: Path) -> None:
     """Writes a pretrained modern_transformer as a folder that transformers reads without code of ours.
 
-    config.json comes last. Raises InputError if `folder` is not empty, or the model is none that ModernBERT can be.
+    Raises InputError if `folder` is not empty, or the model is none that ModernBERT can be.
     """
     tokenizer = trained.tokenizer()
     config, tensors = to_modernbert(trained.config, trained.weights, tokenizer)
-    check_is_free(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    write_tokenizer(folder, tokenizer, trained.config.sequence_length)
-    (folder / MODEL_NAME).write_bytes(read_file(f"{trained.tokenizer_folder}/{MODEL_NAME}"))
     config |= {"details": without_local_places(trained.details)}
-    (folder / "config.json").write_text(json_text(config), encoding="utf-8")
+    with _new_folder(folder, config, tensors) as unfinished:
+        write_tokenizer(unfinished, tokenizer, trained.config.sequence_length)
+        (unfinished / MODEL_NAME).write_bytes(read_file(f"{trained.tokenizer_folder}/{MODEL_NAME}"))
 
 
 def transformers_config(trained: TrainedModel, **fields: Any) -> dict[str, Any]:
@@ -194,6 +191,19 @@ def new_export(
 ) -> Iterator[Path]:
     """A new folder beside `folder` with config.json, weights, code and card; the block adds what else there is.
 
+    The rest is as in _new_folder.
+    """
+    tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
+    with _new_folder(folder, config, tensors) as unfinished:
+        copy_sources(unfinished, of_images=of_images)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        yield unfinished
+
+
+@contextmanager
+def _new_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[Path]:
+    """A new folder beside `folder` with config.json and weights; the block adds what else there is.
+
     If the block succeeds, SHA256SUMS is added and the new folder gets the name of `folder`. If it fails, the new folder
     is removed. Raises ExportError unless `folder` is absent or empty.
     """
@@ -202,13 +212,10 @@ def new_export(
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
     unfinished.mkdir()
     try:
-        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(tensors, unfinished / WEIGHTS_NAME, metadata={"format": "pt"})
         (unfinished / "config.json").write_text(json_text(config), encoding="utf-8")
         # safetensors lets only the file's owner read it.
         shutil.copymode(unfinished / "config.json", unfinished / WEIGHTS_NAME)
-        copy_sources(unfinished, of_images=of_images)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
         yield unfinished
         files = sorted(path for path in unfinished.rglob("*") if path.is_file())
         sums = [f"{sha256_of(path)}  {path.relative_to(unfinished)}\n" for path in files]

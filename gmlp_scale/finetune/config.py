@@ -76,7 +76,7 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     profile_steps: FreeOnResume[tuple[Count, Count] | None] = None
     """The first and the last step to profile, as in pretraining. [steps]"""
     tracker: FreeOnResume[Literal["wandb", "trackio"] | None] = None
-    """Weights & Biases beside TensorBoard."""
+    """As in pretraining."""
     peak_tflops_per_device: FreeOnResume[Positive | None] = None
     """Data-sheet peak that perf/mfu divides by. null looks the device up. [TFLOP/s]"""
     allow_changed_on_resume: FreeOnResume[list[str]] = []

@@ -51,7 +51,8 @@ def _sample(options: JobOptions, tokenizer: AnyTokenizer) -> tuple[Counter, int,
     """
     data_set = options.hub_stream() if options.hub_data_set else None
     num_parts = data_set.num_shards if options.hub_data_set else len(options.files)
-    packing = PACKINGS[options.packing](options.sequence_length, options.special_ids(tokenizer))
+    special, dtype = options.special_ids(tokenizer), row_dtype(tokenizer.vocab_size)
+    packing = PACKINGS[options.packing](options.sequence_length, special, dtype)
     sample, bad_files = Counter(), []
     for part in range(num_parts)[:: max(1, num_parts // _MAX_PARTS)][:_MAX_PARTS]:
         most_bytes = sample["bytes"] + _SAMPLE_BYTES_PER_PART

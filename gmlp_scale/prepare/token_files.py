@@ -90,9 +90,10 @@ def _mds(folder: Path, column: str, dtype_of_bytes: str | None) -> Pieces:
     for shard in json.loads((folder / "index.json").read_bytes())["shards"]:
         names, fixed, raw = shard["column_names"], shard["column_sizes"], shard["raw_data"]
         if (shard["format"], shard["version"]) != ("mds", 2) or column not in names:
-            raise ValueError(f"index.json has {shard['format']} with the columns {names}; needed: mds, --mds-column")
+            found = f"{shard['format']} {shard['version']} with the columns {', '.join(names)}"
+            raise ValueError(f"index.json has {found}; needed: mds 2 with the column {column} of --mds-column")
         place, name = names.index(column), folder / raw["basename"]
-        if name.exists():
+        if name.exists() or not shard["zip_data"]:
             content = name.read_bytes()
         else:
             packed = folder / shard["zip_data"]["basename"]
@@ -135,13 +136,12 @@ def documents_of(
     """
     waiting, num_waiting = [np.empty(0, dtype)], 0
     for place, piece in pieces:
-        if ends != "kept" and piece[-1:].tolist() != [end]:
-            if ends == "needed":
-                raise InputError(
-                    f"--input {place}: does not end with id {end}, the end token: give --append-end-token, or as "
-                    "--end-token the one that it was written with"
-                )
-            piece = np.append(piece, piece.dtype.type(end))
+        lacks_end = ends != "kept" and piece[-1:].tolist() != [end]
+        if lacks_end and ends == "needed":
+            raise InputError(
+                f"--input {place}: does not end with id {end}, the end token: give --append-end-token, or as "
+                "--end-token the one that it was written with"
+            )
         for start in range(0, len(piece), _TOKENS_AT_A_TIME):
             tokens = piece[start : start + _TOKENS_AT_A_TIME]
             if not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -155,6 +155,8 @@ def documents_of(
                 waiting, num_waiting = [rest], 0
                 if len(rest) > _LONGEST_DOCUMENT:
                     raise InputError(f"--input {place}: {len(rest)} tokens without id {end}: give its --end-token")
+        if lacks_end:
+            waiting.append(np.array([end], dtype))
     documents, rest = _split(np.concatenate(waiting), end)
     yield [*documents, rest] if len(rest) else documents
 

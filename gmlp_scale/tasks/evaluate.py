@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gmlp_scale.data.batch import IGNORED, NUM_SPECIAL_TOKENS, MaskedBatch
+from gmlp_scale.data.batch import IGNORED, OUR_SPECIAL_IDS, MaskedBatch, SpecialIds
 from gmlp_scale.distributed.logs import progress_bar
 from gmlp_scale.distributed.world import World
 from gmlp_scale.errors import InputError
@@ -77,12 +77,12 @@ def evaluate(
     return Evaluation(loss / num_tokens, correct / num_tokens, int(num_tokens))
 
 
-def unigram_predictor(token_counts_V: Tensor) -> Callable[[MaskedBatch], Tensor]:
+def unigram_predictor(token_counts_V: Tensor, special: SpecialIds = OUR_SPECIAL_IDS) -> Callable[[MaskedBatch], Tensor]:
     """Predicts every masked token by its frequency among ordinary tokens, each counted once more than it was seen.
 
     It knows nothing of the context: a model must get below its loss.
     """
     log_frequencies_V = torch.log(token_counts_V.double() + 1)
-    log_frequencies_V[:NUM_SPECIAL_TOKENS] = -math.inf
+    log_frequencies_V[special.among(torch.arange(len(log_frequencies_V)))] = -math.inf
     logits_V = log_frequencies_V.log_softmax(0).float()
     return lambda batch: logits_V.to(batch.labels_BM.device).expand(*batch.labels_BM.shape, -1)

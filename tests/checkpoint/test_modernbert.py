@@ -12,6 +12,7 @@ from gmlp_scale.checkpoint.trained import ExportError, TrainedModel, read_export
 from gmlp_scale.data.batch import PAD_ID
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer, train_tokenizer
 from gmlp_scale.errors import InputError
+from gmlp_scale.export import folder as folder_module
 from gmlp_scale.export.folder import write_modernbert
 from gmlp_scale.models import build_model
 from tests.models.every_kind import perturb, tiny_config
@@ -148,3 +149,19 @@ def test_what_no_modernbert_is_is_not_written_as_one(trained, tmp_path, kind):
     with pytest.raises(InputError, match="only a modern_transformer with norm layer_norm"):
         write_modernbert(trained(kind), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_modernbert_is_written_whole_or_not_at_all_and_damage_to_it_is_found(trained, tmp_path, monkeypatch):
+    ours, weights = trained(), tmp_path / "hf/model.safetensors"
+    write_modernbert(ours, tmp_path / "hf")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    with pytest.raises(ExportError, match="does not have its checksum"):
+        read_export(tmp_path / "hf")
+
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(folder_module, "write_tokenizer", fail)
+    with pytest.raises(OSError, match="no room"):
+        write_modernbert(ours, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
-from tokenizers import models
+from tokenizers import models, processors
 
 from gmlp_scale.data.batch import OUR_SPECIAL_IDS, SpecialIds
 from gmlp_scale.data.json_tokenizer import JsonTokenizer, open_tokenizer
@@ -82,7 +82,7 @@ def test_a_folder_with_both_files_has_our_tokenizer_if_it_is_ours(tmp_path):
     assert [exported.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
     (tmp_path / "tokenizer.model").unlink()
     assert type(open_tokenizer(tmp_path)) is JsonTokenizer
-    with pytest.raises(FileNotFoundError, match=r"holds tokenizer\.json alone, which rows can be written with, but"):
+    with pytest.raises(FileNotFoundError, match=r"holds tokenizer\.json alone, which does for rows"):
         Tokenizer(tmp_path)
 
 
@@ -110,3 +110,12 @@ def test_mistakes_are_one_clear_message(tmp_path):
         open_tokenizer(gpt2).encode("a\ud800")
     with pytest.raises(InputError, match=r"is a file: give the tokenizer's folder"):
         open_tokenizer(gpt2 / "tokenizer.json")
+
+
+def test_a_template_is_found_where_the_vocabulary_has_few_letters(tmp_path):
+    names = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "M", "K"]
+    model = Library(models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[]))
+    model.add_special_tokens(names[:4])
+    model.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    special = open_tokenizer(json_tokenizers.save(model, tmp_path)).special_ids()
+    assert special == SpecialIds(end=2, cls=1, pad=0, mask=3, ranges=((0, 4),))

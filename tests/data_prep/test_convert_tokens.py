@@ -11,8 +11,9 @@ import zstandard
 from gmlp_scale.data.json_tokenizer import open_tokenizer
 from gmlp_scale.data.rows import RowLoader, Rows
 from gmlp_scale.data.shards import Manifest
+from gmlp_scale.prepare.token_files import documents_of, read_pieces
 from tests import json_tokenizers
-from tests.data_prep.corpora import make_texts, run
+from tests.data_prep.corpora import contents, make_texts, run
 from tests.data_prep.test_other_tokenizers import inspected
 from tests.data_prep.test_tokenize_corpus import all_rows, report_of
 from tests.json_tokenizers import END
@@ -117,6 +118,22 @@ def test_an_end_token_is_added_where_asked_for(documents, convert, tmp_path):
     check_stream(tmp_path / "other", documents)
 
 
+def test_an_end_token_is_added_that_the_input_cannot_hold(tmp_path):
+    write_megatron(tmp_path / "a", [np.array([1, 2]), np.array([3])], "uint8")
+    pieces = read_pieces(tmp_path / "a", "megatron", "", None)
+    (documents,) = documents_of(pieces, 300, 400, np.dtype("<u2"), ends="added")
+    assert [ids.tolist() for ids in documents] == [[1, 2], [3]]
+
+
+def test_other_tokens_under_the_same_name_do_not_go_on_with_the_job(documents, convert, tmp_path):
+    stream = np.concatenate(documents).astype("<u2")
+    convert("nanogpt", write(tmp_path / "a.bin", stream.tobytes()))
+    before = contents(tmp_path / "out")
+    convert("nanogpt", tmp_path / "a.bin")
+    message = convert("nanogpt", write(tmp_path / "a.bin", stream[: len(stream) // 2].tobytes()), code=2)
+    assert "holds a job with other settings (tokens_xxh3_128 was" in message and contents(tmp_path / "out") == before
+
+
 @pytest.mark.parametrize("header", [None, (20240520, 1, "<u2"), (20240801, 7, "<u4")])
 def test_rows_hold_the_stream_of_nanogpt(header, documents, convert, tmp_path):
     """A file may end within a document."""
@@ -195,7 +212,8 @@ def test_damaged_input_is_one_clear_error_and_leaves_nothing(documents, convert,
     write_mds(mds, samples, {"tokens": "bytes"})
     typed = ("--token-dtype", "int32")
     assert "readable are ndarray, and bytes with a --token-dtype" in convert("mds", mds, code=2)
-    assert "needed: mds, --mds-column" in convert("mds", mds, *typed, "--mds-column", "ids", code=2)
+    found = "index.json has mds 2 with the columns tokens; needed: mds 2 with the column ids of --mds-column"
+    assert found in convert("mds", mds, *typed, "--mds-column", "ids", code=2)
     content = shard.read_bytes()
     for damaged in (content[:-1], content[:100], b"", content + b"\0", bytes([99]) + content[1:]):
         assert f"--input {mds}: " in convert("mds", write(shard, damaged) and mds, *typed, code=2)
@@ -203,11 +221,15 @@ def test_damaged_input_is_one_clear_error_and_leaves_nothing(documents, convert,
     write(shard, content[:place] + bytes([1]) + content[place + 1 :])
     assert "sample 0 of shard.00001.mds does not fill" in convert("mds", mds, *typed, code=2)
     shard.unlink()
-    assert f"--input {mds}: is damaged" in convert("mds", mds, *typed, code=2)
+    assert f"No such file or directory: '{shard}'" in convert("mds", mds, *typed, code=2)
     write(mds / "index.json", b'{"shards": [{}]}')
     assert "is damaged (KeyError: 'column_names')" in convert("mds", mds, *typed, code=2)
     assert "takes no --append-end-token" in convert("nanogpt", bin_path, "--append-end-token", code=2)
     assert "takes no --token-dtype" in convert("nanogpt", bin_path, *typed, code=2)
+    idx.write_bytes(whole)
+    assert "takes no --token-dtype" in convert("megatron", idx, *typed, "--append-end-token", code=2)
+    write_mds(tmp_path / "none", [], {"tokens": "ndarray"})
+    assert "--input holds no tokens" in convert("mds", tmp_path / "none", code=2)
     assert not out.exists()
 
 

@@ -139,12 +139,18 @@ def test_a_model_of_ours_pretrains_and_evaluates_on_them(tokenize, tmp_path):
     code, printed, errors = Script("launch/evaluate.py", evaluation).end()
     assert code == 0 and "perplexity" in printed + errors, printed + errors
     code, printed, errors = Script("launch/export.py", ["--run", tmp_path / "run", "--output", tmp_path / "hf"]).end()
-    assert code == 2 and "holds tokenizer.json alone, which rows can be written with" in errors, printed + errors
+    assert code == 2 and "holds tokenizer.json alone, which does for rows and pretraining" in errors, printed + errors
     gpt2 = json_tokenizers.gpt2(tmp_path / "gpt2", eos_token=END)
     tokenize(gpt2, "--output", tmp_path / "causal")
     places[0] = f"data.shards={tmp_path / 'causal'}"
     code, _, errors = Script("launch/pretrain.py", ["--config", smoke, *places, "model.vocab_size=400"]).end()
     assert code == 2 and "has no mask token, so nothing can be masked" in errors
+
+
+def test_a_dry_run_takes_an_end_token_that_uint16_cannot_hold(tokenize, tmp_path):
+    folder = json_tokenizers.llama(tmp_path / "tokenizer")
+    last = open_tokenizer(folder).decode([69_999])
+    assert "estimated rows" in tokenize(folder, "--dry-run", "--end-token", last)
 
 
 def test_mistakes_are_one_clear_error(tokenize, tokenizer_dir, tmp_path):

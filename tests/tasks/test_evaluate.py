@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gmlp_scale.data.batch import IGNORED, MaskedBatch
+from gmlp_scale.data.batch import IGNORED, MaskedBatch, SpecialIds
 from gmlp_scale.distributed.world import lone_world
 from gmlp_scale.tasks.evaluate import evaluate, unigram_predictor
 
@@ -32,6 +32,12 @@ def test_unigram_perplexity_of_its_own_counts_is_the_entropy():
     result = evaluate(unigram_predictor(counts_V), [batch(labels)], lone_world())
     frequencies = [4 / 18, 8 / 18, 6 / 18]
     assert result.loss == pytest.approx(-sum(f * math.log(f) for f in frequencies))
+
+
+def test_unigrams_have_the_special_tokens_of_their_own_vocabulary():
+    special = SpecialIds(end=2, mask=7, ranges=((0, 3), (7, 8)))
+    result = evaluate(unigram_predictor(torch.zeros(8), special), [batch([[3, 4, 5, 6]])], lone_world())
+    assert result.loss == pytest.approx(math.log(4))
 
 
 def test_nothing_to_evaluate_is_an_error():
