@@ -51,7 +51,7 @@ class Backbone(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
-        """x_BND after the last block and before the final LayerNorm.
+        """x_BND after the last block and before the final norm.
 
         padded: whether the rows may hold <pad>. Packed rows hold none, and attention is faster without a mask. Raises
         as first_states.
