@@ -37,7 +37,8 @@ from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.train.trial import forget_other_recipes, new_engine, random_batch
 
 NUM_ROWS, NUM_FAKE_RANKS = 8, 32  # a global batch of 256 on four nodes of eight GPUs
-SIZES = {"d_model": 8, "d_ffn": 16, "sequence_length": 16, "vocab_size": 64, "kernels": "triton"}
+SIZES = {"d_model": 8, "d_ffn": 16, "num_heads": 1, "sequence_length": 16, "vocab_size": 64, "kernels": "triton"}
+"""As far as the model has these fields."""
 TRAIN = {"micro_batch_size": 1, "precision": "bf16", "device": "cpu"}
 NUM_ROUNDS = 20
 NUM_ADDITIONS = 2000
@@ -72,7 +73,8 @@ def table(run: RunConfig) -> str:
 def rows_of(run: RunConfig, engines: dict[str, EngineConfig], world: World) -> Iterator[list[str]]:
     assumed = Assumptions(GPUS["h100"], num_gpus=1, num_nodes=1)
     device = 1e3 * NUM_ROWS * run.flops_per_row().last / assumed.flops_per_second("bf16")
-    tiny = run.model_copy(update={"model": run.model.model_copy(update=SIZES)})
+    sizes = {name: size for name, size in SIZES.items() if name in type(run.model).model_fields}
+    tiny = run.model_copy(update={"model": run.model.model_copy(update=sizes)})
     for (name, engine), compile in itertools.product(engines.items(), (False, True)):
         tried = tiny.with_train(**TRAIN, compile=compile).model_copy(update={"engine": engine})
         if any(engine.mistakes(tried.train)):

@@ -43,6 +43,8 @@ def main() -> int:
     options = parser.parse_args()
     if not options.output and not options.push_to_hub:
         parser.error("give --output, --push-to-hub or both")
+    if options.modernbert and (options.license or options.language or options.dataset):
+        parser.error("--modernbert writes no model card: leave --license, --language and --dataset out")
     with TemporaryDirectory() as temporary:
         _export(options, options.output or Path(temporary, "export"))
     return 0
@@ -53,12 +55,12 @@ def _export(options: argparse.Namespace, output: Path) -> None:
     check_is_free(output)
     for trained in read_all_steps(options.run) if options.every_step else [read_run(options.run, options.step)]:
         revision = folder_name(trained.step)
+        folder = output / revision if options.every_step else output
+        if options.modernbert:  # before the Hub makes a repository: not every model can be one
+            write_modernbert(trained, folder)
         if options.push_to_hub and not publication.repository:
             publication = replace(publication, repository=open_repository(options.push_to_hub))
-        folder = output / revision if options.every_step else output
-        if options.modernbert:
-            write_modernbert(trained, folder)
-        else:
+        if not options.modernbert:
             export_checkpoint(trained, options.run, folder, replace(publication, revision=revision))
         if options.output:
             print(f"{folder} holds {trained.place}")

@@ -70,9 +70,9 @@ CONFINED = {
     ),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
     "tokenizers": (
+        "gmlp_scale.checkpoint.modernbert",
         "gmlp_scale.data.json_tokenizer",
         "gmlp_scale.export.fast_tokenizer",
-        "gmlp_scale.checkpoint.modernbert",
     ),
     "tensorboard": ("gmlp_scale.train.sinks", "gmlp_scale.analysis.run_records", "gmlp_scale.train.rank_server"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records", "gmlp_scale.train.sinks"),

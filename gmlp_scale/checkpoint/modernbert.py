@@ -53,6 +53,9 @@ def to_modernbert(
     special |= {"bos_token_id": CLS_ID, "eos_token_id": SEP_ID, "tokenizer_sha256": tokenizer.sha256}
     head = {"architectures": ["ModernBertForMaskedLM"], "classifier_activation": "linear", "decoder_bias": False}
     gains, names = weights["norm.weight"], _their_names(config.num_blocks)
+    if zeros := (gains == 0).nonzero().flatten().tolist():
+        found = f"norm.weight is 0 in channels {zeros}"
+        raise InputError(f"{found}, and ModernBERT's head would divide by it: leave --modernbert out")
     tensors = {f"model.{theirs}": weights[ours].contiguous() for ours, theirs in names.items()}
     # LayerNorm's result divided by its gains has mean 0 and variance 1, so the head's norm does no more than its gains.
     tensors |= {"head.dense.weight": torch.diag(1 / gains), "head.norm.weight": gains.clone()}
@@ -69,7 +72,7 @@ def from_modernbert(
 
     Raises:
         InputError: how the model differs from all that we have.
-        KeyError: config.json lacks a field, or the weights lack the embedding.
+        KeyError, TypeError, AttributeError: a field of config.json, or the embedding, is missing or of another type.
     """
     if rope := found.get("rope_parameters"):
         full, sliding = rope["full_attention"], rope.get("sliding_attention") or {"rope_theta": 10_000.0}
@@ -77,18 +80,18 @@ def from_modernbert(
         if {of.get("rope_type", "default") for of in (full, sliding)} != {"default"}:
             raise InputError(f"rope_parameters: found {rope}; needed: rope_type default")
     num_blocks = found["num_hidden_layers"]
+    names = {theirs: ours for ours, theirs in _their_names(num_blocks).items()}
     if kinds := found.get("layer_types"):
         full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
         every = full[1] if len(full) > 1 else num_blocks
         found |= {"global_attn_every_n_layers": every}
-        if full != list(range(0, num_blocks, every)):
-            raise InputError(f"layer_types: found {kinds}; needed: each n-th layer, from the first one on, is full")
+        if len(kinds) != num_blocks or full != list(range(0, num_blocks, every)):
+            raise InputError(f"layer_types: found {kinds}; needed: {num_blocks}; each n-th, from the first on, is full")
     if wrong := {name: found[name] for name, value in _FIXED.items() if found.get(name, value) != value}:
         raise InputError(f"found {wrong}; needed: {_FIXED}")
     fields = {ours: found[theirs] for ours, theirs in _FIELDS.items()} | {"vocab_size": tokenizer.vocab_size}
     if fields["global_every"] == 1:  # no layer is local
         fields |= {"window": None, "global_every": ModernTransformerConfig.model_fields["global_every"].default}
-    names = {theirs: ours for ours, theirs in _their_names(num_blocks).items()}
     weights = {names.get(name, name): tensor for name, tensor in tensors.items() if not name.startswith(_HEADS)}
     if found.get("tokenizer_sha256") != tokenizer.sha256:
         weights["embedding.weight"] = _fitted(weights["embedding.weight"], folder / "tokenizer.json", tokenizer)
@@ -99,7 +102,13 @@ def _fitted(old_VD: Tensor, path: Path, tokenizer: Tokenizer) -> Tensor:
     """An embedding for the tokenizer's pieces. A byte that is no character gets the mean of all."""
     from tokenizers import Tokenizer as FastTokenizer
 
-    old, rows = FastTokenizer.from_file(str(path)), []
+    try:
+        old, rows = FastTokenizer.from_file(str(path)), []
+    except Exception as error:  # the library has no class for it
+        raise InputError(f"{path}, with which the model was trained, cannot be read ({error}): copy it here") from error
+    old.no_padding()
+    if (num_tokens := old.get_vocab_size()) > len(old_VD):
+        raise InputError(f"{path} has {num_tokens} tokens, the embedding {len(old_VD)}: they are not of one model")
     for id, piece in enumerate(tokenizer.pieces):
         ids = old.encode(piece.decode(errors="ignore"), add_special_tokens=False).ids
         if id < NUM_SPECIAL_TOKENS:

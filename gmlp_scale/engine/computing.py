@@ -30,7 +30,8 @@ def set_up_blocks(model: nn.Module, train: TrainConfig, device: torch.device, bl
     if blocks_per_group > 1:
         model.group_blocks(blocks_per_group)
     if compile:
-        torch._dynamo.config.recompile_limit = GRAPHS_OF_BLOCKS
+        # Blocks of images need one more each to train, since stochastic depth gives each a rate of its own.
+        torch._dynamo.config.recompile_limit = GRAPHS_OF_BLOCKS + len(model.blocks)
         for module in compiled_modules(model, device):
             module.compile(
                 mode="reduce-overhead" if compile == "reduce-overhead" else None,

@@ -13,6 +13,7 @@ ONE_OVER_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 BACKWARD_WARPS_PER_MULTIPROCESSOR, BACKWARD_REGISTERS = 12, 168
 """How many of the backward kernels' warps a multiprocessor holds at once, with so many registers for a thread."""
+REGISTERS_PER_MULTIPROCESSOR = 65536
 
 
 @triton.jit
@@ -82,7 +83,8 @@ def backward_launch(num_tokens: int, d_gate: int, device: torch.device) -> tuple
     num_programs = max(BACKWARD_WARPS_PER_MULTIPROCESSOR // launch["num_warps"], 1) * num_multiprocessors(device)
     num_blocks = ceil(num_tokens / launch["BLOCK_T"])
     blocks_per_part = ceil(num_blocks / num_programs)
-    options = {"blocks_per_part": blocks_per_part, "NUM_STAGES": 3, "maxnreg": BACKWARD_REGISTERS}
+    num_registers = min(BACKWARD_REGISTERS, REGISTERS_PER_MULTIPROCESSOR // (32 * launch["num_warps"]))
+    options = {"blocks_per_part": blocks_per_part, "NUM_STAGES": 3, "maxnreg": num_registers}
     return ceil(num_blocks / blocks_per_part), launch | options
 
 

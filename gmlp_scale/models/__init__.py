@@ -7,6 +7,7 @@ A model is an nn.Module with
                          attention_weights(x_BND, is_token_BN or None), for exports and pictures
     encode(token_ids_BN, padded=True) -> x_BND, the trunk. Every pass through the model begins here. Only an export
                          calls first_states and the blocks itself, because it returns the states between them
+    groups               None, or, after group_blocks(num_blocks), the modules of so many blocks that run in their place
     set_recompute("none", "selective" or "full")
     init_weights(generator), forward(batch) -> loss, predict(batch) -> logits, flops_per_sample(...)
 The head decides what a batch is: MaskedBatch for pretraining, LabelledBatch or SpanBatch for finetuning.

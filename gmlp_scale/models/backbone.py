@@ -51,10 +51,9 @@ class Backbone(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
-        """x_BND after the last block and before the final LayerNorm.
+        """x_BND after the last block and before the final norm.
 
-        padded: whether the rows may hold <pad>. Packed rows hold none, and attention is faster without a mask. Raises
-        as first_states.
+        padded: whether rows may hold <pad>. Packed rows hold none, and need no mask. Raises as first_states.
         """
         x_BND = self.first_states(self.embedding(token_ids_BN))
         is_token_BN = self.tokens(token_ids_BN != PAD_ID) if padded else None

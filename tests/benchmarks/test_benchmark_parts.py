@@ -181,6 +181,14 @@ def test_host_times_of_every_engine(monkeypatch, succeeds):
         assert over_device == pytest.approx(step / device, rel=0.02)
 
 
+def test_the_host_of_a_model_with_heads_is_timed(monkeypatch, succeeds):
+    monkeypatch.setattr(host, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(host, "ENGINES", {"single": ENGINES["single"]})
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    printed = succeeds(host.main, "--config", SMOKE.parent / "bert_base.yaml", "model.num_blocks=1")
+    assert "| single | no |" in printed
+
+
 def test_loader(tmp_path, monkeypatch, forked_contenders):
     monkeypatch.setattr(loading, "C4_SHARDS", 50)
     monkeypatch.setattr(loading, "C4_ROWS_PER_SHARD", 300)

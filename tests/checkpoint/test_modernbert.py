@@ -126,7 +126,11 @@ def test_a_modernbert_with_another_tokenizer_gives_its_states(modernbert):
     [
         ({"norm_bias": True}, "norm_bias"),
         ({"hidden_activation": "relu"}, "found {'hidden_activation': 'relu'}"),
-        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3}, "each n-th layer"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3}, "needed: 5; each n-th"),
+        ({"layer_types": ["full_attention"]}, "needed: 5; each n-th"),
+        ({"layer_types": 5}, "missing or of another type"),
+        ({"rope_parameters": "default"}, "missing or of another type"),
+        ({"num_hidden_layers": "5"}, "missing or of another type"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}},
             "needed: rope_type default",
@@ -142,6 +146,31 @@ def test_a_modernbert_that_our_blocks_are_not_is_refused(modernbert, change, nee
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
     with pytest.raises(ExportError, match=needle):
         read_export(modernbert[0])
+
+
+def test_the_old_tokenizer_is_needed_whole_and_reads_no_padding(modernbert):
+    folder, _, fast = modernbert
+    path, expected = folder / "tokenizer.json", read_export(folder).weights["embedding.weight"]
+    fast.enable_padding(length=8, pad_id=3, pad_token="[PAD]")
+    fast.save(str(path))
+    assert torch.equal(read_export(folder).weights["embedding.weight"], expected)
+    fast.add_tokens(["added"])
+    fast.save(str(path))
+    with pytest.raises(ExportError, match=r"tokens, the embedding .* not of one model"):
+        read_export(folder)
+    path.write_text("{}")
+    with pytest.raises(ExportError, match=r"tokenizer\.json, with which the model was trained, cannot be read"):
+        read_export(folder)
+    path.unlink()
+    with pytest.raises(ExportError, match=r"tokenizer\.json, with which the model was trained, cannot be read"):
+        read_export(folder)
+
+
+def test_a_model_whose_last_norm_has_a_gain_of_0_is_not_written(trained, tmp_path):
+    ours = trained()
+    ours.weights["norm.weight"][3] = 0
+    with pytest.raises(InputError, match=r"norm.weight is 0 in channels \[3\]"):
+        write_modernbert(ours, tmp_path / "hf")
 
 
 @pytest.mark.parametrize("kind", ["modern-rms", "gmlp"])

@@ -15,6 +15,7 @@ from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import build_model
+from gmlp_scale.models.image_classifier import ImageBatch, ImageClassifier
 from tests.engine.trained_engines import GMLP, SIZES, micro_batches_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 from tests.models.every_kind import FAMILIES, tiny_config
@@ -77,6 +78,28 @@ def test_groups_of_one_length_share_one_graph(engine_config, recompute, num_leng
     graphs = run_ranks(_count_graphs, 1, engine_config, recompute, True)[0]
     for name, after_each in graphs.items():
         assert after_each == [num * num_lengths for num in (1, 2, 2, 2, 2, 2)], name
+
+
+def _graphs_of_stochastic_depth() -> list[int]:
+    computing.GRAPHS_OF_BLOCKS = 3
+    nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
+    config = GMLP.model_copy(update={"num_blocks": 6, "spatial": "dense"})
+    model = build_model(config, head=functools.partial(ImageClassifier, patch_size=4, survival_probability=0.8))
+    train = TrainConfig(num_steps=1, global_batch_size=2, micro_batch_size=2)
+    with start_world(60, "cpu") as world:
+        engine = build_engine(model, world, engine=SingleConfig(), train=train, optimizer=AdamwConfig())
+        images_B3HW, classes_B = torch.zeros(2, 3, 16, 16), torch.zeros(2, dtype=torch.long)
+        batch, graphs = ImageBatch(images_B3HW, classes_B, classes_B, torch.ones(2)), []
+        engine.backward(engine.module(batch), is_last=True)
+        graphs.append(counters["stats"]["unique_graphs"])
+        engine.predict(batch)
+        graphs.append(counters["stats"]["unique_graphs"])
+        engine.close()
+    return graphs
+
+
+def test_blocks_of_stochastic_depth_are_all_compiled():
+    assert run_ranks(_graphs_of_stochastic_depth, 1) == [[6, 7]]
 
 
 def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):

@@ -197,3 +197,7 @@ def test_a_mistake_of_the_run_reaches_no_hub(hub, run_dir, tmp_path, launched_ex
     assert code == 2 and "no run at" in error and hub.branches == {}
     code, _, error = launched_export("--run", run_dir)
     assert code == 2 and "give --output, --push-to-hub or both" in error
+    code, _, error = launched_export("--run", run_dir, "--push-to-hub", NAME, "--modernbert")
+    assert code == 2 and "only a modern_transformer" in error and hub.branches == {}
+    code, _, error = launched_export("--run", run_dir, "--push-to-hub", NAME, "--modernbert", "--license", "mit")
+    assert code == 2 and "--modernbert writes no model card" in error

@@ -71,6 +71,19 @@ def programs_at_once(launch: Launch) -> int:
     return 2 if name_of(launch) == "_spatial_gate_kernel" and launch.arguments["BLOCK_G"] == 64 else 1
 
 
+def test_a_multiprocessor_has_the_registers_of_the_widest_programs(monkeypatch):
+    monkeypatch.setattr(layer_norm, "num_multiprocessors", lambda device: 132)
+    v_BNG, z_BNF, grad_z_BNF = (torch.empty(1, 4, width, dtype=BFLOAT16) for width in (10240, 20480, 20480))
+    mean_BN, gain_G, grads_P4G = torch.empty(1, 4), torch.empty(10240), layer_norm.new_partial_sums(z_BNF)
+    calls = (
+        lambda: layer_norm.layer_norm_of_gelu_backward(v_BNG, z_BNF, mean_BN, mean_BN, gain_G, grad_z_BNF, grads_P4G),
+        lambda: gate.apply_gate_backward(v_BNG, z_BNF, v_BNG, grad_z_BNF, grads_P4G),
+    )
+    for call in calls:
+        usage = usage_of(compile_for_hopper(launches_of(call)[0]))
+        assert usage.programs_per_multiprocessor >= 1, usage
+
+
 def test_lanes_beyond_the_edges_are_counted():
     """With blocks of 128 x 64 over 196 x 160."""
     z_BNF, v_BNG = (torch.empty(1, 196, width, dtype=BFLOAT16) for width in (320, 160))
