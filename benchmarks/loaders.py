@@ -9,7 +9,9 @@ exact. `rates` take turns, in CPU time of a process and its workers. Compare fig
 """
 
 import argparse
+import contextlib
 import hashlib
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -25,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, islice
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ RATE_ROWS, RATE_BATCH, RATE_STEPS = 2**15, 256, 64
 SORTED_ROWS, SORTED_LENGTH, SORTED_BATCH = 2**20, 16, 256
 BUFFERS = {"webdataset": 10_000, "torchdata, datasets streamed": 10_000}
 """Rows of a larger shuffle buffer than the default, where there is one."""
-LIMIT_SECONDS = 900
+LIMIT_SECONDS = 300
 """A process that takes longer counts as hung."""
 
 
@@ -64,6 +65,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="timed turns of each loader (default: %(default)s)")
     parser.add_argument("--output", type=local_path, required=True, metavar="FILE.json", help="the report")
     options = parser.parse_args()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.loaders"])
     rows_RN = rows_of(options.shards)
     report = report_as_measured("cpu", measure(rows_RN, options.loaders, options.parts, options.rounds), options.output)
     options.output.with_suffix(".md").write_text(table(report) + "\n")
@@ -143,13 +145,19 @@ def _write(name: str, path: str, folder: Path, rows_per_shard: int) -> None:
 
 def result(work: Any, *arguments: Any) -> Any:
     """What work(*arguments) returns in a new process. ChildProcessError if it dies or takes LIMIT_SECONDS."""
-    return Contender(work.__name__, _worked, work, arguments).description
+    return Contender(work.__name__, _worked, work, arguments, method="forkserver").description
 
 
 def _worked(work: Any, arguments: tuple) -> tuple[Turn, Any]:
-    current_process()._config["daemon"] = False  # a loader may have workers of its own
+    _become_main()
     signal.alarm(LIMIT_SECONDS)
     return float, work(*arguments)
+
+
+def _become_main() -> None:
+    """Workers of this process start as they do in a user's: by fork, and not refused because this one is a daemon."""
+    multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def seen(name: str, how: Reading, num_steps: int, state: Any = None, **ending: Any) -> list[list[str]]:
@@ -189,26 +197,25 @@ def measure_exact(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, str
     two, steps = Reading(folder, EXACT_BATCH, rows_RN.shape[1], world_size=2, num_workers=WORKERS), EXACT_STEPS
     state, later = folder.with_suffix(".state"), folder.with_suffix(".later")
     try:
-        whole = seen(name, two, 3 * steps)
+        whole = seen(name, two, 3 * steps, save_at=steps, save=state)
     except ChildProcessError as error:
         return {"resume": f"failed: {error}"}
 
-    def again(how: Reading, saved: Path, first: int, **ending: Any) -> str:
+    def again(world_size: int, saved: Path, first: int, **ending: Any) -> str:
         try:
+            how = replace(two, world_size=world_size)
             batches = seen(name, how, steps, pickle.loads(saved.read_bytes()), **ending)
         except (ChildProcessError, OSError) as error:
             return f"failed: {error}"
         return compared(batches, whole[first : first + steps], whole[:first])
 
-    seen(name, two, steps + 3, save_at=steps, save=state)
-    found = {"resume": again(two, state, steps)}
+    found = {"resume": again(2, state, steps)}
+    found["on 1 rank"] = again(1, state, steps, save_at=steps, save=later)
+    found["then on 4"] = again(4, later, 2 * steps)
     state.unlink()
-    try:
+    with contextlib.suppress(ChildProcessError):
         seen(name, two, steps + 3, save_at=steps, save=state, is_killed=True)
-    except ChildProcessError:
-        found["killed"] = again(two, state, steps)
-    found["on 1 rank"] = again(replace(two, world_size=1), state, steps, save_at=steps, save=later)
-    found["then on 4"] = again(replace(two, world_size=4), later, 2 * steps)
+    found["after a kill"] = again(2, state, steps)
     return found
 
 
@@ -261,14 +268,14 @@ def measure_rates(names: list[str], rows_RN: np.ndarray, folder: Path, num_round
         written(name, rows_RN, folder / name, rows_per_shard=2**11)
         for num_workers in (0, WORKERS) if name != "gmlp_scale" else (0,):
             how = Reading(folder / name, RATE_BATCH, rows_RN.shape[1], num_workers=num_workers)
-            turns[name, num_workers] = Contender(name, _prepare_rate, name, how).take_turn
+            turns[name, num_workers] = Contender(name, _prepare_rate, name, how, method="forkserver").take_turn
     for (name, num_workers), seconds in time_in_turns(turns, num_rounds).items():
         rates[name][f"{num_workers} workers"] = RATE_BATCH * RATE_STEPS / seconds
     return rates
 
 
 def _prepare_rate(name: str, how: Reading) -> tuple[Turn, dict]:
-    current_process()._config["daemon"] = False
+    _become_main()
     batches, _ = LOADERS[name][1](how, None)
 
     def turn() -> float:
