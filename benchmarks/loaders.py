@@ -50,8 +50,8 @@ EXACT_ROWS, EXACT_BATCH, EXACT_STEPS = 4096, 32, 20
 FIRST_BATCH_STEPS, FIRST_BATCH_SIZE = (1_000, 100_000), 8
 RATE_ROWS, RATE_BATCH, RATE_STEPS = 2**15, 256, 64
 SORTED_ROWS, SORTED_LENGTH, SORTED_BATCH = 2**20, 16, 256
-BUFFERS = {"webdataset": 10_000, "torchdata, datasets streamed": 10_000}
-"""Rows of a larger shuffle buffer than the default, where there is one."""
+BUFFERS = {"webdataset": 10_000, "litdata": 2**13, "torchdata, datasets streamed": 10_000}
+"""Rows of a larger shuffle buffer than the default, where there is one; litdata's then is a whole chunk."""
 LIMIT_SECONDS = 300
 """A process that takes longer counts as hung."""
 
@@ -144,14 +144,20 @@ def _write(name: str, path: str, folder: Path, rows_per_shard: int) -> None:
 
 
 def result(work: Any, *arguments: Any) -> Any:
-    """What work(*arguments) returns in a new process. ChildProcessError if it dies or takes LIMIT_SECONDS."""
-    return Contender(work.__name__, _worked, work, arguments, method="forkserver").description
+    """What work(*arguments) returns in a new process. ChildProcessError if it fails, dies or takes LIMIT_SECONDS."""
+    value, mistake = Contender(work.__name__, _worked, work, arguments, method="forkserver").description
+    if mistake:
+        raise ChildProcessError(mistake)
+    return value
 
 
 def _worked(work: Any, arguments: tuple) -> tuple[Turn, Any]:
     _become_main()
     signal.alarm(LIMIT_SECONDS)
-    return float, work(*arguments)
+    try:
+        return float, (work(*arguments), None)
+    except Exception as error:
+        return float, (None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}")
 
 
 def _become_main() -> None:
@@ -337,10 +343,10 @@ def measure_corrupt(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, s
             spoil(sorted(folder.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)[-1], damage)
             how = Reading(folder, EXACT_BATCH, rows_RN.shape[1], num_workers=WORKERS, is_checked=is_checked)
             try:
-                given = result(_epoch_of, name, how, len(rows_RN))
-            except ChildProcessError:
-                given = "died or hung"
-            found[damage + ", checked" * is_checked] = given if isinstance(given, str) else outcome(given, rows_RN)
+                given = outcome(result(_epoch_of, name, how, len(rows_RN)), rows_RN)
+            except ChildProcessError as error:
+                given = f"refused: {error}"
+            found[damage + ", checked" * is_checked] = given
     return found
 
 
@@ -351,13 +357,9 @@ def spoil(path: Path, damage: str) -> None:
     path.write_bytes(content if damage == "flipped" else content[:middle])
 
 
-def _epoch_of(name: str, how: Reading, num_rows: int) -> str | list[str]:
-    """The hashes of the rows, or the error."""
-    try:
-        batches = islice(LOADERS[name][1](how, None)[0], num_rows // how.batch_size)
-        return [row for batch in batches for row in hashes_of(batch.numpy())]
-    except Exception as error:
-        return f"refused: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
+def _epoch_of(name: str, how: Reading, num_rows: int) -> list[str]:
+    batches = islice(LOADERS[name][1](how, None)[0], num_rows // how.batch_size)
+    return [row for batch in batches for row in hashes_of(batch.numpy())]
 
 
 def outcome(given: list[str], rows_RN: np.ndarray) -> str:
