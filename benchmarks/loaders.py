@@ -44,14 +44,20 @@ from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardRows
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.storage.files import local_path
 
-PARTS = ("exact", "first_batch", "rates", "shuffle", "bytes", "corrupt")
+PARTS = ("exact", "bytes", "corrupt", "shuffle", "rates", "first_batch")
 WORKERS = 2
 EXACT_ROWS, EXACT_BATCH, EXACT_STEPS = 4096, 32, 20
-FIRST_BATCH_STEPS, FIRST_BATCH_SIZE = (1_000, 100_000), 8
-RATE_ROWS, RATE_BATCH, RATE_STEPS = 2**15, 256, 64
-SORTED_ROWS, SORTED_LENGTH, SORTED_BATCH = 2**20, 16, 256
-BUFFERS = {"webdataset": 10_000, "litdata": 2**13, "torchdata, datasets streamed": 10_000}
-"""Rows of a larger shuffle buffer than the default, where there is one; litdata's then is a whole chunk."""
+FIRST_BATCH_STEPS, FIRST_BATCH_SIZE = (1_000, 20_000), 8
+RATE_ROWS, RATE_BATCH, RATE_STEPS = 2**15, 256, 32
+SORTED_ROWS, SORTED_LENGTH, SORTED_BATCH = 2**18, 16, 256
+BUFFERS = {
+    "gmlp_scale": 2**16,
+    "webdataset": 10_000,
+    "mosaicml-streaming": 2**16,
+    "litdata": 2**13,
+    "torchdata, datasets streamed": 10_000,
+}
+"""Rows of another shuffle buffer or block than the default, where there is one: for litdata a whole chunk."""
 LIMIT_SECONDS = 300
 """A process that takes longer counts as hung."""
 
@@ -164,6 +170,13 @@ def _become_main() -> None:
     """Workers of this process start as they do in a user's: by fork, and not refused because this one is a daemon."""
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
+    signal.signal(signal.SIGALRM, _end_with_workers)
+
+
+def _end_with_workers(*_: Any) -> None:
+    for worker in psutil.Process().children(recursive=True):
+        worker.kill()
+    os._exit(1)
 
 
 def seen(name: str, how: Reading, num_steps: int, state: Any = None, **ending: Any) -> list[list[str]]:
@@ -358,6 +371,7 @@ def spoil(path: Path, damage: str) -> None:
 
 
 def _epoch_of(name: str, how: Reading, num_rows: int) -> list[str]:
+    signal.alarm(60)  # some wait for ever
     batches = islice(LOADERS[name][1](how, None)[0], num_rows // how.batch_size)
     return [row for batch in batches for row in hashes_of(batch.numpy())]
 
