@@ -141,12 +141,12 @@ def written(name: str, rows_RN: np.ndarray, folder: Path, rows_per_shard: int) -
     """Writes the rows in a process of its own, since some writers start others."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     np.save(path := folder.with_suffix(".rows.npy"), rows_RN)
-    result(_write, name, str(path), folder, rows_per_shard)
+    result(_write, LOADERS[name][0], str(path), folder, rows_per_shard)
     path.unlink()
 
 
-def _write(name: str, path: str, folder: Path, rows_per_shard: int) -> None:
-    LOADERS[name][0](np.load(path), folder, rows_per_shard)
+def _write(write: Any, path: str, folder: Path, rows_per_shard: int) -> None:
+    write(np.load(path), folder, rows_per_shard)
 
 
 def result(work: Any, *arguments: Any) -> Any:
@@ -185,17 +185,20 @@ def seen(name: str, how: Reading, num_steps: int, state: Any = None, **ending: A
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         ranks = [replace(how, rank=rank) for rank in range(how.world_size)]
-        runs = [threads.submit(result, _steps_of_rank, name, rank, port, num_steps, state, ending) for rank in ranks]
+        runs = [
+            threads.submit(result, _steps_of_rank, LOADERS[name][1], rank, port, num_steps, state, ending)
+            for rank in ranks
+        ]
         return [sorted(chain(*parts)) for parts in zip(*[run.result() for run in runs], strict=True)]
 
 
-def _steps_of_rank(name: str, how: Reading, port: int, num_steps: int, state: Any, ending: dict) -> list[list[str]]:
+def _steps_of_rank(opened: Any, how: Reading, port: int, num_steps: int, state: Any, ending: dict) -> list[list[str]]:
     """ending: save_at, the number of steps after which `save` gets the state; is_killed, whether it dies at the end."""
     os.environ |= {"RANK": str(how.rank), "WORLD_SIZE": str(how.world_size), "LOCAL_RANK": str(how.rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(how.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if how.world_size > 1:
         torch.distributed.init_process_group("gloo")
-    batches, state_dict = LOADERS[name][1](how, state)
+    batches, state_dict = opened(how, state)
     hashes = []
     for step, batch in enumerate(islice(batches, num_steps), start=1):
         hashes.append(hashes_of(batch.numpy()))
@@ -245,16 +248,17 @@ def compared(batches: list[list[str]], wanted: list[list[str]], before: list[lis
         return "exact"
     known = {row for batch in before for row in batch}
     rows = [row for batch in batches for row in batch]
-    return f"{num_same} of {len(wanted)} batches, {sum(row in known for row in rows) / len(rows):.0%} seen before"
+    share_known = sum(row in known for row in rows) / max(1, len(rows))
+    return f"{num_same} of {len(wanted)} batches, {share_known:.0%} seen before"
 
 
 def measure_first_batch(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, dict[str, float]]:
     """Seconds from opening the loader with a step's state to the first batch, without imports; a median of 3."""
     written(name, rows_RN, folder, rows_per_shard=2**13)
     how = Reading(folder, FIRST_BATCH_SIZE, rows_RN.shape[1], num_workers=workers_of(name))
-    states = result(_states, name, how, FIRST_BATCH_STEPS)
+    states = result(_states, LOADERS[name][1], how, FIRST_BATCH_STEPS)
     return {
-        str(step): {"seconds": statistics.median(result(_first_batch, name, how, state) for _ in range(3))}
+        str(step): {"seconds": statistics.median(result(_first_batch, LOADERS[name][1], how, state) for _ in range(3))}
         for step, state in states.items()
     }
 
@@ -264,8 +268,8 @@ def workers_of(name: str) -> int:
     return 0 if name in ("gmlp_scale", "grain") else WORKERS
 
 
-def _states(name: str, how: Reading, steps: tuple[int, ...]) -> dict[int, Any]:
-    batches, state_dict = LOADERS[name][1](how, None)
+def _states(opened: Any, how: Reading, steps: tuple[int, ...]) -> dict[int, Any]:
+    batches, state_dict = opened(how, None)
     counted, states = enumerate(batches, start=1), {}
     for step in steps:
         next(number for number, _ in counted if number == step)
@@ -273,10 +277,10 @@ def _states(name: str, how: Reading, steps: tuple[int, ...]) -> dict[int, Any]:
     return states
 
 
-def _first_batch(name: str, how: Reading, state: Any) -> float:
-    next(LOADERS[name][1](replace(how, batch_size=how.batch_size), None)[0])  # imports
+def _first_batch(opened: Any, how: Reading, state: Any) -> float:
+    next(opened(how, None)[0])  # imports
     started = time.perf_counter()
-    next(LOADERS[name][1](how, state)[0])
+    next(opened(how, state)[0])
     return time.perf_counter() - started
 
 
@@ -287,19 +291,21 @@ def measure_rates(names: list[str], rows_RN: np.ndarray, folder: Path, num_round
         written(name, rows_RN, folder / name, rows_per_shard=2**11)
         for num_workers in (0, WORKERS) if name != "gmlp_scale" else (0,):
             how = Reading(folder / name, RATE_BATCH, rows_RN.shape[1], num_workers=num_workers)
-            turns[name, num_workers] = Contender(name, _prepare_rate, name, how, method="forkserver").take_turn
+            turns[name, num_workers] = Contender(
+                name, _prepare_rate, LOADERS[name][1], how, RATE_STEPS, method="forkserver"
+            ).take_turn
     for (name, num_workers), seconds in time_in_turns(turns, num_rounds).items():
         rates[name][f"{num_workers} workers"] = RATE_BATCH * RATE_STEPS / seconds
     return rates
 
 
-def _prepare_rate(name: str, how: Reading) -> tuple[Turn, dict]:
+def _prepare_rate(opened: Any, how: Reading, num_steps: int) -> tuple[Turn, dict]:
     _become_main()
-    batches, _ = LOADERS[name][1](how, None)
+    batches, _ = opened(how, None)
 
     def turn() -> float:
         before = cpu_seconds()
-        for _ in islice(batches, RATE_STEPS):
+        for _ in islice(batches, num_steps):
             pass
         return cpu_seconds() - before
 
@@ -319,13 +325,15 @@ def measure_shuffle(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, d
     written(name, rows_RN, folder, rows_per_shard=2**13)
     how = Reading(folder, SORTED_BATCH, rows_RN.shape[1], num_workers=workers_of(name))
     return {
-        f"{buffer:,} rows" if buffer else "default": result(_shuffled, name, replace(how, buffer=buffer), len(rows_RN))
+        f"{buffer:,} rows" if buffer else "default": result(
+            _shuffled, LOADERS[name][1], replace(how, buffer=buffer), len(rows_RN)
+        )
         for buffer in (None, BUFFERS.get(name))[: 1 + (name in BUFFERS)]
     }
 
 
-def _shuffled(name: str, how: Reading, num_rows: int) -> dict[str, float]:
-    batches = islice(LOADERS[name][1](how, None)[0], num_rows // how.batch_size)
+def _shuffled(opened: Any, how: Reading, num_rows: int) -> dict[str, float]:
+    batches = islice(opened(how, None)[0], num_rows // how.batch_size)
     return shuffle_quality(torch.cat([batch[:, 0] * 2**14 + batch[:, 1] for batch in batches]).numpy(), how.batch_size)
 
 
@@ -356,7 +364,7 @@ def measure_corrupt(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, s
             spoil(sorted(folder.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)[-1], damage)
             how = Reading(folder, EXACT_BATCH, rows_RN.shape[1], num_workers=WORKERS, is_checked=is_checked)
             try:
-                given = outcome(result(_epoch_of, name, how, len(rows_RN)), rows_RN)
+                given = outcome(result(_epoch_of, LOADERS[name][1], how, len(rows_RN)), rows_RN)
             except ChildProcessError as error:
                 given = f"refused: {error}"
             found[damage + ", checked" * is_checked] = given
@@ -370,9 +378,9 @@ def spoil(path: Path, damage: str) -> None:
     path.write_bytes(content if damage == "flipped" else content[:middle])
 
 
-def _epoch_of(name: str, how: Reading, num_rows: int) -> list[str]:
+def _epoch_of(opened: Any, how: Reading, num_rows: int) -> list[str]:
     signal.alarm(60)  # some wait for ever
-    batches = islice(LOADERS[name][1](how, None)[0], num_rows // how.batch_size)
+    batches = islice(opened(how, None)[0], num_rows // how.batch_size)
     return [row for batch in batches for row in hashes_of(batch.numpy())]
 
 
