@@ -302,22 +302,22 @@ def measure_rates(names: list[str], rows_RN: np.ndarray, folder: Path, num_round
 def _prepare_rate(opened: Any, how: Reading, num_steps: int) -> tuple[Turn, dict]:
     _become_main()
     batches, _ = opened(how, None)
+    next(batches)
+    counted = [cpu_seconds()]
 
     def turn() -> float:
-        before = cpu_seconds()
         for _ in islice(batches, num_steps):
             pass
-        return cpu_seconds() - before
+        counted.append(cpu_seconds())  # from turn to turn, since threads and workers read ahead after a turn
+        return counted[-1] - counted[-2]
 
-    next(batches)
     return turn, {}
 
 
 def cpu_seconds() -> float:
-    """Of this process and its descendants."""
-    this = psutil.Process()
-    times = [one.cpu_times() for one in (this, *this.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    """Of this process and its workers, the ended ones too."""
+    ended, running = os.times()[2:4], psutil.Process().children(recursive=True)
+    return time.process_time() + sum(ended) + sum(sum(worker.cpu_times()[:2]) for worker in running)
 
 
 def measure_shuffle(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, dict[str, float]]:

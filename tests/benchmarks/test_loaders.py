@@ -16,7 +16,7 @@ from benchmarks.token_loaders import LOADERS, Reading
 from tests.forked import CONTEXT
 from tests.written_shards import write_tiny_shards
 
-ROWS = np.random.default_rng(0).integers(5, 32_000, (512, 8)).astype("<u2")
+ROWS = np.random.default_rng(0).integers(5, 32_000, (512, 256)).astype("<u2")
 RUN = ["resume", "on 1 rank", "then on 4", "after a kill"]
 
 
@@ -88,7 +88,7 @@ def test_batches_are_compared_as_sets_of_rows():
 
 
 def test_an_error_of_the_loader_is_reported():
-    with pytest.raises(ChildProcessError, match="^ValueError: there is no such row$"):
+    with pytest.raises(ChildProcessError, match=r"^ValueError: there is no such row$"):
         loaders.result(no_row)
 
 
@@ -165,5 +165,5 @@ def test_datasets_through_its_own_iterator_gives_each_row_once(tmp_path):
     pytest.importorskip("torchdata")
     write, opened = LOADERS["torchdata, datasets"]
     write(ROWS, Path(tmp_path / "x"), 64)
-    batches = islice(opened(Reading(tmp_path / "x", 8, 8, num_workers=0), None)[0], 64)
+    batches = islice(opened(Reading(tmp_path / "x", 8, 256, num_workers=0), None)[0], 64)
     assert sorted(map(tuple, torch.cat(list(batches)).tolist())) == sorted(map(tuple, ROWS.tolist()))
