@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -179,21 +179,25 @@ def _end_with_workers(*_: Any) -> None:
     os._exit(1)
 
 
-def seen(name: str, how: Reading, num_steps: int, state: Any = None, **ending: Any) -> list[list[str]]:
-    """The rows of each global batch, as sorted hashes, as so many ranks give them out; all start from `state`."""
+def seen(name: str, how: Reading, num_steps: int, start: Path | None = None, **ending: Any) -> list[list[str]]:
+    """The rows of each global batch, as sorted hashes, as so many ranks give them out from the states in `start`.
+
+    A rank has its own state; on more ranks than saved one, its number modulo theirs says whose.
+    """
+    states = [pickle.loads(path.read_bytes()) for path in sorted(start.iterdir())] if start else [None]
     with ThreadPoolExecutor(how.world_size) as threads:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         ranks = [replace(how, rank=rank) for rank in range(how.world_size)]
         runs = [
-            threads.submit(result, _steps_of_rank, LOADERS[name][1], rank, port, num_steps, state, ending)
-            for rank in ranks
+            threads.submit(result, _steps_of_rank, LOADERS[name][1], one, port, num_steps, state, ending)
+            for one, state in zip(ranks, cycle(states), strict=False)
         ]
         return [sorted(chain(*parts)) for parts in zip(*[run.result() for run in runs], strict=True)]
 
 
 def _steps_of_rank(opened: Any, how: Reading, port: int, num_steps: int, state: Any, ending: dict) -> list[list[str]]:
-    """ending: save_at, the number of steps after which `save` gets the state; is_killed, whether it dies at the end."""
+    """ending: after `save_at` steps the folder `save` gets the state; with `is_killed` the process is killed at the end."""
     os.environ |= {"RANK": str(how.rank), "WORLD_SIZE": str(how.world_size), "LOCAL_RANK": str(how.rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(how.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if how.world_size > 1:
@@ -202,8 +206,9 @@ def _steps_of_rank(opened: Any, how: Reading, port: int, num_steps: int, state: 
     hashes = []
     for step, batch in enumerate(islice(batches, num_steps), start=1):
         hashes.append(hashes_of(batch.numpy()))
-        if step == ending.get("save_at") and how.rank == 0:
-            ending["save"].write_bytes(pickle.dumps(state_dict()))
+        if step == ending.get("save_at"):
+            ending["save"].mkdir(exist_ok=True)
+            (ending["save"] / str(how.rank)).write_bytes(pickle.dumps(state_dict()))
     if ending.get("is_killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     return hashes
@@ -214,7 +219,7 @@ def hashes_of(rows: np.ndarray) -> list[str]:
 
 
 def measure_exact(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, str]:
-    """Whether a run that goes on from rank 0's state of step EXACT_STEPS sees what the undisturbed run sees."""
+    """Whether a run that goes on from the states of step EXACT_STEPS sees what the undisturbed run sees."""
     written(name, rows_RN, folder, rows_per_shard=len(rows_RN) // 16)
     two, steps = Reading(folder, EXACT_BATCH, rows_RN.shape[1], world_size=2, num_workers=WORKERS), EXACT_STEPS
     state, later = folder.with_suffix(".state"), folder.with_suffix(".later")
@@ -226,7 +231,7 @@ def measure_exact(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, str
     def again(world_size: int, saved: Path, first: int, **ending: Any) -> str:
         try:
             how = replace(two, world_size=world_size)
-            batches = seen(name, how, steps, pickle.loads(saved.read_bytes()), **ending)
+            batches = seen(name, how, steps, saved, **ending)
         except (ChildProcessError, OSError) as error:
             return f"failed: {error}"
         return compared(batches, whole[first : first + steps], whole[:first])
@@ -234,7 +239,7 @@ def measure_exact(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, str
     found = {"resume": again(2, state, steps)}
     found["on 1 rank"] = again(1, state, steps, save_at=steps, save=later)
     found["then on 4"] = again(4, later, 2 * steps)
-    state.unlink()
+    shutil.rmtree(state)
     with contextlib.suppress(ChildProcessError):
         seen(name, two, steps + 3, save_at=steps, save=state, is_killed=True)
     found["after a kill"] = again(2, state, steps)
@@ -359,7 +364,8 @@ def measure_corrupt(name: str, rows_RN: np.ndarray, folder: Path) -> dict[str, s
     found = {}
     for is_checked in (False, True)[: 1 + (name == "mosaicml-streaming")]:
         for damage in ("flipped", "cut"):
-            shutil.rmtree(folder, ignore_errors=True)
+            for old in (folder, f"{folder}-local"):
+                shutil.rmtree(old, ignore_errors=True)
             written(name, rows_RN, folder, rows_per_shard=len(rows_RN) // 16)
             spoil(sorted(folder.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)[-1], damage)
             how = Reading(folder, EXACT_BATCH, rows_RN.shape[1], num_workers=WORKERS, is_checked=is_checked)
