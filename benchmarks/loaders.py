@@ -197,7 +197,7 @@ def seen(name: str, how: Reading, num_steps: int, start: Path | None = None, **e
 
 
 def _steps_of_rank(opened: Any, how: Reading, port: int, num_steps: int, state: Any, ending: dict) -> list[list[str]]:
-    """ending: after `save_at` steps the folder `save` gets the state; with `is_killed` the process is killed at the end."""
+    """ending: after `save_at` steps the folder `save` gets the state; `is_killed`: by SIGKILL at the end."""
     os.environ |= {"RANK": str(how.rank), "WORLD_SIZE": str(how.world_size), "LOCAL_RANK": str(how.rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(how.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if how.world_size > 1:
