@@ -79,7 +79,9 @@ def write_ours(rows_RN: np.ndarray, folder: Path, rows_per_shard: int) -> None:
 
 def gmlp_scale(how: Reading, state: Any) -> Opened:
     group = {"shuffle_group_bytes": how.buffer * how.sequence_length * ROW_DTYPE.itemsize} if how.buffer else {}
-    rows = Rows(str(how.folder), seed=SEED, global_batch_size=how.batch_size, run_dir=how.folder, **group)
+    rows = Rows(
+        str(how.folder), seed=SEED, global_batch_size=how.batch_size, run_dir=how.folder, prefetch_steps=16, **group
+    )
     loader = RowLoader(rows, rank=how.rank, world_size=how.world_size)
     if state:
         loader.load_state_dict(state)
@@ -206,7 +208,8 @@ def grain(how: Reading, state: Any) -> Opened:
     source = grain.sources.ArrayRecordDataSource(sorted(map(str, how.folder.glob("*.array_record"))))
     rows = grain.MapDataset.source(source).seed(SEED)
     rows = rows.shuffle() if not how.buffer else rows.window_shuffle(how.buffer)
-    batches = rows.repeat()[how.rank :: how.world_size].map(_from_bytes).batch(how.rank_rows).to_iter_dataset()
+    batches = rows.repeat()[how.rank :: how.world_size].map(_from_bytes).batch(how.rank_rows)
+    batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=16))  # its default is 500
     if how.num_workers:
         batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=how.num_workers))
     iterator = iter(batches)
