@@ -10,10 +10,10 @@ exact. `rates` take turns, in CPU time of a process and its workers. Compare fig
 
 import argparse
 import contextlib
+import copy
 import hashlib
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -185,7 +185,7 @@ def seen(name: str, how: Reading, num_steps: int, start: Path | None = None, **e
 
     A rank has its own state; on more ranks than saved one, its number modulo theirs says whose.
     """
-    states = [pickle.loads(path.read_bytes()) for path in sorted(start.iterdir())] if start else [None]
+    states = [torch.load(path, weights_only=True) for path in sorted(start.iterdir())] if start else [None]
     with ThreadPoolExecutor(how.world_size) as threads:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -209,7 +209,7 @@ def _steps_of_rank(opened: Any, how: Reading, port: int, num_steps: int, state: 
         hashes.append(hashes_of(batch.numpy()))
         if step == ending.get("save_at"):
             ending["save"].mkdir(exist_ok=True)
-            (ending["save"] / str(how.rank)).write_bytes(pickle.dumps(state_dict()))
+            torch.save(state_dict(), ending["save"] / str(how.rank))
     if ending.get("is_killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     return hashes
@@ -279,7 +279,7 @@ def _states(opened: Any, how: Reading, steps: tuple[int, ...]) -> dict[int, Any]
     counted, states = enumerate(batches, start=1), {}
     for step in steps:
         next(number for number, _ in counted if number == step)
-        states[step] = pickle.loads(pickle.dumps(state_dict()))  # some change it as they go on
+        states[step] = copy.deepcopy(state_dict())  # some change it as they go on
     return states
 
 
