@@ -1,12 +1,16 @@
-# `make demo`: the whole story on a laptop. `make test`: the test suite. `make faults`: docs/faults.md.
+# `make demo`: the whole story on a laptop. `make search TEXT='FOLDER/*.jsonl.gz' TRAIN=FILE DEV=FILE`: from raw text to an
+# answer (docs/search.md). `make test`: the test suite. `make faults`: docs/faults.md.
 # `make hosts`: docs/many-nodes.md, as root. `make docs`: the site. `make demo` installs requirements.lock into .venv; the
 # others also install requirements-dev.lock there. `make .venv/ready` installs both and does nothing else.
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test faults hosts docs format lint
+.PHONY: demo search test faults hosts docs format lint
 demo: .venv/run-ready
 	PATH=$(CURDIR)/$(BIN):$$PATH bash launch/demo.sh
+
+search: .venv/ready
+	PATH=$(CURDIR)/$(BIN):$$PATH bash launch/search_from_text.sh '$(TEXT)' '$(TRAIN)' '$(DEV)' $(FIELDS)
 
 test: .venv/ready
 	$(BIN)/python -m pytest

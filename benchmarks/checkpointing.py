@@ -5,7 +5,6 @@ torchrun --nproc_per_node 2 benchmarks/checkpointing.py --config configs/pretrai
 This prints how long a save stops training under every engine beside a plain copy of the rank's bytes.
 """
 
-import argparse
 import os
 import shutil
 import statistics
@@ -23,16 +22,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.reports import markdown
-from benchmarks.timing import say, time_in_turns
+from benchmarks.timing import print_from_ranks, say, time_in_turns
 from gmlp_scale.checkpoint.checkpointer import Checkpointer
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.checkpoint.stores import LocalCheckpoints, newest_checkpoint
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.distributed.world import World, start_world
+from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import SHARDED_ENGINES, Engine
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.recipe.reader import load_run_config
-from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.trial import new_engine, seconds_of
 
 NUM_STALLS = 15
@@ -40,16 +37,7 @@ NUM_STALLS = 15
 
 @command
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a recipe's file, or its name: smoke")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
-    options = parser.parse_intermixed_args()
-    run = load_run_config(options.config, options.overrides)
-    with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
-        lines = measure_stalls(with_decided_precision(run, world), world)
-        if world.is_main:
-            print(lines)
-    return 0
+    return print_from_ranks(__doc__, measure_stalls)
 
 
 def measure_stalls(run: RunConfig, world: World) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,11 @@ HOPPER = GPUTarget("cuda", 90, 32)
 REGISTERS_PER_QUARTER = 16384
 """A multiprocessor has four quarters, and each warp its registers in one of them, in units of eight for a thread."""
 SHARED_BYTES_PER_MULTIPROCESSOR, RESERVED_SHARED_BYTES = 228 * 1024, 1024
+EDGES = {
+    "BLOCK_T": "num_tokens", "BLOCK_N": "num_positions", "BLOCK_G": "d_gate", "CHUNK_G": "d_gate",
+    "BLOCK_I": "n", "BLOCK_J": "n", "BLOCK_D": "n",
+}  # fmt: skip
+"""Which argument holds the size that a block divides. It is n where a kernel has no such argument."""
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", int: "i32", float: "fp32"}
 
 
@@ -32,7 +38,7 @@ class Launch(NamedTuple):
     arguments: dict[str, object]
     """By name; a tile's sizes are among them."""
     options: dict[str, int]
-    """num_warps and num_stages."""
+    """num_warps, num_stages and maxnreg, as far as they are given."""
 
 
 class Usage(NamedTuple):
@@ -44,6 +50,19 @@ class Usage(NamedTuple):
     """Per program."""
     programs_per_multiprocessor: int
     """How many run at once."""
+    instructions: int
+    """In its code (SASS), and those of them in its longest loop; 0 if it has none."""
+    loop_instructions: int
+    barriers: int
+    """Of its instructions, those that wait for all threads of the program; in the loop, if there is one."""
+
+
+class Lanes(NamedTuple):
+    masked_lanes: float
+    """The share of its lanes that are beyond the edge of a tensor and compute in vain."""
+    instructions_per_element: float
+    """Of all lanes together, for each element of the tensor: of its loop if there is one, or of the whole kernel. Of a
+    product those outside its loop."""
 
 
 @contextmanager
@@ -84,7 +103,7 @@ def launches_of(call: Callable[[], object]) -> list[Launch]:
         for tile in tiles:
             named = dict(zip(kernel.arg_names, arguments, strict=False))
             named |= {name: value for name, value in tile.items() if name in kernel.arg_names}
-            options_of_launch = {name: tile[name] for name in ("num_warps", "num_stages") if name in tile}
+            options_of_launch = {name: tile[name] for name in ("num_warps", "num_stages", "maxnreg") if name in tile}
             launches.append(Launch(kernel, named, options_of_launch))
 
     with without_kernels(note):
@@ -115,13 +134,40 @@ def usage_of(compiled: CompiledKernel) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, spilled_bytes = (int(re.search(rf"{name}:(\d+)", printed)[1]) for name in ("REG", "STACK"))
     shared_bytes, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
     by_registers = 4 * (REGISTERS_PER_QUARTER // (32 * 8 * -(-registers // 8))) // num_warps
     by_shared_bytes = SHARED_BYTES_PER_MULTIPROCESSOR // (shared_bytes + RESERVED_SHARED_BYTES)
-    return Usage(registers, spilled_bytes, shared_bytes, min(by_registers, by_shared_bytes))
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?!NOP)(\S.*?) *;", printed)
+    code = {int(address, 16): instruction for address, instruction in code}
+    # A loop ends in a conditional jump backwards. (An unconditional one leads back from code that rarely runs.)
+    loops = [[]]
+    for address, instruction in code.items():
+        jump = re.fullmatch(r"@.* BRA (0x[0-9a-f]+)", instruction)
+        if jump and int(jump[1], 16) < address:
+            loops.append([code[inside] for inside in code if int(jump[1], 16) <= inside <= address])
+    loop = max(loops, key=len)
+    barriers = sum("BAR.SYNC" in instruction for instruction in loop or code.values())
+    programs = min(by_registers, by_shared_bytes)
+    return Usage(registers, spilled_bytes, shared_bytes, programs, len(code), len(loop), barriers)
+
+
+def lanes_of(launch: Launch, usage: Usage) -> Lanes:
+    arguments, used, lanes_per_thread = launch.arguments, 1.0, 1 / (32 * launch.options.get("num_warps", 4))
+    for name in EDGES.keys() & arguments.keys():
+        size, block = arguments.get(EDGES[name], arguments.get("n")), arguments[name]
+        if name == "CHUNK_G":  # a program holds all channels
+            block *= arguments["NUM_CHUNKS"]
+        lanes_per_thread *= block
+        used *= size / (ceil(size / block) * block)
+    if "BLOCK_D" in arguments:  # a line of the matrix crosses half of the diagonals
+        used /= 2
+    counted = usage.loop_instructions or usage.instructions
+    if "BLOCK_K" in arguments:
+        counted = usage.instructions - usage.loop_instructions
+    return Lanes(1 - used, counted / lanes_per_thread / used)
 
 
 def _type(value: object) -> str:

@@ -11,7 +11,6 @@ processes of this machine and share its cores. So the bytes are worth quoting, a
 own core; the seconds are not a cluster's. A rank computes on one thread, in plain PyTorch.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -27,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reports import markdown
-from benchmarks.timing import load_measurable, say
+from benchmarks.timing import print_from_ranks, say
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.engine import SHARDED_ENGINES, EngineConfig, Fsdp2Config, ZeroConfig
@@ -46,16 +45,7 @@ HERE = ("train.device=cpu", "train.compile=false", "engine.kind=fsdp2")
 
 @command
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a recipe's file, or its name: smoke")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
-    options = parser.parse_intermixed_args()
-    run = load_measurable(options.config, options.overrides)
-    with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
-        lines = table(with_decided_precision(run, world), world)
-        if world.is_main:
-            print(lines)
-    return 0
+    return print_from_ranks(__doc__, table)
 
 
 def table(run: RunConfig, world: World) -> str:

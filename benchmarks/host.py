@@ -1,68 +1,104 @@
-"""Times what a training step costs the host, whatever device computes.
+"""Times what a training step costs the host, beside what a GPU would need for it, without a GPU.
 
 python benchmarks/host.py --config configs/pretrain/gmlp_xlarge.yaml
 python benchmarks/host.py --config configs/pretrain/gmlp_xlarge.yaml optimizer.kind=muon
 
-It trains a recipe's blocks, not compiled, at a width where even a CPU computes next to nothing: what remains is Python,
-torch's dispatch and the engines' hooks. Figures are CPU time of one thread, also as a number of in-place additions to a
-tensor of four numbers, timed in the same round. A CPU takes the norm of gradients one by one, which a GPU does not.
+It trains a recipe's blocks at a width where even a CPU computes next to nothing. What remains is Python, torch's
+dispatch and the engines' hooks: as on a GPU, with a group of blocks as one graph, the fused gating and gradients' norms
+taken together. fsdp2 is rank 0 of 32 ranks that do not exist; zero and single are one. Only the launches of Triton's
+kernels are left out, so a GPU's host spends some microseconds more on each.
+
+Figures are CPU time of one thread, the least of several rounds, as other programs only add to it. A step's is also a
+number of in-place additions to a tensor of four numbers. `device`: what launch/plan.py assumes for an H100.
 """
 
-import argparse
-import statistics
+import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 import torch
+from torch.nn.utils import get_total_norm
 
+from benchmarks.compiled_kernels import without_kernels
 from benchmarks.reports import markdown
+from benchmarks.timing import recipe_of_command, say
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.distributed.world import World, start_world
-from gmlp_scale.engine import ENGINES
+from gmlp_scale.distributed.world import World, start_fake_world, start_world
+from gmlp_scale.engine import ENGINES, EngineConfig, Fsdp2Config, computing, fsdp2, single
+from gmlp_scale.plan.layouts import GPUS, Assumptions
 from gmlp_scale.recipe.config import RunConfig
-from gmlp_scale.recipe.reader import load_run_config
-from gmlp_scale.train.trial import new_engine, random_batch
+from gmlp_scale.train.trial import forget_other_recipes, new_engine, random_batch
 
-TINY = (
-    "model.d_model=8", "model.d_ffn=16", "model.sequence_length=16", "model.vocab_size=64", "train.micro_batch_size=1",
-    "train.precision=bf16", "train.compile=false", "train.device=cpu",
-)  # fmt: skip
-NUM_ROUNDS = 9
+NUM_ROWS, NUM_FAKE_RANKS = 8, 32  # a global batch of 256 on four nodes of eight GPUs
+SIZES = {"d_model": 8, "d_ffn": 16, "sequence_length": 16, "vocab_size": 64, "kernels": "triton"}
+TRAIN = {"micro_batch_size": 1, "precision": "bf16", "device": "cpu"}
+NUM_ROUNDS = 20
 NUM_ADDITIONS = 2000
 
 
 @command
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a gMLP's recipe: its file, or its name: gmlp_base")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
-    options = parser.parse_intermixed_args()
-    run = load_run_config(options.config, [*TINY, *options.overrides])
+    run = recipe_of_command(__doc__)
     torch.set_num_threads(1)
-    with start_world(run.engine.timeout_seconds, "cpu", init_group=True) as world:
-        print(table(run, world))
+    print(table(run))
     return 0
 
 
-def table(run: RunConfig, world: World) -> str:
-    """Every engine's median CPU time on one rank, as a Markdown table."""
-    rows, small = [], torch.zeros(4)
-    batch = random_batch(run, world.device)
-    for name, engine_config in ENGINES.items():
-        engine, rounds = new_engine(run.model_copy(update={"engine": engine_config}), world), []
-        for _ in range(NUM_ROUNDS + 1):
-            addition = cpu_seconds(lambda: [small.add_(1) for _ in range(NUM_ADDITIONS)]) / NUM_ADDITIONS
-            micro_batch = cpu_seconds(lambda engine=engine: engine.backward(engine.module(batch), is_last=True))
-            update = cpu_seconds(lambda engine=engine: engine.step(run.optimizer.peak_learning_rate))
-            rounds.append((1e3 * micro_batch, 1e3 * update, micro_batch / addition, update / addition))
-        engine.close()
-        rows.append([name, *(f"{statistics.median(values):.4g}" for values in zip(*rounds[1:], strict=True))])
-    figures = ["micro-batch ms", "update ms", "micro-batch in additions", "update in additions"]
-    return markdown(["engine", *figures], rows)
+def table(run: RunConfig) -> str:
+    """Every engine's milliseconds on one rank, not compiled and compiled, as a Markdown table."""
+    sharded = {name: engine for name, engine in ENGINES.items() if isinstance(engine, Fsdp2Config)}
+    others = {name: engine for name, engine in ENGINES.items() if name not in sharded}
+    with ExitStack() as stack:
+        stack.enter_context(without_kernels(lambda *launch: None))
+        stack.enter_context(patch.object(computing, "compiled_modules", lambda model, device: model.groups))
+        for module in (single, fsdp2):
+            stack.enter_context(patch.object(module, "global_norm", partial(get_total_norm, foreach=True)))
+        with start_world(run.engine.timeout_seconds, "cpu", init_group=True) as world:
+            rows = list(rows_of(run, others, world))
+        with start_fake_world(NUM_FAKE_RANKS) as world:
+            rows += rows_of(run, sharded, world)
+    figures = ["forward ms", "backward ms", "update ms", "a block ms", "step ms"]
+    figures += [f"device ms, {NUM_ROWS} rows", "host over device", "step in additions"]
+    return markdown(["engine", "compiled", *figures], rows)
+
+
+def rows_of(run: RunConfig, engines: dict[str, EngineConfig], world: World) -> Iterator[list[str]]:
+    assumed = Assumptions(GPUS["h100"], num_gpus=1, num_nodes=1)
+    device = 1e3 * NUM_ROWS * run.flops_per_row().last / assumed.flops_per_second("bf16")
+    tiny = run.model_copy(update={"model": run.model.model_copy(update=SIZES)})
+    for (name, engine), compile in itertools.product(engines.items(), (False, True)):
+        tried = tiny.with_train(**TRAIN, compile=compile).model_copy(update={"engine": engine})
+        if any(engine.mistakes(tried.train)):
+            continue
+        say(f"{name}, train.compile={compile}")
+        forget_other_recipes(world.device)
+        addition, forward, backward, update = (1e3 * seconds for seconds in least_seconds(tried, world))
+        micro_batch = forward + backward
+        step = micro_batch + update
+        figures = forward, backward, update, micro_batch / run.model.num_blocks, step, device, step / device
+        yield [name, "yes" if compile else "no", *(f"{figure:.3g}" for figure in (*figures, step / addition))]
+
+
+def least_seconds(run: RunConfig, world: World) -> list[float]:
+    """Of an addition, and of a micro-batch's forward pass, its backward pass and an update."""
+    engine, batch = new_engine(run, world), random_batch(run, world.device)
+    small, rounds = torch.zeros(4), []
+    for _ in range(NUM_ROUNDS + 1):
+        losses = []
+        addition = cpu_seconds(lambda: [small.add_(1) for _ in range(NUM_ADDITIONS)]) / NUM_ADDITIONS
+        forward = cpu_seconds(lambda losses=losses: losses.append(engine.module(batch)))
+        backward = cpu_seconds(lambda losses=losses: engine.backward(losses.pop(), is_last=True))
+        update = cpu_seconds(lambda: engine.step(run.optimizer.peak_learning_rate))
+        rounds.append((addition, forward, backward, update))
+    engine.close()
+    return [min(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:

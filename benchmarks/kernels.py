@@ -10,9 +10,10 @@ same run. gain_of_block is the share of the compiled plain block's time that the
 tiny and the kernels are interpreted: the figures then mean nothing.
 
 host_seconds is the host's shortest time to call the operator, with kernels that do nothing. compiled_for_sm_90 says
-what each kernel takes of an H100: registers and spilled bytes of a thread, shared memory of a program, and how many
-programs a multiprocessor holds at once. The gate's kernel is there in every tile that its tuner tries. --device none
-prints only these two.
+what each kernel takes of an H100: registers and spilled bytes of a thread, shared memory of a program, how many
+programs a multiprocessor holds at once, its instructions and barriers, how many of its lanes compute in vain, and its
+instructions for each element (benchmarks/compiled_kernels.py says how they are counted). The gate's kernel is there in
+every tile that its tuner tries. --device none prints only these two.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.compiled_kernels import compile_for_hopper, launches_of, usage_of, without_kernels
+from benchmarks.compiled_kernels import compile_for_hopper, lanes_of, launches_of, usage_of, without_kernels
 from benchmarks.reports import report_as_measured
 from benchmarks.step import DTYPES, copy_call, matrix_calls
 from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
@@ -68,6 +69,8 @@ def main() -> int:
     run = tiny if options.device == "cpu" else load_measurable(options.config, options.overrides)
     if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
         raise InputError(f"{options.config}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
+    if run.model.spatial == "dynamic_toeplitz":
+        raise InputError(f"{options.config}: the fused kernels are for model.spatial toeplitz or dense")
     if run.train.precision == "auto":
         raise InputError(f"{options.config}: train.precision: found auto; needed: float32 or bf16, the one timed here")
     report_as_measured(options.device, measure(run, tiny, options.device, options.rounds), options.output)
@@ -109,15 +112,13 @@ def compiled_kernels(run: RunConfig) -> list[dict]:
 
     Nothing is launched, so no GPU is needed.
     """
-    inputs = unit_inputs(run, "cpu", requires_grad=True, batch_size=1)
-    return [
-        {
-            "kernel": launch.kernel.__name__.strip("_").removesuffix("_kernel"),
-            "tile": {name: value for name, value in launch.arguments.items() if name.isupper()} | launch.options,
-            **usage_of(compile_for_hopper(launch))._asdict(),
-        }
-        for launch in launches_of(partial(train_unit, inputs))
-    ]
+    inputs, found = unit_inputs(run, "cpu", requires_grad=True, batch_size=1), []
+    for launch in launches_of(partial(train_unit, inputs)):
+        name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+        tile = {name: value for name, value in launch.arguments.items() if name.isupper()} | launch.options
+        usage = usage_of(compile_for_hopper(launch))
+        found.append({"kernel": name, "tile": tile} | usage._asdict() | lanes_of(launch, usage)._asdict())
+    return found
 
 
 class Piece(NamedTuple):
@@ -182,18 +183,23 @@ def block_call(run: RunConfig, device: torch.device, kernels: str, compiled: Cal
 
 def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
     from gmlp_scale.kernels.gate import apply_gate, apply_gate_backward
-    from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu, layer_norm_of_gelu_backward
+    from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu, layer_norm_of_gelu_backward, new_partial_sums
     from gmlp_scale.kernels.spatial_weight import spatial_matrix, spatial_weight_gradient
 
     model, b, n, g = run.model, run.train.micro_batch_size, run.model.sequence_length, run.model.d_gate
     k = model.d_attn if isinstance(model, AmlpConfig) else 0
     random = partial(torch.randn, device=device, dtype=DTYPES[run.train.precision])
-    z_BNF, gain_G, _, weight, bias_N, *attention = unit_inputs(run, device)
+    z_BNF, gain_G, _, weight, bias_N, *attention, _ = unit_inputs(run, device)
     v_BNG, gate_BNG, grad_BNG = (random(b, n, g) for _ in range(3))
     mean_BN, rstd_BN = (torch.rand(b, n, device=device) + 0.5 for _ in range(2))
     grad_z_BNF, weight_NN = torch.empty_like(z_BNF), spatial_matrix(weight, z_BNF.dtype)
     half = v_BNG.nbytes
     flops = 2 * b * n * n * g
+
+    def norm_backward(*inputs: Tensor) -> Tensor:
+        layer_norm_of_gelu_backward(*inputs, grads_P4G := new_partial_sums(z_BNF))
+        return grads_P4G.sum(0)[1:]
+
     return {
         "LayerNorm of GELU": Piece(
             layer_norm_of_gelu, plain_norm, (z_BNF, gain_G, gain_G, 1e-5), 0, 2 * half
@@ -203,13 +209,14 @@ def pieces_of(run: RunConfig, device: torch.device) -> dict[str, Piece]:
             (z_BNF, v_BNG, weight_NN, bias_N, *attention), flops + 2 * b * n * g * k, 4 * half,
         ),
         "gate backward": Piece(
-            apply_gate_backward, plain_gate_backward, (grad_BNG, z_BNF, gate_BNG, grad_z_BNF), 0, 5 * half
+            partial(apply_gate_backward, grads_P4G=new_partial_sums(z_BNF)), plain_gate_backward,
+            (grad_BNG, z_BNF, gate_BNG, grad_z_BNF), 0, 5 * half,
         ),
         "weight gradient": Piece(
             spatial_weight_gradient, plain_weight_gradient, (grad_BNG, v_BNG, weight), flops, 2 * half
         ),
         "LayerNorm of GELU backward": Piece(
-            layer_norm_of_gelu_backward, plain_norm_backward,
+            norm_backward, plain_norm_backward,
             (grad_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF), 0, 3 * half,
         ),
     }  # fmt: skip
@@ -229,7 +236,7 @@ def unit_inputs(
     matrix = partial(vector, dtype=DTYPES[run.train.precision])
     weight = matrix(n, n) if model.spatial == "dense" else vector(2 * n - 1)
     attention = [matrix(b, n, k), matrix(g, k), vector(g)] if k else [None, None, None]
-    return [matrix(b, n, 2 * g), vector(g), vector(g), weight, vector(n), *attention]
+    return [matrix(b, n, 2 * g), vector(g), vector(g), weight, vector(n), *attention, matrix(2 * g)]
 
 
 def plain_norm(z_BNF: Tensor, gain_G: Tensor, bias_G: Tensor, eps: float) -> Tensor:
@@ -264,7 +271,7 @@ def plain_norm_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF)
         grad_v_BNG, F.gelu(v_BNG), gain_G.shape, mean_BN[..., None], rstd_BN[..., None], gain_G, gain_G, [True] * 3
     )
     grad_BNG.copy_(torch.ops.aten.gelu_backward(grad_hidden_BNG, v_BNG))
-    return torch.stack([grad_gain_G, grad_bias_G])
+    return torch.stack([grad_BNG.sum((0, 1)), grad_gain_G, grad_bias_G])
 
 
 if __name__ == "__main__":

@@ -146,6 +146,7 @@ def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
         fields = run.optimizer.model_dump(include=set(AdamwConfig.model_fields) - {"kind"})
         forms["adamw"] = run.model_copy(update={"optimizer": AdamwConfig(**fields)})
     is_fused = isinstance(run.model, GmlpConfig) and run.model.gating == FUSED_GATING and run.model.kernels != "torch"
+    is_fused = is_fused and run.model.spatial != "dynamic_toeplitz"
     if is_fused and device.type == "cuda":
         forms["plain_compiled"] = plain(run, compile=True)
     return {name: form for name, form in forms.items() if form != run}

@@ -1,5 +1,7 @@
-"""Times calls that take turns, in this process or in contenders' own; and the recipes that can be timed."""
+"""Times calls that take turns, in this process or in contenders' own; the recipes that can be timed, and commands that
+measure one."""
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -12,8 +14,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.recipe.config import ConfigError, RunConfig
 from gmlp_scale.recipe.reader import load_run_config
+from gmlp_scale.train.resolve import with_decided_precision
 from gmlp_scale.train.trial import seconds_of
 
 NUM_WARM_UP_ROUNDS = 2  # compilation, allocation, clocks
@@ -29,6 +33,25 @@ def load_measurable(path: str, overrides: Iterable[str]) -> RunConfig:
     if run.train.micro_batch_size == "auto":
         raise ConfigError(path, ["train.micro_batch_size: found auto; needed: a number, the rows timed here"])
     return run
+
+
+def recipe_of_command(description: str) -> RunConfig:
+    """What the command's --config names, with the fields that the command changes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a recipe's file, or its name: smoke")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
+    options = parser.parse_intermixed_args()
+    return load_measurable(options.config, options.overrides)
+
+
+def print_from_ranks(description: str, measure: Callable[[RunConfig, World], str]) -> int:
+    """Prints on rank 0 what `measure` finds on all ranks together of the command's recipe. Returns 0."""
+    run = recipe_of_command(description)
+    with start_world(run.engine.timeout_seconds, run.train.device, init_group=True) as world:
+        lines = measure(with_decided_precision(run, world), world)
+        if world.is_main:
+            print(lines)
+    return 0
 
 
 def turns_of(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Turn]:

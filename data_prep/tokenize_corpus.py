@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import MISSING, fields
 
-from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.data.json_tokenizer import open_tokenizer
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.prepare.dedup import DEDUPLICATIONS
 from gmlp_scale.prepare.job import JobOptions
@@ -31,9 +31,12 @@ def parse_options() -> JobOptions:
         "a text file, or each MB of a longer one"
     )
     add("--input", nargs="+", required=True, metavar="SOURCE", help=sources)
-    add("--tokenizer", required=True, metavar="TOKENIZER_DIR", help="that train_tokenizer.py wrote")
+    folder = "that train_tokenizer.py wrote, or one of Hugging Face with tokenizer.json"
+    add("--tokenizer", required=True, metavar="TOKENIZER_DIR", help=folder)
     add("--sequence-length", type=int, required=True, help="tokens in a row")
     add("--output", required=True, metavar="SHARDS_DIR", help="a new folder, or that of the same job to go on with")
+    end_token = "stands behind each document; for a tokenizer.json (default: its template's or its eos_token)"
+    add("--end-token", metavar="TOKEN", help=end_token)
     add("--heldout-fraction", type=float, help=f"of the documents, chosen by their text {default}")
     add("--packing", choices=PACKINGS, help=f"rows of many documents, or of one each {default}")
     add("--dedup", nargs="+", choices=DEDUPLICATIONS, help="drop documents that come again (default: keep them)")
@@ -56,7 +59,7 @@ def parse_options() -> JobOptions:
 @command
 def main() -> int:
     options, started = parse_options(), time.monotonic()
-    tokenizer = Tokenizer(options.tokenizer)
+    tokenizer = open_tokenizer(options.tokenizer)
     if options.dry_run:
         print_table(estimate(options, tokenizer))
         return 0

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gmlp_scale.data.batch import CLS_ID
 from gmlp_scale.data.image_shards import ImageManifest, unpack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, CorruptShardError, Shard, ShardFiles, read_verified
 from gmlp_scale.data.shards import Manifest, ShardRows
-from gmlp_scale.data.tokenizer import MODEL_NAME
+from gmlp_scale.data.tokenizer import JSON_NAME, MODEL_NAME
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.prepare.image_sources import BadImageError, as_jpeg
 from gmlp_scale.storage.files import is_local, open_filesystem, read_file, with_retries
@@ -75,14 +74,14 @@ def _faulty_images(path: Path, shard: Shard, manifest: ImageManifest) -> Iterato
 
 
 def _faulty_rows(path: Path, shard: Shard, manifest: Manifest) -> Iterator[str]:
-    rows = ShardRows(path, shard, manifest.sequence_length)
+    rows, cls = ShardRows(path, shard, manifest.sequence_length, manifest.row_dtype), manifest.special.cls
     for start in range(0, shard.rows, _ROWS_AT_A_TIME):
         part = rows.read(np.arange(start, min(start + _ROWS_AT_A_TIME, shard.rows)))
         if part.max() >= manifest.vocab_size:
             row = start + int(part.max(axis=1).argmax())
             yield f"{shard.name}: row {row} has id {part.max()}, the vocabulary has {manifest.vocab_size}"
-        if (part[:, 0] != CLS_ID).any():
-            row = start + int((part[:, 0] != CLS_ID).argmax())
+        if cls is not None and (part[:, 0] != cls).any():
+            row = start + int((part[:, 0] != cls).argmax())
             yield f"{shard.name}: row {row} does not begin with <cls>"
 
 
@@ -95,7 +94,7 @@ def check_all_listed(folder: str, shards: list[Shard]) -> list[str]:
 
 
 def check_tokenizer(folder: str, manifest: Manifest) -> list[str]:
-    url = f"{folder.rstrip('/')}/tokenizer/{MODEL_NAME}"
+    url = f"{folder.rstrip('/')}/tokenizer/{JSON_NAME if manifest.special_ids else MODEL_NAME}"
     try:
         sha256 = hashlib.sha256(read_file(url)).hexdigest()
     except OSError as error:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gmlp_scale.models import (
         AmlpConfig,
+        AveyConfig,
         GmlpConfig,
         LabelledBatch,
         MaskedBatch,
         MaskedLanguageModel,
         MixerConfig,
         MlpAttentionConfig,
+        ModernTransformerConfig,
         SequenceClassifier,
         SpanBatch,
         SpanPredictor,
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AmlpConfig",
+    "AveyConfig",
     "GmlpConfig",
     "LabelledBatch",
     "MaskedBatch",
     "MaskedLanguageModel",
     "MixerConfig",
     "MlpAttentionConfig",
+    "ModernTransformerConfig",
     "SequenceClassifier",
     "SpanBatch",
     "SpanPredictor",

@@ -1,6 +1,7 @@
 """Writes a run's model as a Hugging Face folder: for finetuning, and for transformers without this package.
 
 python launch/export.py --run outputs/gmlp_base --output exports/gmlp_base
+python launch/export.py --run outputs/modern_transformer_base --output exports/modernbert --modernbert
 python launch/export.py --run outputs/gmlp_base --push-to-hub OWNER/gmlp_base --every-step \\
     --license apache-2.0 --language en --dataset allenai/c4
 
@@ -19,7 +20,7 @@ from gmlp_scale.checkpoint.format import folder_name
 from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.export.card import Publication
-from gmlp_scale.export.folder import check_is_free, export_checkpoint
+from gmlp_scale.export.folder import check_is_free, export_checkpoint, write_modernbert
 from gmlp_scale.export.hub import open_repository, push
 from gmlp_scale.storage.files import local_path
 
@@ -32,6 +33,8 @@ def main() -> int:
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--every-step", action="store_true", help="every complete checkpoint, each in HF_DIR/step_...")
     parser.add_argument("--output", type=local_path, metavar="HF_DIR", help="a new folder")
+    modernbert = "as transformers' own ModernBERT, for a run of a modern_transformer"
+    parser.add_argument("--modernbert", action="store_true", help=modernbert)
     parser.add_argument("--push-to-hub", metavar="OWNER/NAME", help="a model repository of the Hugging Face Hub")
     card = parser.add_argument_group("for the model card, which says unknown where nothing is given")
     card.add_argument("--license", help="the model's license by its name on the Hub, such as apache-2.0")
@@ -53,7 +56,10 @@ def _export(options: argparse.Namespace, output: Path) -> None:
         if options.push_to_hub and not publication.repository:
             publication = replace(publication, repository=open_repository(options.push_to_hub))
         folder = output / revision if options.every_step else output
-        export_checkpoint(trained, options.run, folder, replace(publication, revision=revision))
+        if options.modernbert:
+            write_modernbert(trained, folder)
+        else:
+            export_checkpoint(trained, options.run, folder, replace(publication, revision=revision))
         if options.output:
             print(f"{folder} holds {trained.place}")
         if publication.repository:

@@ -78,20 +78,20 @@ if $tiny; then
 fi
 
 # Every part has a process of its own; importing torch and starting CUDA take 5 to 10 s of its time. The first part that
-# trains a shape also compiles it.
+# trains a shape also compiles it, which took half a minute for a group of blocks.
 part environment 20 "$python" benchmarks/gpu_proof.py environment "${without_gpu[@]}"
 ((failed)) && cat "$out/report.md" && exit 1
 part gpu_tests 40 "$python" benchmarks/gpu_proof.py gpu_tests
-benchmark step_gmlp_base 60 step gmlp_base --no-peers
+benchmark step_gmlp_base 85 step gmlp_base --no-peers
 check engines 60 gmlp_base "${few_blocks[@]}" train.compile=false
 check recipe 65 gmlp_base
-benchmark step_gmlp_xlarge 65 step gmlp_xlarge --no-peers
+benchmark step_gmlp_xlarge 90 step gmlp_xlarge --no-peers
 benchmark checkpoint_gmlp_base 20 checkpoint gmlp_base
 check stop 20 gmlp_base "${few_blocks[@]}" train.compile=false
-check compile 50 gmlp_base "${few_blocks[@]}"
-benchmark step_gmlp_large 60 step gmlp_large --no-peers
+check compile 60 gmlp_base "${few_blocks[@]}"
 check auto 20 gmlp_base train.compile=false
 # 480 s so far; the ones below as the time allows.
+benchmark step_gmlp_large 85 step gmlp_large --no-peers
 kernels gmlp_base
 benchmark step_amlp_large 60 step amlp_large --no-peers
 benchmark peers_gmlp_base 75 step gmlp_base

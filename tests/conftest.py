@@ -37,8 +37,6 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Last: after these timings selective recomputation rounds otherwise in the same process (cause not found yet).
-    items.sort(key=lambda item: item.path.name == "test_benchmark_parts.py")
     if config.getoption("--faults"):
         chosen = [item for item in items if "trials" in item.fixturenames]
     elif config.getoption("--hosts"):

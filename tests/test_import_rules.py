@@ -52,7 +52,7 @@ ALLOWED = {
 }
 EXCEPTIONS = {
     # Shows the rows of a recipe.
-    "data_prep.inspect_batch": ("gmlp_scale.recipe.reader", "gmlp_scale.tasks.pretraining")
+    "data_prep.inspect_batch": ("gmlp_scale.recipe.reader",)
 }
 
 # modules that alone may import these
@@ -69,9 +69,11 @@ CONFINED = {
         "launch.elastic",
     ),
     "sentencepiece": ("gmlp_scale.data.tokenizer", "data_prep"),
+    "tokenizers": ("gmlp_scale.data.json_tokenizer", "gmlp_scale.export.fast_tokenizer"),
     "tensorboard": ("gmlp_scale.train.sinks", "gmlp_scale.analysis.run_records", "gmlp_scale.train.rank_server"),
     "torch.utils.tensorboard": ("gmlp_scale.analysis.run_records", "gmlp_scale.train.sinks"),
     "wandb": ("gmlp_scale.train.sinks",),
+    "trackio": ("gmlp_scale.train.sinks",),
     "triton": ("gmlp_scale.kernels", "benchmarks.compiled_kernels"),
     "webdataset": ("gmlp_scale.data.image_shards", "benchmarks"),
     "kornia": ("gmlp_scale.data.augmentation",),
@@ -82,7 +84,7 @@ CONFINED = {
     "dill": (),
 }
 HEAVY = (
-    "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb", "kornia",
+    "deepspeed", "transformers", "datasets", "matplotlib", "datatrove", "webdataset", "wandb", "trackio", "kornia",
     "torch.utils.tensorboard", "sentence_transformers", "bm25s",
 )  # fmt: skip
 FOR_TRANSFORMERS = "gmlp_scale.export.hugging_face"  # copied into exports; nothing of the package imports it

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gmlp_scale.checkpoint.format import difference
+from gmlp_scale.checkpoint.modernbert import MODERNBERT, from_modernbert
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
 from gmlp_scale.errors import InputError, validation_problems
 from gmlp_scale.models import FAMILIES, ModelConfig, build_model
@@ -130,8 +131,8 @@ class TrainedModel:
             tokenizer = Tokenizer(self.tokenizer_folder)
         except FileNotFoundError as error:
             raise TrainedModelError(
-                f"no tokenizer at {self.tokenizer_folder}, which {self.place} was trained with: put it back; if it is "
-                "a relative path, start this in the folder in which the training was started"
+                f"{error}. {self.place} was trained with it: put it back; if it is a relative path, start this in the "
+                "folder in which the training was started"
             ) from error
         if tokenizer.sha256 != self.tokenizer_sha256:
             raise TrainedModelError(
@@ -151,6 +152,8 @@ def copy_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:
 def read_export(folder: str | Path) -> TrainedModel:
     """Reads a folder of write_export, or of transformers' save_pretrained with tokenizer.model copied into it.
 
+    A ModernBERT's folder is read too, with the tokenizer.model that its model is to have here.
+
     Raises:
         FileNotFoundError, InputError: naming the file and what is wrong with it, such as its checksum.
     """
@@ -159,18 +162,25 @@ def read_export(folder: str | Path) -> TrainedModel:
     folder = Path(folder)
     _check_files(folder)
     config = _read_config(folder / "config.json")
-    names = {name for family in FAMILIES.values() for name in family.model_fields}
-    model = _checked(ModelConfig, {name: config[name] for name in names if name in config}, folder)
     beside = _checked(_BesideTheModel, config, folder)
-    head = _head(config, folder)
+    tokenizer, weights = Tokenizer(folder), _read_weights(folder)
+    if config["model_type"] == MODERNBERT:
+        head = "masked_language_model"
+        try:
+            model, weights = from_modernbert(config, weights, folder, tokenizer)
+        except (InputError, KeyError, ValidationError) as error:
+            raise ExportError(f"{folder / 'config.json'} cannot be read as a ModernBERT: {error}") from error
+        log.warning("%s is a ModernBERT: its head is left out, so it fills no mask before it is trained", folder)
+    else:
+        names = {name for family in FAMILIES.values() for name in family.model_fields}
+        model = _checked(ModelConfig, {name: config[name] for name in names if name in config}, folder)
+        head = _head(config, folder)
     labels = tuple(beside.id2label.values()) if head in ("sequence_classification", "token_classification") else ()
-    tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size != model.vocab_size:
         raise ExportError(
             f"{folder}: {MODEL_NAME} has {tokenizer.vocab_size} pieces but config.json says vocab_size "
             f"{model.vocab_size}: they are not of one export"
         )
-    weights = _read_weights(folder)
     expected = expected_shapes(model, head, len(labels))
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if found != expected:
@@ -267,7 +277,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             needed = f"it is a run, so export it first: launch/export.py --run {path.parent} --output HF_DIR"
         raise FileNotFoundError(f"no export at {path.parent}: {path} does not exist; {needed}") from None
     found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-    if found != MODEL_TYPE:
+    if found not in (MODEL_TYPE, MODERNBERT):
         raise ExportError(f"{path} is of model_type {found!r}, not {MODEL_TYPE!r}: give a folder of launch/export.py")
     return config
 
@@ -284,6 +294,8 @@ def _checked(type_: Any, config: dict[str, Any], folder: Path) -> Any:
 
 def _head(config: dict[str, Any], folder: Path) -> Head:
     names = config.get("architectures")
+    if names == ["GmlpScaleModel"]:  # as sentence-transformers saves it
+        return "masked_language_model"  # whose output matrix is the embedding, so the weights are the same
     for head, name in CLASS_OF_HEAD.items():
         if names == [name]:
             return head

@@ -5,16 +5,52 @@ Shape legend: B batch, N positions, M masked positions, 3 colours, H and W pixel
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:  # the workers that tokenize do not load torch
+    import numpy as np
     import torch
     from torch import Tensor
 
 PAD_ID, UNK_ID, CLS_ID, SEP_ID, MASK_ID = 0, 1, 2, 3, 4
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<cls>", "<sep>", "<mask>")
 NUM_SPECIAL_TOKENS = len(SPECIAL_TOKENS)
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """The ids of a vocabulary's special tokens; None for one that it lacks."""
+
+    end: int
+    """Stands behind each document."""
+    cls: int | None = None
+    """Begins each row."""
+    pad: int | None = None
+    """Fills a row up. Without it, more end tokens do."""
+    mask: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    """All special ids, as ascending ranges [first, stop). They are never masked."""
+
+    def among(self, ids: np.ndarray) -> np.ndarray:
+        """Where `ids` are special, bool of their shape."""
+        parts = [(ids >= first) & (ids < stop) for first, stop in self.ranges]
+        return functools.reduce(operator.or_, parts)
+
+    def is_filler(self, ids_BN: np.ndarray | Tensor) -> np.ndarray | Tensor:
+        """Where rows are filled up, bool [B, N]: with <pad>, or with end tokens behind an end token."""
+        if self.pad is not None:
+            return ids_BN == self.pad
+        is_filler_BN = ids_BN == self.end
+        is_filler_BN[:, 1:] &= ids_BN[:, :-1] == self.end
+        is_filler_BN[:, 0] = False
+        return is_filler_BN
+
+
+OUR_SPECIAL_IDS = SpecialIds(SEP_ID, CLS_ID, PAD_ID, MASK_ID, ((0, NUM_SPECIAL_TOKENS),))
+"""Those of every tokenizer that data_prep/train_tokenizer.py wrote."""
 
 IGNORED = -100
 """Label of a slot without a prediction; the default `ignore_index` of torch's cross-entropy."""
@@ -25,8 +61,24 @@ def num_masked_positions(sequence_length: int, masked_fraction: float = 0.15) ->
     return round(sequence_length * masked_fraction)
 
 
+MULTIPLE_OF_LENGTHS = 8
+"""Lengths are rounded up to it: a program has fewer shapes to prepare for, and a GPU's products whole tiles."""
+
+
+def longest_text(token_ids_BN: Tensor) -> int:
+    """The length of the longest text among padded rows, rounded up. On a GPU the host waits for the device here."""
+    last = int((token_ids_BN != PAD_ID).any(0).nonzero()[-1])
+    return (last // MULTIPLE_OF_LENGTHS + 1) * MULTIPLE_OF_LENGTHS
+
+
 class Batch:
     """A dataclass with tensors among its fields."""
+
+    def cut_padding(self) -> Self:
+        """The same rows, as long as their longest text, for a model that masks padding."""
+        stop = longest_text(self.token_ids_BN)
+        by_position = {name: tensor for name, tensor in vars(self).items() if name.endswith("_BN")}
+        return replace(self, **{name: tensor[:, :stop] for name, tensor in by_position.items()})
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on `device`; copies from pinned memory do not block the host."""

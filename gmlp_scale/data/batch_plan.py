@@ -70,10 +70,11 @@ class EpochLoader:
 
     rows: have `num_rows` and `batch(row_indices)`, which gives these rows as a micro-batch for the model.
     lengths_R: if given, the rows of a step have about the same length.
+    cuts_padding: a micro-batch is as long as its longest row, for a model that masks padding.
     """
 
-    def __init__(self, rows: Any, plan: BatchPlan, lengths_R: np.ndarray | None = None):
-        self.rows, self.plan = rows, plan
+    def __init__(self, rows: Any, plan: BatchPlan, lengths_R: np.ndarray | None = None, *, cuts_padding: bool = False):
+        self.rows, self.plan, self.cuts_padding = rows, plan, cuts_padding
         self.wait_seconds = 0.0
         """Time spent on making batches so far; the loop waits for it."""
         self._lengths_R = lengths_R
@@ -90,6 +91,7 @@ class EpochLoader:
         for step in range(start_step, stop_step):
             started = time.perf_counter()
             batches = [self.rows.batch(row_indices) for row_indices in self.row_indices(step)]
+            batches = [batch.cut_padding() for batch in batches] if self.cuts_padding else batches
             self.wait_seconds += time.perf_counter() - started
             yield batches
 

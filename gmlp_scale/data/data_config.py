@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Tag, model_validator
 
-from gmlp_scale.data.batch import num_masked_positions
+from gmlp_scale.data.batch import PAD_ID, num_masked_positions
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.mixture import SourceConfig, changing_steps, with_names
 from gmlp_scale.data.shards import Manifest
@@ -99,20 +99,35 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 def load_manifests(config: DataConfig, sequence_length: int, vocab_size: int) -> list[Manifest]:
-    """The manifest of each source. Raises ShardError if one does not fit the recipe or the others."""
+    """The manifest of each source. Raises ShardError if one does not fit the recipe or the others, or our models."""
     manifests = [Manifest.load(source.shards) for source in config.sources]
     check_manifests(manifests, config, sequence_length, vocab_size)
+    check_masks(manifests, config)
+    if config.padded and (found := manifests[0].special.pad) != PAD_ID:
+        raise ShardError(
+            f"the shards at {config.sources[0].shards} are padded with id {found}, the models take id {PAD_ID} for "
+            "padding: write shards with --packing packed"
+        )
     return manifests
+
+
+def check_masks(manifests: Sequence[Manifest], config: DataConfig) -> None:
+    """Raises ShardError if the vocabulary has no mask token."""
+    if manifests[0].special.mask is None:
+        raise ShardError(
+            f"the vocabulary of the shards at {config.sources[0].shards} has no mask token, so nothing can be masked: "
+            "train a causal model on RowLoader's rows without masks, or write the shards with a tokenizer that has one"
+        )
 
 
 def check_manifests(manifests: Sequence[Manifest], config: DataConfig, sequence_length: int, vocab_size: int) -> None:
     """Raises ShardError if the manifest of a source does not fit the recipe or the others."""
     for source, manifest in zip(config.sources, manifests, strict=True):
         _check_fit(source.shards, manifest, config, sequence_length, vocab_size)
-        if manifest.tokenizer_sha256 != manifests[0].tokenizer_sha256:
+        if (manifest.tokenizer_sha256, manifest.special) != (manifests[0].tokenizer_sha256, manifests[0].special):
             raise ShardError(
                 f"the shards at {source.shards} were written with another tokenizer than those at "
-                f"{config.sources[0].shards}: write all sources of a mixture with one"
+                f"{config.sources[0].shards}: write all sources of a mixture with one, and with one end token"
             )
 
 

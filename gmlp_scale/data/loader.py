@@ -141,5 +141,6 @@ class Loader:
             seed=np.array([source.seed for source in sources], np.uint64)[addresses.source],
             num_masked=num_masked,
             vocab_size=self.sources[0].manifest.vocab_size,
+            special=self.sources[0].manifest.special,
         )
         return replace(batch, padded=self.config.padded)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gmlp_scale.data.batch import IGNORED, MASK_ID, NUM_SPECIAL_TOKENS, MaskedBatch
+from gmlp_scale.data.batch import IGNORED, OUR_SPECIAL_IDS, MaskedBatch, SpecialIds
 from gmlp_scale.data.hashing import hash64, mix64
 
 _MASKS = 3  # the first word of a mask's key; order.py begins its keys with 1 and 2
@@ -22,6 +22,7 @@ def mask_rows(
     seed: int | np.ndarray,
     num_masked: int,
     vocab_size: int,
+    special: SpecialIds = OUR_SPECIAL_IDS,
 ) -> MaskedBatch:
     """Choose `num_masked` positions of each row and mask them.
 
@@ -29,8 +30,8 @@ def mask_rows(
     and 10 % stay (Devlin et al. 2018, which the paper follows); all have labels. A row with fewer than `num_masked`
     ordinary tokens fills the other slots with positions of special tokens, unchanged and labelled IGNORED.
 
-    rows_BN: uint16 [B, N]. epochs_B, row_indices_B (in the whole split): integers [B]. seed: one for all rows,
-    or uint64 [B].
+    rows_BN: uint16 or uint32 [B, N]. epochs_B, row_indices_B (in the whole split): integers [B]. seed: one for all
+    rows, or uint64 [B].
     """
     num_rows, num_positions = rows_BN.shape
     token_ids_BN = np.empty((num_rows, num_positions), np.int64)
@@ -39,12 +40,12 @@ def mask_rows(
     for start in range(0, num_rows, _ROWS_AT_A_TIME):
         some = slice(start, start + _ROWS_AT_A_TIME)
         token_ids_BN[some] = rows_BN[some]
-        positions_BM[some] = chosen_BM = _choose_positions(rows_BN[some], row_keys_B[some], num_masked)
-        labels_BM[some] = _replace(token_ids_BN[some], chosen_BM, row_keys_B[some], vocab_size)
+        positions_BM[some] = chosen_BM = _choose_positions(rows_BN[some], row_keys_B[some], num_masked, special)
+        labels_BM[some] = _replace(token_ids_BN[some], chosen_BM, row_keys_B[some], vocab_size, special)
     return MaskedBatch(torch.from_numpy(token_ids_BN), torch.from_numpy(positions_BM), torch.from_numpy(labels_BM))
 
 
-def _choose_positions(rows_BN: np.ndarray, row_keys_B: np.ndarray, num_masked: int) -> np.ndarray:
+def _choose_positions(rows_BN: np.ndarray, row_keys_B: np.ndarray, num_masked: int, special: SpecialIds) -> np.ndarray:
     """The `num_masked` positions of each row with the smallest hashes, ascending, uint32 [B, M]; special tokens last.
 
     A key has a flag for special tokens in its top bit, a hash below it, and the position in its lowest bits, which
@@ -56,24 +57,29 @@ def _choose_positions(rows_BN: np.ndarray, row_keys_B: np.ndarray, num_masked: i
     keys_BN = _hash32(positions_N, row_keys_B[:, None])
     keys_BN &= ~(position_mask | _TOP_BIT)
     keys_BN |= positions_N
-    keys_BN[rows_BN < NUM_SPECIAL_TOKENS] |= _TOP_BIT
+    keys_BN[special.among(rows_BN)] |= _TOP_BIT
     smallest_BM = np.partition(keys_BN, num_masked - 1, axis=1)[:, :num_masked] & position_mask
     return np.sort(smallest_BM, axis=1)
 
 
-def _replace(token_ids_BN: np.ndarray, positions_BM: np.ndarray, row_keys_B: np.ndarray, vocab_size: int) -> np.ndarray:
+def _replace(
+    token_ids_BN: np.ndarray, positions_BM: np.ndarray, row_keys_B: np.ndarray, vocab_size: int, special: SpecialIds
+) -> np.ndarray:
     """Put masks and random tokens into `token_ids_BN` at the chosen positions, uint32 [B, M]; return the labels."""
     flat_positions_BM = positions_BM + np.arange(len(token_ids_BN))[:, None] * token_ids_BN.shape[1]
     labels_BM = token_ids_BN.reshape(-1)[flat_positions_BM]
     draws_BM = _hash32(positions_BM, mix64(row_keys_B)[:, None])
-    is_special_BM = labels_BM < NUM_SPECIAL_TOKENS
+    is_special_BM = special.among(labels_BM)
     draws_BM[is_special_BM] = _LAST_DRAW  # a draw that changes nothing
-    replaced_BM = np.where(draws_BM < _MASK_BELOW, MASK_ID, labels_BM)
+    replaced_BM = np.where(draws_BM < _MASK_BELOW, special.mask, labels_BM)
     # For a draw below _MASK_BELOW the unsigned difference is huge, so one comparison tests both ends of the range.
     is_random_BM = draws_BM - _MASK_BELOW < _RANDOM_DRAWS
     random_draws = (draws_BM[is_random_BM] - _MASK_BELOW).astype(np.int64)
-    num_ordinary_ids = vocab_size - NUM_SPECIAL_TOKENS
-    replaced_BM[is_random_BM] = NUM_SPECIAL_TOKENS + random_draws * num_ordinary_ids // int(_RANDOM_DRAWS)
+    num_ordinary_ids = vocab_size - sum(stop - first for first, stop in special.ranges)
+    ordinary = random_draws * num_ordinary_ids // int(_RANDOM_DRAWS)
+    for first, stop in special.ranges:
+        ordinary += (stop - first) * (ordinary >= first)
+    replaced_BM[is_random_BM] = ordinary
     token_ids_BN.reshape(-1)[flat_positions_BM] = replaced_BM
     labels_BM[is_special_BM] = IGNORED
     return labels_BM

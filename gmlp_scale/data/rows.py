@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gmlp_scale.data.batch import IGNORED, PAD_ID, SEP_ID
+from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.data.batch_plan import BatchPlan
-from gmlp_scale.data.data_config import DataConfig, check_manifests
+from gmlp_scale.data.data_config import DataConfig, check_manifests, check_masks
 from gmlp_scale.data.loader import Loader
 from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.mixture import mixture_mistakes
@@ -138,7 +138,10 @@ class RowLoader:
     ):
         plan = BatchPlan(rows.seed, rows.batch_sizes, micro_batch_size or 1, rank, world_size)
         masks = {} if masked_fraction is None else {"masked_fraction": masked_fraction}
+        if masks:
+            check_masks(rows.manifests, rows.config)
         self._loader, self._micro_batch_size = rows.opened(plan, **masks), micro_batch_size
+        self._special = rows.manifests[0].special
         self._is_masked, self._documents, self._stop = bool(masks), documents, num_steps or _ENDLESS
         self.step = 0
         """Steps of which all batches were given out."""
@@ -173,13 +176,13 @@ class RowLoader:
             labels = torch.full_like(input_ids, IGNORED).scatter_(1, masked.masked_positions_BM, masked.labels_BM)
         else:
             input_ids = torch.from_numpy(read_rows(loader.sources, addresses).astype(np.int64))
-            labels = input_ids.masked_fill(input_ids == PAD_ID, IGNORED)
+            labels = input_ids.masked_fill(self._special.is_filler(input_ids), IGNORED)
         batch = {"input_ids": input_ids, "labels": labels}
         if loader.config.padded:
-            batch["attention_mask"] = (input_ids != PAD_ID).long()
+            batch["attention_mask"] = (input_ids != self._special.pad).long()
         if self._documents:
             batch["is_start"] = is_start = torch.ones_like(input_ids, dtype=torch.bool)
-            is_start[:, 1:] = input_ids[:, :-1] == SEP_ID
+            is_start[:, 1:] = input_ids[:, :-1] == self._special.end
             places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
             batch["position_ids"] = places - torch.where(is_start, places, 0).cummax(dim=1).values
             if not self._is_masked:

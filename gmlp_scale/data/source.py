@@ -18,7 +18,7 @@ from gmlp_scale.data.data_config import DataConfig
 from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError, ShardFiles
 from gmlp_scale.data.mixture import source_seed
 from gmlp_scale.data.order import RowAddresses, RowOrder, first_rows, places_in_shards
-from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardRows
+from gmlp_scale.data.shards import Manifest, ShardRows
 from gmlp_scale.storage.growing_file import SharedLines
 
 log = logging.getLogger(__name__)
@@ -95,11 +95,12 @@ class OpenShards:
         files: ShardFiles,
         shards: Sequence[Shard],
         sequence_length: int,
+        row_dtype: np.dtype,
         *,
         num_open: int,
         skip_corrupt: SkipCorruptShards | None,
     ):
-        self.files, self._shards, self.sequence_length = files, shards, sequence_length
+        self.files, self._shards, self.sequence_length, self.row_dtype = files, shards, sequence_length, row_dtype
         self._num_open, self._skip_corrupt = num_open, skip_corrupt
         self._open: OrderedDict[int, Future[ShardRows]] = OrderedDict()  # the shard used last comes last
         self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
@@ -109,14 +110,14 @@ class OpenShards:
             log.info("%d shards are skipped, as recorded in %s", len(self._corrupt), skip_corrupt.record)
 
     def read(self, shards_B: np.ndarray, row_indices_B: np.ndarray) -> np.ndarray:
-        """The rows with these indices within the shards with these indices, uint16 [B, N].
+        """The rows with these indices within the shards with these indices, uint16 or uint32 [B, N].
 
         If corrupt shards are skipped, the next sound shard in the manifest's order takes a corrupt one's place: ranks
         need not talk to agree. Otherwise raises CorruptShardError.
         """
         wanted = np.unique(shards_B).tolist()
         self._start_opening(wanted)
-        rows_BN = np.empty((len(row_indices_B), self.sequence_length), ROW_DTYPE)
+        rows_BN = np.empty((len(row_indices_B), self.sequence_length), self.row_dtype)
         for index in wanted:
             places = np.flatnonzero(shards_B == index)
             shard, num_rows = self._sound_shard(index)
@@ -175,7 +176,7 @@ class OpenShards:
             self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
-        return self.files.opened(shard, lambda path: ShardRows(path, shard, self.sequence_length))
+        return self.files.opened(shard, lambda path: ShardRows(path, shard, self.sequence_length, self.row_dtype))
 
 
 class Source(OpenShards):
@@ -200,7 +201,8 @@ class Source(OpenShards):
         self._order = RowOrder.of_shards(shards, group_bytes=config.shuffle_group_bytes, seed=self.seed)
         files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
         num_open = 2 * self._order.shards_per_group + 8
-        super().__init__(files, shards, manifest.sequence_length, num_open=num_open, skip_corrupt=skip_corrupt)
+        length, dtype = manifest.sequence_length, manifest.row_dtype
+        super().__init__(files, shards, length, dtype, num_open=num_open, skip_corrupt=skip_corrupt)
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
         """Addresses of its rows at these positions, which count its own rows through all its epochs."""
@@ -218,7 +220,10 @@ class Source(OpenShards):
         self.open_ahead(self._order.shards_ahead(position, stop))
 
     def token_counts(self, num_rows: int) -> np.ndarray:
-        """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V]."""
+        """How often each id occurs in the first `num_rows` training rows (or in all, if there are fewer), int64 [V].
+
+        0 for special tokens.
+        """
         counts_V = np.zeros(self.manifest.vocab_size, np.int64)
         for index, shard in enumerate(self.manifest.splits.train):
             num_taken = min(num_rows, shard.rows)
@@ -227,6 +232,7 @@ class Source(OpenShards):
             num_rows -= num_taken
             if not num_rows:
                 break
+        counts_V[self.manifest.special.among(np.arange(len(counts_V)))] = 0
         return counts_V
 
 
@@ -235,7 +241,8 @@ class HeldoutRows(OpenShards):
 
     def __init__(self, source: Source):
         shards = source.manifest.splits.heldout
-        super().__init__(source.files, shards, source.sequence_length, num_open=1, skip_corrupt=None)
+        length, dtype = source.sequence_length, source.row_dtype
+        super().__init__(source.files, shards, length, dtype, num_open=1, skip_corrupt=None)
         self.seed = source_seed(_HELDOUT_SEED, source.place)
         self._first_rows = first_rows(shard.rows for shard in shards)
 
@@ -268,8 +275,8 @@ def locate_rows(sources: Sequence[RowSource], source_of_row: np.ndarray, positio
 
 
 def read_rows(sources: Sequence[RowSource], addresses: BatchAddresses) -> np.ndarray:
-    """The rows at these addresses, uint16 [P, N]."""
-    rows_PN = np.empty((len(addresses.source), sources[0].sequence_length), ROW_DTYPE)
+    """The rows at these addresses, uint16 or uint32 [P, N]."""
+    rows_PN = np.empty((len(addresses.source), sources[0].sequence_length), sources[0].row_dtype)
     for place in np.unique(addresses.source).tolist():
         own = addresses.source == place
         rows_PN[own] = sources[place].read(addresses.shard[own], addresses.row_index[own])

@@ -11,15 +11,16 @@ That is why a batch of texts can be encoded by its distinct words.
 import hashlib
 import io
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, PAD_ID, SPECIAL_TOKENS, UNK_ID
+from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS, OUR_SPECIAL_IDS, PAD_ID, SPECIAL_TOKENS, UNK_ID, SpecialIds
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.files import read_file, write_file
 
-MODEL_NAME = "tokenizer.model"
+MODEL_NAME, JSON_NAME = "tokenizer.model", "tokenizer.json"
 NUM_BYTE_TOKENS = 256
 """The ids after the special tokens are single bytes; they encode characters that no piece holds."""
 
@@ -28,8 +29,17 @@ _WORDS_AT_A_TIME = 1024  # few enough for exact sums of scores, see _with_rounde
 _MAX_SENTENCE_CHARACTERS = 1000  # 4000 bytes at most; the trainer drops sentences of more than 4192
 
 
+class ForeignTokenizerError(InputError):
+    """A tokenizer.model that data_prep/train_tokenizer.py did not write."""
+
+
 class Tokenizer:
     """The tokenizer in a folder, a path or a URL. FileNotFoundError or InputError if it holds none that we trained."""
+
+    files = (MODEL_NAME,)
+    """What a copy of it needs."""
+    unknown_ids = (UNK_ID,)
+    byte_ids = range(NUM_SPECIAL_TOKENS, NUM_SPECIAL_TOKENS + NUM_BYTE_TOKENS)
 
     def __init__(self, folder: str | Path):
         import sentencepiece  # which a dry run does without
@@ -38,9 +48,11 @@ class Tokenizer:
         try:
             model = read_file(path)
         except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"no tokenizer at {folder}: {path} does not exist; data_prep/train_tokenizer.py writes it"
-            ) from error
+            found = f"{path} does not exist; data_prep/train_tokenizer.py writes it"
+            with suppress(FileNotFoundError):
+                read_file(f"{folder}/{JSON_NAME}")
+                found += f". {folder} holds {JSON_NAME} alone, which rows can be written with, but this needs more"
+            raise FileNotFoundError(f"no tokenizer at {folder}: {found}") from error
         except NotADirectoryError as error:
             raise InputError(f"{folder} is a file: give the tokenizer's folder, which holds {MODEL_NAME}") from error
         self.sha256 = hashlib.sha256(model).hexdigest()
@@ -54,20 +66,28 @@ class Tokenizer:
         if tuple(names[:bytes_begin]) != SPECIAL_TOKENS or not all(
             map(self._model.is_byte, range(bytes_begin, bytes_end))
         ):
-            raise InputError(
+            raise ForeignTokenizerError(
                 f"{path} has other special tokens or no byte fallback; train one with data_prep/train_tokenizer.py"
             )
         self.pieces = [piece.replace(_SPACE_MARK, " ").encode() for piece in names]
         """The bytes of each token, by id. A special token has those of its name."""
         self.pieces[bytes_begin:bytes_end] = [bytes([number]) for number in range(NUM_BYTE_TOKENS)]
         if any(b" " in content[1:] for content in self.pieces):
-            raise InputError(f"{path} has pieces of several words; train one with data_prep/train_tokenizer.py")
+            raise ForeignTokenizerError(
+                f"{path} has pieces of several words; train one with data_prep/train_tokenizer.py"
+            )
         self._begins_word = np.array([content.startswith(b" ") for content in self.pieces])
         self._num_bytes_of_id = np.array([len(content) for content in self.pieces])
         self._space_mark_ids = np.frombuffer(_SPACE_MARK.encode(), np.uint8).astype(np.int32) + bytes_begin
         probe = f"  a\t{_SPACE_MARK}\r\n\N{FULLWIDTH LATIN CAPITAL LETTER A}e\N{COMBINING ACUTE ACCENT}<mask> "
         if self.decode(self.encode(probe)) != probe:
-            raise InputError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
+            raise ForeignTokenizerError(f"{path} alters text; train one with data_prep/train_tokenizer.py")
+
+    def special_ids(self, end_token: str | None = None) -> SpecialIds:
+        """InputError if an end token is asked for, since it has one."""
+        if end_token is not None:
+            raise InputError(f"--end-token is {end_token}; a tokenizer of train_tokenizer.py ends documents with <sep>")
+        return OUR_SPECIAL_IDS
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text's tokens. InputError if the text holds a lone surrogate, which is no character."""
@@ -83,7 +103,7 @@ class Tokenizer:
         try:
             words_of_texts = pyarrow.compute.split_pattern(pyarrow.array(texts, pyarrow.large_string()), " ")
         except UnicodeEncodeError:
-            _check_characters(texts)
+            check_characters(texts)
             raise
         ends_of_texts = words_of_texts.offsets.to_numpy()
         places_of_first_words, words = ends_of_texts[:-1], words_of_texts.values
@@ -134,7 +154,7 @@ class Tokenizer:
         try:
             encoded = self._model.encode(texts, return_type="numpy", num_threads=1)
         except (RuntimeError, TypeError) as error:
-            _check_characters(texts)
+            check_characters(texts)
             raise AssertionError(error) from error
         for number, text in enumerate(texts):
             if _SPACE_MARK in text:
@@ -207,7 +227,7 @@ def _training_lines(text: str) -> Iterable[str]:
             yield line[start : start + _MAX_SENTENCE_CHARACTERS]
 
 
-def _check_characters(texts: Iterable[str]) -> None:
+def check_characters(texts: Iterable[str]) -> None:
     """Raises InputError if a text cannot be encoded."""
     for text in texts:
         try:

@@ -1,11 +1,13 @@
 """Engines: how a model is spread over the ranks, differentiated and updated.
 
 `single` is the reference; `zero` (DeepSpeed, stages 1 to 3) and `fsdp2` give its losses and gradient norms.
-An engine knows a model by `.blocks`, `.encode`, `.set_recompute`, `forward(batch) -> loss` and `predict(batch)` alone.
+An engine knows a model by `.blocks`, `.groups`, `.encode`, `.set_recompute`, `.group_blocks`, `forward(batch) -> loss`
+and `predict(batch)` alone.
 
 Beside its fields, an engine's config has
     needs_process_group    whether it needs one even for a single process
     supports_cuda_graphs   whether train.compile may be reduce-overhead
+    blocks_per_group       how many blocks run as one module
     mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
 """
 
@@ -110,7 +112,7 @@ def build_engine(
     assert train.precision != "auto"
     if train.recheck_every_steps and world.device.type == "cuda":
         compute_repeatably()
-    set_up_blocks(model, train, world.device)
+    set_up_blocks(model, train, world.device, engine.blocks_per_group)
     # An engine shards, which replaces the parameters, and then builds its optimizer over those that each rank updates.
     match engine:
         case SingleConfig():

@@ -12,24 +12,43 @@ COMPILE_OPTIONS_ON_CPU = {"realize_opcount_threshold": 8}
 """Inductor stores a result of more operations than this, and computes a smaller one again at each use. With its default
 it computes GELU and its derivative twice in a LayerNorm's backward pass (docs/LOG.md has the times)."""
 
+GRAPHS_OF_BLOCKS = 32
+"""dynamo's limit, which is 8, is of all blocks together, and beyond it a block runs uncompiled without an error. A
+family with three kinds of block needs 12: each kind to train and to evaluate, for rows of one length and of any."""
 
-def set_up_blocks(model: nn.Module, train: TrainConfig, device: torch.device) -> None:
-    """Applies train.recompute and train.compile to the blocks, in place."""
+BLOCKS_PER_GROUP = 8
+"""What a compiled module costs the host it then costs once for these blocks."""
+
+
+def set_up_blocks(model: nn.Module, train: TrainConfig, device: torch.device, blocks_per_group: int) -> None:
+    """Applies train.recompute, groups and train.compile to the blocks, and the latter to the loss, in place."""
     compile = train.compile
     if compile == "reduce-overhead" and device.type == "cpu":
         raise InputError("train.compile is reduce-overhead, but there is no GPU here: set it to true or false")
     # Recompute comes first, inside the blocks, so that the compiler sees what to keep.
     model.set_recompute(train.recompute)
-    # A whole model takes twice as long to compile as each block alone, and gains nothing more.
+    if blocks_per_group > 1:
+        model.group_blocks(blocks_per_group)
     if compile:
-        for block in model.blocks:
-            block.compile(
+        torch._dynamo.config.recompile_limit = GRAPHS_OF_BLOCKS
+        for module in compiled_modules(model, device):
+            module.compile(
                 mode="reduce-overhead" if compile == "reduce-overhead" else None,
                 options=COMPILE_OPTIONS_ON_CPU if device.type == "cpu" else None,
             )
+    if compile and device.type != "cpu" and hasattr(model, "row_losses"):  # a CPU gains nothing by it
+        model.row_losses = torch.compile(model.row_losses)
     if compile == "reduce-overhead":
-        # Each block is a graph of its own; their results live on until the next pass through the model begins.
+        # Each group is a graph of its own; their results live on until the next pass through the model begins.
         model.encode = _marking_step_begin(model.encode)
+
+
+def compiled_modules(model: nn.Module, device: torch.device) -> nn.ModuleList:
+    """The modules that are a graph each: groups on a GPU, which else waits for its host (docs/many-nodes.md).
+
+    On a CPU they are blocks. One graph serves all of them, and is compiled in a quarter of a group's time.
+    """
+    return model.groups if device.type == "cuda" and model.groups else model.blocks
 
 
 def compute_repeatably() -> None:

@@ -4,6 +4,7 @@ torch.distributed.fsdp is slow to import, so only building an engine imports it.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.adamw import decayed_names
+from gmlp_scale.engine.computing import BLOCKS_PER_GROUP
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.gradients import differentiated, global_norm
 from gmlp_scale.engine.masters import Masters, Piece, ReadSlice
@@ -27,8 +29,9 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     """PyTorch's fully_shard."""
     timeout_seconds: Timeout = 600
     """How long a collective waits for the other ranks before the run fails. [seconds]"""
-    blocks_per_group: Count = 8
-    """How many blocks to gather together. One block alone is so small that latency would decide. [blocks]"""
+    blocks_per_group: Count = BLOCKS_PER_GROUP
+    """How many blocks to gather together, and on a GPU to compile together. One block alone is so small that latency
+    would decide. [blocks]"""
     reshard_after_forward: bool = False
     """True frees a group's gathered parameters after its forward pass and gathers them again for the backward pass
     (ZeRO-3). False shards only gradients, masters and moments between steps (ZeRO-2)."""
@@ -56,8 +59,7 @@ class Fsdp2Engine:
             model.to(world.device)
         self.vectors = Vectors(float32_vectors(model, train.precision), world)
         self.module = _shard(model, self.vectors, config, world, train.precision)
-        # The first module of each group stands for it. torch's setters would walk through every module of the model.
-        self.groups = [*model.blocks[:: config.blocks_per_group], self.module]
+        self.groups = [*(model.groups or model.blocks), self.module]  # what is gathered together
         masters = {}
         self.shards: list[tuple[nn.Parameter, nn.Parameter]] = []  # the module's parameters and their masters
         for name, parameter in self.module.named_parameters():
@@ -138,16 +140,14 @@ def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "reshard_after_forward": config.reshard_after_forward,
-        "ignored_params": set(vectors.parameters.values()),
-    }
-    blocks = list(model.blocks)
-    for start in range(0, len(blocks), config.blocks_per_group):
-        fully_shard(blocks[start : start + config.blocks_per_group], **options)
-    fully_shard(model, **options)  # the rest: embeddings, the last LayerNorm, the head
+    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": config.reshard_after_forward}
+    groups, ignored = model.groups or model.blocks, set(vectors.parameters.values())
+    for group in groups:
+        fully_shard(group, ignored_params=ignored, **options)
+    # The rest: embeddings, the last LayerNorm, the head. It would find the blocks again, outside their groups.
+    fully_shard(model, ignored_params=ignored | set(model.blocks.parameters()), **options)
+    for module, following in pairwise([model, *groups]):  # the host may be late, the gathers need not be
+        module.set_modules_to_forward_prefetch([following])
     register_fsdp_forward_method(model, "predict")
     return model
 

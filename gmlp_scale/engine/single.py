@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.adamw import decayed_names
+from gmlp_scale.engine.computing import BLOCKS_PER_GROUP
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.gradients import differentiated, global_norm
 from gmlp_scale.engine.masters import Masters, Piece, ReadSlice
@@ -30,6 +31,7 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
 
     needs_process_group: ClassVar[bool] = False
     supports_cuda_graphs: ClassVar[bool] = True
+    blocks_per_group: ClassVar[int] = BLOCKS_PER_GROUP
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
         """None: this engine can do all that a `train` section asks for."""

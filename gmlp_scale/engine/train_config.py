@@ -43,8 +43,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     bf16 on a GPU that has it, and on a CPU that trains a block of the model faster in it; decided when the run starts,
     and kept by its checkpoints."""
     compile: FreeOnResume[Literal[True, False, "reduce-overhead"]] = True
-    """torch.compile for each block. reduce-overhead also replays CUDA graphs, which pays where a rank has so few tokens
-    that its GPU waits for the host to start kernels."""
+    """torch.compile for each block, on a GPU for each group of them. reduce-overhead also replays CUDA graphs, which
+    pays where a rank has so few tokens that its GPU waits for the host to start kernels."""
     recompute: FreeOnResume[Literal["none", "selective", "full"]] = "none"
     """What the backward pass computes again to save memory. selective: all but the results of matrix products; full:
     the whole block from its input."""
@@ -66,8 +66,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     profile_steps: FreeOnResume[tuple[Count, Count] | None] = None
     """The first and the last step to profile, counted from 1: what rank 0 does in them goes into the run's folder
     profile, as a Chrome trace and, on a GPU, a memory snapshot. [steps]"""
-    tracker: FreeOnResume[Literal["wandb"] | None] = None
-    """Weights & Biases beside TensorBoard. WANDB_MODE=offline keeps it on the disk."""
+    tracker: FreeOnResume[Literal["wandb", "trackio"] | None] = None
+    """Weights & Biases (WANDB_MODE=offline keeps it on the disk), or trackio, beside TensorBoard."""
     log_filters: FreeOnResume[bool] = False
     """Draw the spatial filters of a gMLP into TensorBoard at every evaluation. Gathers all weights on rank 0."""
     peak_tflops_per_device: FreeOnResume[Positive | None] = None

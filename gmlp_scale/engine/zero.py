@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.adamw import MOMENTS, Adamw, decayed_names
+from gmlp_scale.engine.computing import BLOCKS_PER_GROUP
 from gmlp_scale.engine.float32_vectors import Vectors, float32_vectors
 from gmlp_scale.engine.gradients import clip_divisor, differentiated
 from gmlp_scale.engine.masters import MOMENTUM, Masters, Piece, ReadSlice, load, model_key, moment_key
@@ -35,6 +36,11 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
 
     needs_process_group: ClassVar[bool] = True
     supports_cuda_graphs: ClassVar[bool] = True
+
+    @property
+    def blocks_per_group(self) -> int:
+        """Stage 3 has no groups: DeepSpeed would put its hooks on a block twice, as it finds the block twice."""
+        return 1 if self.stage == 3 else BLOCKS_PER_GROUP
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
         """What stage 3 cannot do of a `train` section."""
@@ -147,7 +153,7 @@ class ZeroEngine:
                 yield name, vector.detach().cpu()
 
     def close(self) -> None:
-        self.module.destroy()
+        self.sharded.close()
 
     def _pieces(self) -> Iterator[tuple[str, Piece]]:
         """This rank's elements of what DeepSpeed shards: masters, AdamW's moments, Muon's momenta."""

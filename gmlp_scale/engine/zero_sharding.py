@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gmlp_scale.distributed.world import World
@@ -43,6 +44,7 @@ class ShardedModel:
         self.stage, self.world = settings["zero_optimization"]["stage"], world
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         group_of = {parameter: index for index, group in enumerate(adamw.param_groups) for parameter in group["params"]}
+        self._linear = F.linear
         self.module = _initialize(model, adamw, settings)
         self.module.seq_data_parallel_group.set_timeout(timedelta(seconds=timeout_seconds))
         self.parameters = dict(self.module.module.named_parameters())
@@ -54,6 +56,12 @@ class ShardedModel:
         else:
             self.flats = [flat for group in self.adamw.param_groups for flat in group["params"]]
         self.places = {name: self._place(parameter, group_of) for name, parameter in self.parameters.items()}
+
+    def close(self) -> None:
+        """Ends DeepSpeed's engine and gives the process torch's own F.linear back, which stage 3 replaces for every
+        model."""
+        self.module.destroy()
+        F.linear = self._linear
 
     def norm(self) -> Tensor:
         """The global norm of its gradients. It is infinite where DeepSpeed gives -1, its mark of one that is not

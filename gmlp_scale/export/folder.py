@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gmlp_scale.checkpoint.format import difference
+from gmlp_scale.checkpoint.modernbert import to_modernbert
 from gmlp_scale.checkpoint.trained import (
     CHECKSUMS_NAME,
     CLASS_OF_HEAD,
@@ -110,6 +111,22 @@ def write_export(
         write_tokenizer(unfinished, tokenizer, longest)
         write_sentence_files(unfinished, model.d_model, longest)
         (unfinished / MODEL_NAME).write_bytes(read_file(f"{trained.tokenizer_folder}/{MODEL_NAME}"))
+
+
+def write_modernbert(trained: TrainedModel, folder: Path) -> None:
+    """Writes a pretrained modern_transformer as a folder that transformers reads without code of ours.
+
+    config.json comes last. Raises InputError if `folder` is not empty, or the model is none that ModernBERT can be.
+    """
+    tokenizer = trained.tokenizer()
+    config, tensors = to_modernbert(trained.config, trained.weights, tokenizer)
+    check_is_free(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    write_tokenizer(folder, tokenizer, trained.config.sequence_length)
+    (folder / MODEL_NAME).write_bytes(read_file(f"{trained.tokenizer_folder}/{MODEL_NAME}"))
+    config |= {"details": without_local_places(trained.details)}
+    (folder / "config.json").write_text(json_text(config), encoding="utf-8")
 
 
 def transformers_config(trained: TrainedModel, **fields: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     precision: Literal["auto", "float32", "bf16"] = "bf16"
     """bf16: parameters and products in bfloat16 with a float32 master. auto: as in pretraining, once for a sweep."""
     compile: FreeOnResume[bool] = False
-    """torch.compile for each block."""
+    """torch.compile for each block, on a GPU for each group of them."""
     recompute: FreeOnResume[Recompute] = "none"
     """What the backward pass computes again to save memory, as in pretraining."""
     recheck_every_steps: FreeOnResume[Count | None] = None
@@ -75,7 +75,7 @@ class FinetuneTrainConfig(BaseModel, frozen=True, extra="forbid"):
     """How often the development set is evaluated; null: once per epoch. The end always is. [steps]"""
     profile_steps: FreeOnResume[tuple[Count, Count] | None] = None
     """The first and the last step to profile, as in pretraining. [steps]"""
-    tracker: FreeOnResume[Literal["wandb"] | None] = None
+    tracker: FreeOnResume[Literal["wandb", "trackio"] | None] = None
     """Weights & Biases beside TensorBoard."""
     peak_tflops_per_device: FreeOnResume[Positive | None] = None
     """Data-sheet peak that perf/mfu divides by. null looks the device up. [TFLOP/s]"""

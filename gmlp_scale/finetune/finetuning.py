@@ -86,8 +86,6 @@ def read_inputs(run: FinetuneConfig) -> Inputs:
         )
         for part in ("train", *run.parts)
     }
-    for of_part in rows.values():
-        of_part.cuts_padding = pretrained.config.masks_padding
     for part in run.parts:
         same_file = run.data.source(part) == run.data.train and Path(run.data.train).is_file()
         if same_file or rows[part].fingerprint == rows["train"].fingerprint:
@@ -128,8 +126,8 @@ class Finetuning(Task):
         self.train: TrainConfig = config.train_config(self.num_rows)
         self.optimizer: AdamwConfig = config.optimizer_config(self.num_rows)
         self.lengths_R = (inputs.rows["train"].token_ids_RN != PAD_ID).sum(1)
-        is_cut = inputs.rows["train"].cuts_padding
-        self.mean_length = round(self.lengths_R.mean()) if is_cut else config.data.sequence_length
+        self.cuts_padding = inputs.pretrained.config.masks_padding
+        self.mean_length = round(self.lengths_R.mean()) if self.cuts_padding else config.data.sequence_length
         """What a row costs: its text, or the padding too. [tokens]"""
         self.tokens_per_step = self.train.batch_sizes.map(lambda rows: rows * self.mean_length)
         self.content: dict | None = None
@@ -148,8 +146,8 @@ class Finetuning(Task):
     def open_loader(self, world: World) -> EpochLoader:
         self.fingerprint = self.inputs.fingerprint
         rows, plan = self.inputs.rows["train"], self.config.batch_plan(rank=world.rank, world_size=world.size)
-        by_length = self.config.train.like_lengths and rows.cuts_padding
-        return EpochLoader(rows, plan, self.lengths_R if by_length else None)
+        by_length = self.config.train.like_lengths and self.cuts_padding
+        return EpochLoader(rows, plan, self.lengths_R if by_length else None, cuts_padding=self.cuts_padding)
 
     def build_model(self) -> Backbone:
         head, dropout = self.config.task_row.head, self.config.dropout
@@ -204,7 +202,10 @@ class Finetuning(Task):
     def _predict(self, parts: list[str], engine: Engine, world: World) -> dict[str, np.ndarray]:
         """The summaries of these parts."""
         plan = self.config.batch_plan(rank=world.rank, world_size=world.size)
-        return {part: summarize_all(self.inputs.rows[part], engine.predict, world, plan) for part in parts}
+        return {
+            part: summarize_all(self.inputs.rows[part], engine.predict, world, plan, cuts_padding=self.cuts_padding)
+            for part in parts
+        }
 
     def _scores(self, summaries: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
         """The scores of each part that has labels."""

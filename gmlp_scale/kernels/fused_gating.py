@@ -4,11 +4,12 @@ Exports carry this file along without the kernels, so it imports nothing of them
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 def fused_gating(
-    expanded_BNF: Tensor,
+    expand: nn.Module,
     y_BND: Tensor,
     is_token_BN: Tensor | None,
     gating: nn.Module,
@@ -18,8 +19,8 @@ def fused_gating(
     """The output_BNG of a block's gating and tiny attention, or None where plain PyTorch is to compute it.
 
     Args:
-        expanded_BNF: the expanded activations before GELU.
-        y_BND: the block's normalised input, which the attention reads.
+        expand: what makes the expanded activations before GELU from y.
+        y_BND: the block's normalised input, which the attention reads too.
         is_token_BN: where no position reads another that is no token; None if all are tokens.
         gating: a SpatialGatingUnit that multiplies two halves.
         kernels: "torch" gives None, "triton" is always fused, "auto" is fused in bfloat16 on a CUDA device.
@@ -27,9 +28,15 @@ def fused_gating(
     Raises:
         InputError: kernels is "triton" and they cannot run on this device or in this dtype.
     """
-    is_their_case = expanded_BNF.is_cuda and expanded_BNF.dtype == torch.bfloat16
-    if kernels == "torch" or (kernels == "auto" and not is_their_case):
-        return None
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else y_BND.dtype
+    is_their_case = y_BND.is_cuda and dtype == torch.bfloat16
+    if kernels == "torch" or gating.offsets is not None or (kernels == "auto" and not is_their_case):
+        return None  # the kernels take one W for all rows
+    if type(expand) is nn.Linear:  # and no adapter: the kernels sum its bias's gradient on their way
+        expand_bias_F = expand.bias
+        expanded_BNF = F.linear(y_BND, expand.weight, expand_bias_F.detach())
+    else:
+        expand_bias_F, expanded_BNF = None, expand(y_BND)
     weight, bias_N = gating.central_part(y_BND.shape[1])
     context_BNK = out_weight_GK = out_bias_G = None
     if attention is not None:
@@ -37,6 +44,6 @@ def fused_gating(
         out_weight_GK, out_bias_G = attention.out.weight, attention.out.bias
     output_BNG, *_ = torch.ops.gmlp_scale.spatial_gating_unit.default(
         expanded_BNF, gating.norm.weight, gating.norm.bias, weight, bias_N,
-        context_BNK, out_weight_GK, out_bias_G, is_token_BN, gating.norm.eps, torch.is_grad_enabled(),
+        context_BNK, out_weight_GK, out_bias_G, expand_bias_F, is_token_BN, gating.norm.eps, torch.is_grad_enabled(),
     )  # fmt: skip
     return output_BNG

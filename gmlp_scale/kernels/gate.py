@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gmlp_scale.kernels.layer_norm import full_width, gelu, gelu_slope
+from gmlp_scale.kernels.layer_norm import backward_launch, gelu_and_slope
 
 BFLOAT16_TILES = [
     {
@@ -78,16 +78,17 @@ def _scratch_memory(num_bytes: int, alignment: int, stream: int | None) -> Tenso
 
 
 def apply_gate_backward(
-    grad_output_BNG: Tensor, z_BNF: Tensor, gate_BNG: Tensor, grad_z_BNF: Tensor
+    grad_output_BNG: Tensor, z_BNF: Tensor, gate_BNG: Tensor, grad_z_BNF: Tensor, grads_P4G: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fills the first half of grad_z. Returns the gradients of S, and of b for each sequence in float32."""
+    """Fills the first half of grad_z, and in grads_P4G the sums over it. Returns the gradients of S, and of b for each
+    sequence in float32."""
     grad_gate_BNG = torch.empty_like(gate_BNG)
     grad_bias_BN = gate_BNG.new_empty(gate_BNG.shape[:2], dtype=torch.float32)
     num_tokens, d_gate = grad_bias_BN.numel(), gate_BNG.shape[-1]
-    launch = full_width(d_gate)
-    _spatial_gate_backward_kernel[(ceil(num_tokens / launch["BLOCK_T"]),)](
-        grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF, grad_gate_BNG, grad_bias_BN, num_tokens, d_gate, **launch
-    )
+    _spatial_gate_backward_kernel[(len(grads_P4G),)](
+        grad_output_BNG, z_BNF, gate_BNG, grad_z_BNF, grad_gate_BNG, grad_bias_BN, grads_P4G,
+        num_tokens, d_gate, **backward_launch(num_tokens, d_gate, z_BNF.device)[1],
+    )  # fmt: skip
     return grad_gate_BNG, grad_bias_BN
 
 
@@ -161,7 +162,8 @@ def _spatial_gate_kernel(
     u_NG = _matrix(z_BNF + first_token * (2 * g), n, g, 2 * g, BLOCK_N, BLOCK_G, USES_TMA)
     u = _load(u_NG, row, column, n, g, 2 * g, BLOCK_N, BLOCK_G, USES_TMA).to(tl.float32)
     output_NG = _matrix(output_BNG + first_token * g, n, g, g, BLOCK_N, BLOCK_G, USES_TMA)
-    _store(output_NG, gelu(u) * gate, row, column, n, g, BLOCK_N, BLOCK_G, USES_TMA)
+    hidden, _ = gelu_and_slope(u)
+    _store(output_NG, hidden * gate, row, column, n, g, BLOCK_N, BLOCK_G, USES_TMA)
 
 
 _tuned_spatial_gate_kernel = triton.autotune(
@@ -178,17 +180,30 @@ _tuned_spatial_gate_kernel = triton.autotune(
 
 @triton.jit
 def _spatial_gate_backward_kernel(
-    grad_output_TG, z_TF, gate_TG, grad_z_TF, grad_gate_TG, grad_bias_T,
-    num_tokens, d_gate, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    grad_output_TG, z_TF, gate_TG, grad_z_TF, grad_gate_TG, grad_bias_T, grads_P4G, num_tokens, d_gate, blocks_per_part,
+    BLOCK_T: tl.constexpr, CHUNK_G: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    channel = tl.arange(0, BLOCK_G)[None, :]
-    inside = (token < num_tokens)[:, None] & (channel < d_gate)
-    place, place_in_z = token[:, None] * d_gate + channel, 2 * token[:, None] * d_gate + channel
-    grad_output = tl.load(grad_output_TG + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_TG + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(z_TF + place_in_z, mask=inside, other=0.0).to(tl.float32)
-    grad_gate = grad_output * gelu(u)
-    tl.store(grad_gate_TG + place, grad_gate, mask=inside)
-    tl.store(grad_z_TF + place_in_z, grad_output * gate * gelu_slope(u), mask=inside)
-    tl.store(grad_bias_T + token, tl.sum(grad_gate, axis=1), mask=token < num_tokens)
+    part = tl.program_id(0).to(tl.int64)
+    zeros = tl.zeros((BLOCK_T, CHUNK_G), tl.float32)
+    sums = (zeros,) * NUM_CHUNKS
+    for block in tl.range(blocks_per_part, num_stages=NUM_STAGES):  # loads the next tokens early
+        token = (part * blocks_per_part + block) * BLOCK_T + tl.arange(0, BLOCK_T)
+        new_sums, grad_bias = (), zeros
+        for index in tl.static_range(NUM_CHUNKS):
+            channel = index * CHUNK_G + tl.arange(0, CHUNK_G)[None, :]
+            inside = (token < num_tokens)[:, None] & (channel < d_gate)
+            place, place_in_z = token[:, None] * d_gate + channel, 2 * token[:, None] * d_gate + channel
+            grad_output = tl.load(grad_output_TG + place, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(gate_TG + place, mask=inside, other=0.0).to(tl.float32)
+            u = tl.load(z_TF + place_in_z, mask=inside, other=0.0).to(tl.float32)
+            hidden, slope = gelu_and_slope(u)
+            grad_gate, grad_u = grad_output * hidden, grad_output * gate * slope
+            tl.store(grad_gate_TG + place, grad_gate, mask=inside)
+            tl.store(grad_z_TF + place_in_z, grad_u, mask=inside)
+            grad_bias += grad_gate
+            new_sums += (sums[index] + grad_u,)
+        sums = new_sums
+        tl.store(grad_bias_T + token, tl.sum(grad_bias, axis=1), mask=token < num_tokens)
+    for index in tl.static_range(NUM_CHUNKS):
+        channel = index * CHUNK_G + tl.arange(0, CHUNK_G)
+        tl.store(grads_P4G + 4 * part * d_gate + channel, tl.sum(sums[index], axis=0), mask=channel < d_gate)

@@ -41,6 +41,7 @@ def spatial_gating_unit(
     context_BNK: Tensor | None,
     out_weight_GK: Tensor | None,
     out_bias_G: Tensor | None,
+    expand_bias_F: Tensor | None,
     is_token_BN: Tensor | None,
     eps: float,
     keeps_gate: bool,
@@ -52,6 +53,8 @@ def spatial_gating_unit(
         gain_G, norm_bias_G, eps: the LayerNorm's. These and all other tensors may have another dtype than z.
         weight: the 2N - 1 offsets of a Toeplitz W, or W itself.
         context_BNK, out_weight_GK, out_bias_G: the tiny attention's; all three or none.
+        expand_bias_F: what z holds already, detached. Its gradient, z's summed, costs the kernels nothing; autograd
+            would read z's gradient again. None if autograd is to do so.
         is_token_BN: bool; W reads 0 where it is False. None if it is True everywhere.
         keeps_gate: False if no backward pass follows; S is then empty.
 
@@ -75,7 +78,7 @@ def spatial_gating_unit(
     if _is_rounded_late(z_BNF):
         tensors = (z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G)
         tensors = (_in_dtype(tensor, torch.float32) for tensor in tensors)
-        outputs = spatial_gating_unit(*tensors, is_token_BN, eps, keeps_gate)
+        outputs = spatial_gating_unit(*tensors, None, is_token_BN, eps, keeps_gate)
         return tuple(output.to(z_BNF.dtype) for output in outputs[:3]) + outputs[3:]
     z_BNF = z_BNF.contiguous()
     v_BNG, mean_BN, rstd_BN = layer_norm_of_gelu(z_BNF, gain_G, norm_bias_G, eps)
@@ -100,10 +103,10 @@ def spatial_gating_unit_backward(
     rstd_BN: Tensor,
     is_token_BN: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of z and S in z's dtype, and in float32 those of the LayerNorm (gain above bias), weight
-    and b."""
+    """Returns the gradients of z and S in z's dtype, and in float32 [4, G] (those of expand_bias in two halves, of the
+    LayerNorm's gain and bias), that of weight and that of b."""
     from gmlp_scale.kernels.gate import apply_gate_backward
-    from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu_backward
+    from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu_backward, new_partial_sums
     from gmlp_scale.kernels.spatial_weight import spatial_matrix, spatial_weight_gradient
 
     if _is_rounded_late(z_BNF):
@@ -112,18 +115,24 @@ def spatial_gating_unit_backward(
         return tuple(grad.to(z_BNF.dtype) for grad in grads[:2]) + grads[2:]
     z_BNF = z_BNF.contiguous()
     grad_z_BNF = torch.empty_like(z_BNF)
-    grad_gate_BNG, grad_bias_BN = apply_gate_backward(grad_output_BNG.contiguous(), z_BNF, gate_BNG, grad_z_BNF)
+    grads_P4G = new_partial_sums(z_BNF)
+    grad_gate_BNG, grad_bias_BN = apply_gate_backward(
+        grad_output_BNG.contiguous(), z_BNF, gate_BNG, grad_z_BNF, grads_P4G
+    )
     weight_NN = spatial_matrix(weight, z_BNF.dtype)
     grad_v_BNG = torch.bmm(weight_NN.T.expand(len(z_BNF), *weight_NN.shape), grad_gate_BNG)
     if is_token_BN is not None:
         grad_v_BNG *= is_token_BN[:, :, None]
-    grad_norm_2G = layer_norm_of_gelu_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF)
+    layer_norm_of_gelu_backward(grad_v_BNG, z_BNF, mean_BN, rstd_BN, gain_G, grad_z_BNF, grads_P4G)
     grad_weight = spatial_weight_gradient(grad_gate_BNG, v_BNG, like=weight)
-    return grad_z_BNF, grad_gate_BNG, grad_norm_2G, grad_weight, grad_bias_BN.sum(0)
+    return grad_z_BNF, grad_gate_BNG, grads_P4G.sum(0), grad_weight, grad_bias_BN.sum(0)
 
 
 @torch.library.register_fake("gmlp_scale::spatial_gating_unit", lib=_LIBRARY)
-def _(z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G, is_token_BN, eps, keeps_gate):
+def _(
+    z_BNF, gain_G, norm_bias_G, weight, bias_N, context_BNK, out_weight_GK, out_bias_G, expand_bias_F, is_token_BN, eps,
+    keeps_gate,
+):  # fmt: skip
     output_BNG = z_BNF.new_empty(*z_BNF.shape[:2], z_BNF.shape[2] // 2)
     mean_BN = z_BNF.new_empty(z_BNF.shape[:2], dtype=torch.float32)
     gate_BNG = torch.empty_like(output_BNG) if keeps_gate else output_BNG.new_empty(0)
@@ -135,7 +144,7 @@ def _(grad_output_BNG, z_BNF, gain_G, weight, gate_BNG, v_BNG, mean_BN, rstd_BN,
     return (
         z_BNF.new_empty(z_BNF.shape),
         torch.empty_like(gate_BNG),
-        mean_BN.new_empty(2, len(gain_G)),
+        mean_BN.new_empty(4, len(gain_G)),
         mean_BN.new_empty(weight.shape),
         mean_BN.new_empty(mean_BN.shape[1]),
     )
@@ -148,8 +157,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             outputs = spatial_gating_unit(*inputs)
-        z_BNF, gain_G, _, weight, _, context_BNK, out_weight_GK, _, is_token_BN, *_ = inputs
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:8]]
+        z_BNF, gain_G, _, weight, _, context_BNK, out_weight_GK, _, _, is_token_BN, *_ = inputs
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:9]]
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(z_BNF, gain_G, weight, *outputs[1:], is_token_BN, context_BNK, out_weight_GK)
@@ -159,8 +168,10 @@ class _Differentiable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output_BNG, *_):
         *saved, context_BNK, out_weight_GK = ctx.saved_tensors
-        grad_z_BNF, grad_gate_BNG, grad_norm_2G, *others = spatial_gating_unit_backward(grad_output_BNG, *saved)
-        grads = [grad_z_BNF, *grad_norm_2G.unbind(), *others, None, None, None]
+        grad_z_BNF, grad_gate_BNG, grads_4G, *others = spatial_gating_unit_backward(grad_output_BNG, *saved)
+        d_gate = grads_4G.shape[1]
+        grad_expand_bias_F, *grads_norm = grads_4G.flatten().split((2 * d_gate, d_gate, d_gate))
+        grads = [grad_z_BNF, *grads_norm, *others, None, None, None, grad_expand_bias_F]
         if context_BNK is not None:
             grad_gate_TG, dtype = grad_gate_BNG.flatten(0, 1), grad_gate_BNG.dtype
             grads[5] = grad_gate_BNG @ out_weight_GK.to(dtype)
@@ -196,4 +207,4 @@ def _is_rounded_late(z_BNF: Tensor) -> bool:
 
 
 def _in_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+    return None if tensor is None or dtype is None else tensor.to(dtype)

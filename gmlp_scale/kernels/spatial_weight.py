@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gmlp_scale.kernels.layer_norm import full_width, num_multiprocessors
+from gmlp_scale.kernels.layer_norm import num_multiprocessors
 
 TILES = {
     torch.bfloat16: {"BLOCK_I": 128, "BLOCK_J": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
@@ -23,8 +23,9 @@ def spatial_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return weight.to(dtype)
     n = (len(weight) + 1) // 2
     weight_NN = weight.new_empty(n, n, dtype=dtype)
-    launch = full_width(n)
-    _spatial_weight_kernel[(ceil(n / launch["BLOCK_T"]),)](weight, weight_NN, n, **launch)
+    columns = triton.next_power_of_2(n)
+    rows = max(2048 // columns, 1)
+    _spatial_weight_kernel[(ceil(n / rows),)](weight, weight_NN, n, BLOCK_I=rows, BLOCK_J=columns, num_warps=8)
     return weight_NN
 
 
@@ -53,9 +54,9 @@ def spatial_weight_gradient(grad_gate_BNG: Tensor, v_BNG: Tensor, like: Tensor) 
 
 
 @triton.jit
-def _spatial_weight_kernel(offsets, weight_NN, n, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
-    i = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    j = tl.arange(0, BLOCK_G)[None, :]
+def _spatial_weight_kernel(offsets, weight_NN, n, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    i = (tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I))[:, None]
+    j = tl.arange(0, BLOCK_J)[None, :]
     inside = (i < n) & (j < n)
     tl.store(weight_NN + i * n + j, tl.load(offsets + (n - 1) + (j - i), mask=inside), mask=inside)
 

@@ -1,5 +1,5 @@
-"""The encoders: one trunk (backbone.py), five kinds of block (two in gmlp.py, transformer.py, mixer.py,
-mlp_attention.py), heads on top.
+"""The encoders: one trunk (backbone.py), seven kinds of block (two in gmlp.py, transformer.py, mixer.py,
+mlp_attention.py, modern_transformer.py, avey.py), heads on top.
 
 A model is an nn.Module with
     blocks               nn.ModuleList, each (x_BND, is_token_BN or None) -> x_BND, where no position reads one that is
@@ -30,17 +30,20 @@ from pydantic import Field
 from torch.overrides import TorchFunctionMode
 
 from gmlp_scale.data.batch import MaskedBatch
+from gmlp_scale.models.avey import AveyBlock, AveyConfig
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import AmlpConfig, GmlpBlock, GmlpConfig, SpatialGatingUnit
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.models.mixer import MixerBlock, MixerConfig
 from gmlp_scale.models.mlp_attention import MlpAttentionBlock, MlpAttentionConfig
+from gmlp_scale.models.modern_transformer import ModernTransformerBlock, ModernTransformerConfig
 from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor
 from gmlp_scale.models.transformer import TransformerBlock, TransformerConfig
 
 __all__ = [
     "FAMILIES",
     "AmlpConfig",
+    "AveyConfig",
     "GmlpConfig",
     "LabelledBatch",
     "MaskedBatch",
@@ -48,6 +51,7 @@ __all__ = [
     "MixerConfig",
     "MlpAttentionConfig",
     "ModelConfig",
+    "ModernTransformerConfig",
     "SequenceClassifier",
     "SpanBatch",
     "SpanPredictor",
@@ -58,7 +62,14 @@ __all__ = [
 ]
 
 ModelConfig = Annotated[
-    GmlpConfig | AmlpConfig | TransformerConfig | MixerConfig | MlpAttentionConfig, Field(discriminator="kind")
+    GmlpConfig
+    | AmlpConfig
+    | TransformerConfig
+    | MixerConfig
+    | MlpAttentionConfig
+    | ModernTransformerConfig
+    | AveyConfig,
+    Field(discriminator="kind"),
 ]
 FAMILIES = {get_args(family.__annotations__["kind"])[0]: family for family in get_args(get_args(ModelConfig)[0])}
 """The config of each family, by its kind."""
@@ -102,14 +113,20 @@ def build_model(
             block = MixerBlock
         case MlpAttentionConfig():
             block = partial(MlpAttentionBlock, causal=causal)
+        case ModernTransformerConfig():
+            block = ModernTransformerBlock
+        case AveyConfig():
+            block = AveyBlock
         case _:
             assert_never(config)
+    places = ({"index": index} if config.blocks_differ else {} for index in range(config.num_blocks))
     with _WithoutRandomNumbers():
         model = head(
             vocab_size=config.vocab_size,
             d_model=config.d_model,
             sequence_length=config.sequence_length,
-            blocks=[block(config, dropout) for _ in range(config.num_blocks)],
+            blocks=[block(config, dropout, **place) for place in places],
+            norm=config.new_norm(),
             absolute_positions=config.has_absolute_positions,
             masks_padding=config.masks_padding,
             dropout=dropout,

@@ -73,6 +73,7 @@ class SelfAttention(nn.Module):
         dropout: float,
         *,
         qkv_bias: bool = True,
+        out_bias: bool = True,
         relative_bias: nn.Module | None = None,
         causal: bool = False,
         d_attn: int | None = None,
@@ -83,7 +84,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.dropout, self.causal = num_heads, dropout, causal
         self.qkv = nn.Linear(d_model, 3 * (d_attn or d_model), bias=qkv_bias)
         self.relative_bias = relative_bias
-        self.out = nn.Linear(d_attn or d_model, d_out or d_model)
+        self.out = nn.Linear(d_attn or d_model, d_out or d_model, bias=out_bias)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         return self.out(self.context(x_BND, is_token_BN))

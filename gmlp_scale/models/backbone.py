@@ -1,4 +1,4 @@
-"""The trunk that every encoder shares: token embedding, blocks, final LayerNorm.
+"""The trunk that every encoder shares: token embedding, blocks, final norm.
 
 Shape suffixes: B batch, N positions, D width.
 """
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.data.batch import PAD_ID
 from gmlp_scale.errors import InputError
-from gmlp_scale.models.layers import LayerNorm, Recompute, recomputing
+from gmlp_scale.models.layers import BlockGroup, Recompute, recomputing
 
 INIT_STD = 0.02
 """The initial standard deviation of every Linear and embedding weight: BERT's, as the paper gives none."""
@@ -33,7 +33,8 @@ class Backbone(nn.Module):
         d_model: int,
         sequence_length: int,
         blocks: Iterable[nn.Module],
-        multiply_adds_per_block: int,
+        norm: nn.Module,
+        multiply_adds_per_block: float,
         absolute_positions: bool = False,
         masks_padding: bool = False,
         dropout: float = 0.0,
@@ -45,7 +46,8 @@ class Backbone(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Embedding(sequence_length, d_model) if absolute_positions else None
         self.blocks = nn.ModuleList(blocks)
-        self.norm = LayerNorm(d_model)
+        self.groups: nn.ModuleList | None = None
+        self.norm = norm
         self.dropout = nn.Dropout(dropout)
 
     def encode(self, token_ids_BN: Tensor, *, padded: bool = True) -> Tensor:
@@ -56,8 +58,8 @@ class Backbone(nn.Module):
         """
         x_BND = self.first_states(self.embedding(token_ids_BN))
         is_token_BN = self.tokens(token_ids_BN != PAD_ID) if padded else None
-        for block in self.blocks:
-            x_BND = block(x_BND, is_token_BN)
+        for module in self.groups or self.blocks:
+            x_BND = module(x_BND, is_token_BN)
         return x_BND
 
     def tokens(self, is_token_BN: Tensor) -> Tensor | None:
@@ -92,10 +94,16 @@ class Backbone(nn.Module):
         for block in self.blocks:
             block.forward = recomputing(block.forward, recompute, has_dropout)
 
+    def group_blocks(self, num_blocks: int) -> None:
+        """From now on `groups`, of `num_blocks` each, run in place of the blocks, which are theirs. Parameters keep the
+        names that `blocks` gives them."""
+        starts = range(0, len(self.blocks), num_blocks)
+        self.groups = nn.ModuleList(BlockGroup(self.blocks[start : start + num_blocks]) for start in starts)
+
     def flops_per_sample(self) -> int:
         """Forward FLOPs of one sequence of full length in the blocks, as in Table 5: 2 per multiply-add, matrix
         products only. Heads with large products add theirs."""
-        return 2 * len(self.blocks) * self.multiply_adds_per_block
+        return round(2 * len(self.blocks) * self.multiply_adds_per_block)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -114,9 +122,10 @@ class Backbone(nn.Module):
                     module.weight.copy_(noise * INIT_STD)
                     if isinstance(module, nn.Linear) and module.bias is not None:
                         module.bias.zero_()
-                case nn.LayerNorm():
+                case nn.LayerNorm() | nn.RMSNorm():
                     module.weight.fill_(1.0)
-                    module.bias.zero_()
+                    if getattr(module, "bias", None) is not None:
+                        module.bias.zero_()
         for module in self.modules():
             if hasattr(module, "init_special_weights"):
                 module.init_special_weights(generator)

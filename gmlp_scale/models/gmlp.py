@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, VocabSize, Width, leading, toeplitz
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, RowOffsets, VocabSize, Width, leading, toeplitz
 
+Spatial = Literal["toeplitz", "dense", "dynamic_toeplitz"]
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
 FUSED_GATING: Gating = "multiplicative_split"
 """The only variant that has fused kernels."""
@@ -43,8 +44,9 @@ class GmlpConfig(FamilyConfig):
     """Width of the residual stream. [channels]"""
     d_ffn: Width
     """Width after the channel expansion, before any split. [channels]"""
-    spatial: Literal["toeplitz", "dense"] = "toeplitz"
-    """W from one number per offset (the paper's choice for text), or a free n x n matrix (images)."""
+    spatial: Spatial = "toeplitz"
+    """W from one number per offset (the paper's choice for text), or a free n x n matrix (images). dynamic_toeplitz:
+    the first, to which each row adds offsets of its own, from its content (Hydra's)."""
     gating: Gating = "multiplicative_split"
     """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
     sequence_length: Width
@@ -53,8 +55,8 @@ class GmlpConfig(FamilyConfig):
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
     kernels: FreeOnResume[Literal["auto", "torch", "triton"]] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
-    gating multiplicative_split, no causal mask and a CUDA device. auto: the kernels in bfloat16 on a CUDA device where
-    they can run, else PyTorch."""
+    gating multiplicative_split, a W that is not dynamic, no causal mask and a CUDA device. auto: the kernels in
+    bfloat16 on a CUDA device where they can run, else PyTorch."""
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
@@ -62,6 +64,8 @@ class GmlpConfig(FamilyConfig):
             raise ValueError(f"d_ffn is {self.d_ffn}: gating {self.gating} halves it, so make it even")
         if self.gating != FUSED_GATING and self.kernels == "triton":
             raise ValueError(f"kernels triton is for gating {FUSED_GATING}, not {self.gating}: set it to auto")
+        if self.spatial == "dynamic_toeplitz" and self.kernels == "triton":
+            raise ValueError(f"kernels triton is for spatial toeplitz or dense, not {self.spatial}: set it to auto")
         return self
 
     @property
@@ -71,9 +75,10 @@ class GmlpConfig(FamilyConfig):
 
     @property
     def multiply_adds_per_block(self) -> int:
-        """For one forward pass of one sequence: n (d f + g d) + n^2 g."""
+        """For one forward pass of one sequence: n (d f + g d) + n^2 g, and 2 n g for dynamic offsets."""
         n = self.sequence_length
-        return n * self.d_model * (self.d_ffn + self.d_gate) + n * n * self.d_gate
+        width = n + 2 if self.spatial == "dynamic_toeplitz" else n
+        return n * self.d_model * (self.d_ffn + self.d_gate) + n * width * self.d_gate
 
 
 class AmlpConfig(GmlpConfig):
@@ -110,11 +115,10 @@ class GmlpBlock(nn.Module):
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         y_BND = self.norm(x_BND)
-        expanded_BNF = self.expand(y_BND)
-        gated_BNG = fused_gating(expanded_BNF, y_BND, is_token_BN, self.gating, self.attention, self.kernels)
+        gated_BNG = fused_gating(self.expand, y_BND, is_token_BN, self.gating, self.attention, self.kernels)
         if gated_BNG is None:  # the kernels are not for this case
             attended_BNG = None if self.attention is None else self.attention(y_BND, is_token_BN)
-            gated_BNG = self.gating(F.gelu(expanded_BNF), attended_BNG, is_token_BN)
+            gated_BNG = self.gating(F.gelu(self.expand(y_BND)), attended_BNG, is_token_BN)
         return x_BND + self.dropout(self.project(gated_BNG))
 
     def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
@@ -127,6 +131,7 @@ class SpatialGatingUnit(nn.Module):
 
     z_BNF has at most n = sequence_length positions and F = d_ffn; s(Z) is half as wide with the split gating.
     `weight` holds the 2n - 1 offsets of W (Toeplitz) or W itself (dense), `bias` the n numbers b. Both are initialised.
+    A dynamic W is a row's own: `offsets` adds to `weight` what it computes from LayerNorm(Z), at first zeros.
     If causal, no position sees a later one: W's part above the diagonal is never read.
     """
 
@@ -135,7 +140,7 @@ class SpatialGatingUnit(nn.Module):
         d_ffn: int,
         sequence_length: int,
         *,
-        spatial: Literal["toeplitz", "dense"] = "toeplitz",
+        spatial: Spatial = "toeplitz",
         gating: Gating = "multiplicative_split",
         causal: bool = False,
     ):
@@ -144,7 +149,8 @@ class SpatialGatingUnit(nn.Module):
         self.spatial, self.gating, self.causal = spatial, gating, causal
         self.splits = gating.endswith("_split")
         self.norm = LayerNorm(d_ffn // 2 if self.splits else d_ffn)
-        self.weight = nn.Parameter(torch.empty(2 * n - 1) if spatial == "toeplitz" else torch.empty(n, n))
+        self.weight = nn.Parameter(torch.empty(n, n) if spatial == "dense" else torch.empty(2 * n - 1))
+        self.offsets = RowOffsets(self.norm.weight.numel()) if spatial == "dynamic_toeplitz" else None
         self.bias = nn.Parameter(torch.empty(n))
         self.init_special_weights(torch.default_generator)  # build_model skips its random numbers
 
@@ -156,11 +162,11 @@ class SpatialGatingUnit(nn.Module):
         bmm takes W with batch stride 0. A Linear over positions, matmul or einsum would copy v transposed, twice.
         """
         u_BNG, v_BNG = z_BNF.chunk(2, dim=-1) if self.splits else (z_BNF, z_BNF)
-        weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1])
-        weight_BNN = weight_NN.to(z_BNF.dtype).expand(z_BNF.shape[0], *weight_NN.shape)
         v_BNG = self.norm(v_BNG)
         if is_token_BN is not None:
             v_BNG = v_BNG * is_token_BN[:, :, None]
+        weight_NN, bias_N = self.spatial_weights(z_BNF.shape[1], v_BNG)
+        weight_BNN = weight_NN.to(z_BNF.dtype).expand(z_BNF.shape[0], *weight_NN.shape[-2:])
         gate_BNG = torch.bmm(weight_BNN, v_BNG) + bias_N[:, None]
         if attended_BNG is not None:
             gate_BNG = gate_BNG + attended_BNG
@@ -173,18 +179,20 @@ class SpatialGatingUnit(nn.Module):
                 s_BNG = u_BNG * gate_BNG
         return s_BNG.to(z_BNF.dtype)
 
-    def spatial_weights(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """weight_NN and bias_N: W and b for the first m <= n positions."""
+    def spatial_weights(self, num_positions: int, v_BNG: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """weight_NN and bias_N: W and b for the first m <= n positions. A dynamic W, weight_BNN, is that of v_BNG."""
         weight, bias_N = self.central_part(num_positions)
-        weight_NN = toeplitz(weight) if self.spatial == "toeplitz" else weight
+        if self.offsets is not None:
+            weight = weight + RowOffsets.arranged(self.offsets(v_BNG) / v_BNG.shape[-1])
+        weight_NN = weight if self.spatial == "dense" else toeplitz(weight)
         return weight_NN.tril() if self.causal else weight_NN, bias_N
 
     def central_part(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """`weight` and `bias` for the first m <= n positions: m offsets to each side, or the leading m x m part."""
         n, m = self.sequence_length, num_positions
-        if self.spatial == "toeplitz":
-            return self.weight[n - m : n + m - 1], self.bias[:m]
-        return leading(leading(self.weight, m, 0), m, 1), self.bias[:m]
+        if self.spatial == "dense":
+            return leading(leading(self.weight, m, 0), m, 1), self.bias[:m]
+        return self.weight[n - m : n + m - 1], self.bias[:m]
 
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:
@@ -197,6 +205,6 @@ class SpatialGatingUnit(nn.Module):
         nn.init.normal_(noise, generator=generator)  # which transformers 4 replaces by a function that returns nothing
         self.weight.copy_(noise * (SPATIAL_INIT_SCALE / math.sqrt(self.sequence_length)))
         if self.gating == "linear":
-            diagonal = self.weight[self.sequence_length - 1] if self.spatial == "toeplitz" else self.weight.diagonal()
+            diagonal = self.weight.diagonal() if self.spatial == "dense" else self.weight[self.sequence_length - 1]
             diagonal.add_(1.0)
         self.bias.fill_(1.0 if self.gating.startswith("multiplicative") else 0.0)

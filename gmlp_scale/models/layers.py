@@ -48,12 +48,18 @@ class FamilyConfig(BaseModel, frozen=True, extra="forbid"):
     """Whether its blocks take `causal`."""
     has_spatial_filters: ClassVar[bool] = False
     """Whether its blocks have a spatial weight W in `gating`."""
+    blocks_differ: ClassVar[bool] = False
+    """Whether its blocks take their `index`."""
 
     kind: str
     masks_padding: FreeOnResume[bool] = False
     """true: no position reads <pad>, so a text has the same logits with any padding and with none. false, as in all
     models made before this field: <pad> is read like a token, so rows must be as long as in training. A run on packed
     rows computes the same with either."""
+
+    def new_norm(self) -> nn.Module:
+        """What normalises after the last block."""
+        return LayerNorm(self.d_model)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -65,6 +71,22 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, computed like LayerNorm in the dtype of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class BlockGroup(nn.ModuleList):
+    """Blocks that run one after the other as one module, so that what an engine does around a module it does once."""
+
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        for block in self:
+            x_BND = block(x_BND, is_token_BN)
+        return x_BND
 
 
 def is_exporting() -> bool:
@@ -101,6 +123,36 @@ def recomputing(forward: Callable[..., Tensor], recompute: Recompute, has_dropou
         return checkpoint(forward, x_BND, is_token_BN, **options)
 
     return recomputing_forward
+
+
+class RowOffsets(nn.Linear):
+    """v_BNG -> what each position says of the offsets of its row's Toeplitz matrix, [B, N, 2]: at first all 0.
+
+    Position k says e[k] and l[k], and W[i, j] = (e[i - j] if j <= i, else l[j - i]) / G. Hydra's data-dependent
+    Toeplitz matrix takes its forward and its reverse filter so (Hwang et al. 2024, arXiv 2407.09941). There a short
+    convolution and SiLU come first, each head has its matrix, the identity is added, and the factor is 0.5 / sqrt(n);
+    the authors' file shifts the matrix by one, so its diagonal is e[1]. With 1 / G an optimizer's step moves an offset
+    as far as one of a static W, and the length that the model was made for changes nothing.
+    """
+
+    def __init__(self, d_gate: int):
+        super().__init__(d_gate, 2)
+
+    @staticmethod
+    def arranged(said_BN2: Tensor) -> Tensor:
+        """[B, 2N - 1], as toeplitz takes them. Not a part of forward, because LoRA replaces the module."""
+        earlier_BN, later_BN = said_BN2.unbind(-1)
+        both = torch.cat([earlier_BN.flip(-1), later_BN], dim=-1)  # e[0], then l[0], which is no offset's
+        places = torch.arange(both.shape[1] - 1, device=both.device)
+        return both[:, places + (places >= later_BN.shape[1])]  # a slice of N - 1 would export no program for one token
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        self.bias.zero_()
+
+    def init_special_weights(self, generator: torch.Generator) -> None:
+        self.reset_parameters()
 
 
 def toeplitz(offsets: Tensor) -> Tensor:

@@ -12,19 +12,6 @@ from torch import Tensor, nn
 from gmlp_scale.data.batch import IGNORED, PAD_ID, Batch
 from gmlp_scale.models.backbone import Backbone
 
-MULTIPLE_OF_LENGTHS = 8
-"""Lengths are rounded up to it: a program has fewer shapes to prepare for, and a GPU's products whole tiles."""
-
-
-def cut_padding(token_ids_BN: Tensor) -> Tensor:
-    """The rows as long as the longest text among them, rounded up. For a model that masks padding.
-
-    On a GPU the host waits for the device here.
-    """
-    stops_N = torch.arange(1, token_ids_BN.shape[1] + 1, device=token_ids_BN.device)
-    longest = int(((token_ids_BN != PAD_ID) * stops_N).max())
-    return token_ids_BN[:, : -(-longest // MULTIPLE_OF_LENGTHS) * MULTIPLE_OF_LENGTHS]
-
 
 @dataclass(frozen=True)
 class LabelledBatch(Batch):

@@ -5,6 +5,7 @@ All of it is computed. Nothing was measured on a GPU; the times rest on `Assumpt
 
 from dataclasses import dataclass
 from math import gcd, inf
+from typing import NamedTuple
 
 from torch import nn
 
@@ -55,6 +56,27 @@ GPUS = {  # an entry whose part_of_name contains another's comes first
 """By the name that launch/plan.py takes."""
 
 
+class HostTime(NamedTuple):
+    """Milliseconds of a rank's host per block, as benchmarks/host.py prints them for gmlp_base (docs/many-nodes.md)."""
+
+    eager: float
+    """For the forward and the backward pass of a micro-batch."""
+    compiled: float
+    """The same; that of CUDA graphs is not known and counts alike."""
+    update: float
+
+
+HOST_TIMES = {
+    "single": HostTime(0.54, 0.38, 0.05),
+    "fsdp2": HostTime(1.14, 0.82, 0.05),
+    "fsdp2, reshard_after_forward": HostTime(1.34, 0.85, 0.05),
+    "zero, stage 1": HostTime(0.68, 0.40, 0.05),
+    "zero, stage 2": HostTime(0.76, 0.61, 0.10),
+    "zero, stage 3": HostTime(2.23, 2.23, 0.28),
+}
+"""By the names of ENGINES."""
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """What the times rest on."""
@@ -92,14 +114,18 @@ class Layout:
     memory: dict[str, float]
     """Bytes per rank by part at a step's peak, activations in plain PyTorch."""
     compute_seconds: float
-    """Per step, on average over the run; communication_seconds too."""
+    """Per step, on average over the run; communication_seconds and host_seconds too."""
     communication_seconds: float
+    host_seconds: float
+    """What the host takes to start the device's work."""
 
     @property
     def step_seconds(self) -> float:
-        """FSDP2 sends while it computes, so the longer of the two counts. ZeRO does so only with overlap_comm."""
+        """FSDP2 sends while it computes, so the longer of the two counts. ZeRO does so only with overlap_comm. If the
+        host takes longer, the device waits for it."""
         both = self.compute_seconds, self.communication_seconds
-        return max(both) if isinstance(self.engine, Fsdp2Config) else sum(both)
+        device_seconds = max(both) if isinstance(self.engine, Fsdp2Config) else sum(both)
+        return max(device_seconds, self.host_seconds)
 
 
 def layouts(run: RunConfig, assumed: Assumptions) -> list[Layout]:
@@ -128,6 +154,8 @@ def _layout(name: str, run: RunConfig, model: nn.Module, assumed: Assumptions) -
     # Recomputing a block is one more forward pass: 4 instead of 3. `selective` computes no matrix product again.
     work = run.flops_per_step().before(train.num_steps) / train.num_steps
     work *= 4 / 3 if train.recompute == "full" else 1
+    host, num_blocks = HOST_TIMES[name], run.model.num_blocks
+    passes = num_micro_batches * (host.compiled if train.compile else host.eager)
     return Layout(
         name,
         engine,
@@ -135,6 +163,7 @@ def _layout(name: str, run: RunConfig, model: nn.Module, assumed: Assumptions) -
         memory=rank_memory(run, model, num_gpus, max(1, fitting)),
         compute_seconds=work / assumed.flops_per_second(train.precision),
         communication_seconds=wire / assumed.ring_bytes_per_second,
+        host_seconds=num_blocks * (passes + host.update) / 1000,
     )
 
 
@@ -187,7 +216,7 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
     parts, num_steps, kept = list(found[0].memory), f"{train.num_steps:,} steps", f"{run.checkpoint.keep_last}"
     if train.time_budget_seconds is not None:
         num_steps += f", or the {steps_within_budget(run, assumed):,} that fit into {train.time_budget_seconds:,.0f} s"
-        num_steps += ", communication not counted"
+        num_steps += ", communication and the host not counted"
     if run.checkpoint.keep_every_steps is not None:
         kept += f" and at the end {train.num_steps // run.checkpoint.keep_every_steps} more"
     # of all steps, also of those that a time budget leaves out
@@ -203,17 +232,20 @@ def table(run: RunConfig, assumed: Assumptions) -> str:
         f"({assumed.fraction_of_link:.2f} of the data sheet's); fsdp2 sends while it computes, zero afterwards",
         f"computed, not measured; activations in plain PyTorch with train.recompute={train.recompute}: torch.compile "
         "and fused kernels keep less",
-        "rows: the largest micro-batch that fits; head: logits; sent: bytes of a rank's collectives on the wire",
+        "rows: the largest micro-batch that fits; head: logits; sent: bytes of a rank's collectives on the wire; host: "
+        "what a rank's host takes to start a step's work, measured for gMLP on a CPU; no step is shorter",
         "",
-        f"| engine | rows | {' | '.join(parts)} | GB per rank | sent GB | sending ms | step ms | days | GPU-hours |",
-        "| --- " * (len(parts) + 8) + "|",
+        f"| engine | rows | {' | '.join(parts)} | GB per rank | sent GB | sending ms | host ms | step ms | days "
+        "| GPU-hours |",
+        "| --- " * (len(parts) + 9) + "|",
     ]
     for layout in found:
         memory = [f"{size / 1e9:.2f}" for size in (*layout.memory.values(), sum(layout.memory.values()))]
         sent = layout.communication_seconds * assumed.ring_bytes_per_second / 1e9
         hours = run_seconds(run, layout) / 3600
-        times = [f"{1000 * layout.communication_seconds:.1f}", f"{1000 * layout.step_seconds:.1f}"]
-        cells = [layout.name, str(layout.micro_batch_size or "does not fit"), *memory, f"{sent:.2f}", *times]
+        times = (layout.communication_seconds, layout.host_seconds, layout.step_seconds)
+        milliseconds = [f"{1000 * seconds:.1f}" for seconds in times]
+        cells = [layout.name, str(layout.micro_batch_size or "does not fit"), *memory, f"{sent:.2f}", *milliseconds]
         lines.append(f"| {' | '.join(cells)} | {hours / 24:.2f} | {hours * assumed.num_gpus:,.0f} |")
     for layout in found:
         lines += [f"{layout.name} needs: {mistake}" for mistake in layout.engine.mistakes(train)]

@@ -183,22 +183,24 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
     embedding, the head, and what a function keeps beside its result: the statistics of LayerNorms and softmaxes, and
     the copies of transposed operands that Mixer and the Transformer with relative positions make.
     """
-    config = with_kernels(model.model_copy(update={"num_blocks": 1}), "torch")
-    one_block = build_model(config, seed=None)  # on the CPU, since the meta device imports a compiler
-    one_block = round_matrices(one_block, precision)
-    one_block.set_recompute(recompute)
+    num_blocks = min(model.num_blocks, 2) if model.blocks_differ else 1  # the first two are of all kinds
+    config = with_kernels(model.model_copy(update={"num_blocks": num_blocks}), "torch")
+    few_blocks = build_model(config, seed=None)  # on the CPU, since the meta device imports a compiler
+    few_blocks = round_matrices(few_blocks, precision)
+    few_blocks.set_recompute(recompute)
 
     def kept_bytes(num_rows: int) -> int:
-        shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), one_block.embedding.weight.dtype
+        shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), few_blocks.embedding.weight.dtype
         x_BND = torch.zeros(shape_BND, dtype=dtype, requires_grad=True)
         with _Results() as results:
-            output_BND = one_block.blocks[0](x_BND)  # counted in place of the input, which no function here made
+            for block in few_blocks.blocks:
+                x_BND = block(x_BND)  # the last is counted in place of the input, which no function here made
         size = results.bytes_alive()
-        del output_BND  # its graph kept all the others alive until here
+        del x_BND  # its graph kept all the others alive until here
         return size
 
     # The difference leaves out what all rows share, such as the matrix of a Toeplitz vector.
-    return model.num_blocks * (kept_bytes(2) - kept_bytes(1)) / model.sequence_length
+    return model.num_blocks / num_blocks * (kept_bytes(2) - kept_bytes(1)) / model.sequence_length
 
 
 class _Results(TorchFunctionMode):

@@ -5,5 +5,7 @@ the outside in: job (what was asked for, what is done), run_job (the passes, in 
 read_documents, dedup and write_shards (the steps of a task), report (the end; or an estimate of all of it, from a
 sample). Below read_documents are read_records (texts) and input_files (bytes).
 
+data_prep/convert_tokens.py reads the tokens of others (token_files), and writes them as the job does.
+
 data_prep/prepare_images.py uses image_sources (which images there are) and job (its folder and its workers).
 """

@@ -23,14 +23,15 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-from gmlp_scale.data.shards import ROW_DTYPE
-from gmlp_scale.data.tokenizer import Tokenizer
+from gmlp_scale.data.batch import SpecialIds
+from gmlp_scale.data.json_tokenizer import AnyTokenizer, JsonTokenizer
+from gmlp_scale.data.shards import row_dtype
 from gmlp_scale.errors import InputError, UserError
 from gmlp_scale.prepare.input_files import InputFile, find_inputs
 from gmlp_scale.prepare.read_records import FileReader
@@ -138,6 +139,7 @@ class JobOptions:
     tokenizer: str
     sequence_length: int
     output: str
+    end_token: str | None = None
     heldout_fraction: float = 0.005
     packing: str = "packed"
     dedup: tuple[str, ...] = ()
@@ -205,9 +207,15 @@ class JobOptions:
         """Unless given, one for each file; for a data set of the hub as many as it has files."""
         return self.tasks or (self.hub_stream().num_shards if self.hub_data_set else len(self.files))
 
-    @property
-    def rows_per_shard(self) -> int:
-        return max(1, self.shard_bytes // (self.sequence_length * ROW_DTYPE.itemsize))
+    def rows_per_shard(self, vocab_size: int) -> int:
+        return max(1, self.shard_bytes // (self.sequence_length * row_dtype(vocab_size).itemsize))
+
+    def special_ids(self, tokenizer: AnyTokenizer) -> SpecialIds:
+        """InputError where documents have no end token, or nothing to be padded with."""
+        special = tokenizer.special_ids(self.end_token)
+        if self.packing == "document" and special.pad is None:
+            raise InputError(f"--packing document pads rows, and {self.tokenizer} has no pad token: use packed")
+        return special
 
     def hub_stream(self):
         """The data set of the hub as a datasets.IterableDataset."""
@@ -217,17 +225,19 @@ class JobOptions:
         with damage_as(lambda found: InputError(f"--input {self.input[0]}: {found}")):  # or no such config or split
             return load_dataset(name, config, split=split, streaming=True)
 
-    def settings(self, tokenizer: Tokenizer) -> dict:
+    def settings(self, tokenizer: AnyTokenizer) -> dict:
         """Everything that the output's bytes depend on."""
         names = (
             "sequence_length", "heldout_fraction", "packing", "text_field", "shard_bytes", "max_record_bytes",
             "dedup", "decontaminate",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names} | {
+        settings = {name: getattr(self, name) for name in names} | {
             "tasks": self.num_tasks,
             "tokenizer_sha256": tokenizer.sha256,
             "inputs": [[file.url, file.num_bytes] for file in self.files] or self.input,
         }
+        special = self.special_ids(tokenizer)
+        return settings | ({"special_ids": asdict(special)} if isinstance(tokenizer, JsonTokenizer) else {})
 
     def reader(self, file: InputFile, part: int = 0, num_parts: int = 1) -> FileReader:
         return FileReader(

@@ -5,9 +5,9 @@ import math
 import time
 from collections import Counter
 
+from gmlp_scale.data.json_tokenizer import AnyTokenizer, JsonTokenizer
 from gmlp_scale.data.manifest import MANIFEST_NAME, Splits
-from gmlp_scale.data.shards import ROW_DTYPE, Manifest
-from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
+from gmlp_scale.data.shards import Manifest, row_dtype
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.read_documents import bad_records, check_bad_records, records_of_task
@@ -19,7 +19,7 @@ _MAX_PARTS = 8  # files, or parts of a data set of the hub, of which a sample is
 _SAMPLE_BYTES_PER_PART = 500_000
 
 
-def estimate(options: JobOptions, tokenizer: Tokenizer) -> dict[str, int | float | str]:
+def estimate(options: JobOptions, tokenizer: AnyTokenizer) -> dict[str, int | float | str]:
     """Reads and tokenizes the beginnings of a few files, or of a few parts of a data set of the hub."""
     started = time.perf_counter()
     sample, num_bad_files, scale = _sample(options, tokenizer)
@@ -38,20 +38,20 @@ def estimate(options: JobOptions, tokenizer: Tokenizer) -> dict[str, int | float
         "estimated_bytes": round(scale * sample["bytes"]),
         "estimated_tokens": round(scale * sample["tokens"]),
         "estimated_rows": rows,
-        "estimated_shards": _num_shards(options, documents, rows),
-        "estimated_output_bytes": rows * options.sequence_length * ROW_DTYPE.itemsize,
+        "estimated_shards": _num_shards(options, tokenizer, documents, rows),
+        "estimated_output_bytes": rows * options.sequence_length * row_dtype(tokenizer.vocab_size).itemsize,
         "estimated_hours": round(scale * seconds / options.workers / 3600, 3),
     }
 
 
-def _sample(options: JobOptions, tokenizer: Tokenizer) -> tuple[Counter, int, float | None]:
+def _sample(options: JobOptions, tokenizer: AnyTokenizer) -> tuple[Counter, int, float | None]:
     """(what the beginnings of a few parts hold, number of broken files, how many times this the whole input holds).
 
     The last is None unless every part was read to its end or the data set's card has its number of rows.
     """
     data_set = options.hub_stream() if options.hub_data_set else None
     num_parts = data_set.num_shards if options.hub_data_set else len(options.files)
-    packing = PACKINGS[options.packing](options.sequence_length)
+    packing = PACKINGS[options.packing](options.sequence_length, options.special_ids(tokenizer))
     sample, bad_files = Counter(), []
     for part in range(num_parts)[:: max(1, num_parts // _MAX_PARTS)][:_MAX_PARTS]:
         most_bytes = sample["bytes"] + _SAMPLE_BYTES_PER_PART
@@ -83,17 +83,17 @@ def _sample(options: JobOptions, tokenizer: Tokenizer) -> tuple[Counter, int, fl
     return sample, len(bad_files), scale
 
 
-def _num_shards(options: JobOptions, documents: int, rows: int) -> int:
+def _num_shards(options: JobOptions, tokenizer: AnyTokenizer, documents: int, rows: int) -> int:
     """Each task writes shards of its own for each split that it has a document of."""
     num_shards = 0
     for share in (1 - options.heldout_fraction, options.heldout_fraction):
         tasks = min(options.num_tasks, round(share * documents))
         if tasks:
-            num_shards += tasks * math.ceil(share * rows / tasks / options.rows_per_shard)
+            num_shards += tasks * math.ceil(share * rows / tasks / options.rows_per_shard(tokenizer.vocab_size))
     return num_shards
 
 
-def finish_job(options: JobOptions, tokenizer: Tokenizer) -> None:
+def finish_job(options: JobOptions, tokenizer: AnyTokenizer) -> None:
     """Write the tokenizer, report.json and, last, the manifest. Print the report.
 
     Raises InputError where more of the input is bad than allowed, or where there is nothing to train on.
@@ -101,8 +101,9 @@ def finish_job(options: JobOptions, tokenizer: Tokenizer) -> None:
     bad_files = {bad["file"]: bad for task in options.job.read_all("bad_files") for bad in task}  # tasks share files
     check_bad_files(list(bad_files.values()), options.max_bad_files)
     check_bad_records(options, options.job.total_counts("read"), f"they are listed in {options.job.url}/quarantine")
-    write_file(f"{options.output}/tokenizer/{MODEL_NAME}", read_file(f"{options.tokenizer}/{MODEL_NAME}"))
-    report = _report(options, list(bad_files.values()))
+    for name in tokenizer.files:
+        write_file(f"{options.output}/tokenizer/{name}", read_file(f"{options.tokenizer}/{name}"))
+    report = _report(options, tokenizer, list(bad_files.values()))
     write_text(f"{options.output}/report.json", json.dumps(report, indent=1) + "\n")
     _write_manifest(options, tokenizer)
     print_table(report)
@@ -124,7 +125,7 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _report(options: JobOptions, bad_files: list[dict]) -> dict:
+def _report(options: JobOptions, tokenizer: AnyTokenizer, bad_files: list[dict]) -> dict:
     """What the job read, refused, dropped and wrote, from the counts of its tasks.
 
     A broken file's bytes are counted as stored: those before its fault, and those after it. What a file that was cut
@@ -154,6 +155,8 @@ def _report(options: JobOptions, bad_files: list[dict]) -> dict:
         "documents": written["train documents"] + written["heldout documents"],
         "heldout_documents": written["heldout documents"],
         "bytes": num_bytes,
+        "tokenizer": tokenizer.files[0],
+        "end_token": tokenizer.decode([options.special_ids(tokenizer).end]),
         "tokens": tokens,
         "tokens_per_byte": round(tokens / max(1, num_bytes), 4),
         "unknown_rate": round(written["unknown tokens"] / max(1, tokens), 6),
@@ -166,7 +169,7 @@ def _report(options: JobOptions, bad_files: list[dict]) -> dict:
     }
 
 
-def _write_manifest(options: JobOptions, tokenizer: Tokenizer) -> None:
+def _write_manifest(options: JobOptions, tokenizer: AnyTokenizer) -> None:
     """Write OUTPUT/manifest.json from the tasks' receipts."""
     receipts = options.job.read_all("receipts")
     assert len(receipts) == options.num_tasks
@@ -178,8 +181,10 @@ def _write_manifest(options: JobOptions, tokenizer: Tokenizer) -> None:
     manifest = Manifest(
         sequence_length=options.sequence_length,
         vocab_size=tokenizer.vocab_size,
+        dtype=f"{row_dtype(tokenizer.vocab_size).name} little endian",
         packing=options.packing,
         tokenizer_sha256=tokenizer.sha256,
+        special_ids=options.special_ids(tokenizer) if isinstance(tokenizer, JsonTokenizer) else None,
         total_rows=splits.total_rows,
         splits=splits,
     )

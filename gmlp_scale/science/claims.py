@@ -25,8 +25,16 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gmlp_16": ("compare_gmlp", "model.num_blocks=16"),
     "bert_2": ("compare_bert", "model.num_blocks=2"),
     "bert_8": ("compare_bert", "model.num_blocks=8"),
-}
-"""A recipe and its overrides for each model. An unsplit gating has three quarters of d_ffn, so as many parameters."""
+    "modern_transformer": ("compare_modern_transformer",),
+    "avey": ("compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=552"),
+    "avey_static": ("compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=520", "model.layers=static"),
+    "avey_dynamic": (
+        "compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=592", "model.layers=dynamic",
+    ),
+    "gmlp_dynamic": ("compare_gmlp", "model.spatial=dynamic_toeplitz"),
+}  # fmt: skip
+"""A recipe and its overrides for each model. d_ffn is chosen for as many parameters as gmlp has: an unsplit gating has
+three quarters of gmlp's."""
 
 SCHEDULE = (
     "train.num_steps=4000", "optimizer.warmup_steps=400", "train.evaluate_every_steps=500",
@@ -36,7 +44,10 @@ SCHEDULE = (
 
 RATES = (1.5e-3, 3e-3, 6e-3)
 """Of every model. The best for gMLP after 2,000 steps lies between the upper two (docs/optimizers.md)."""
+HIGHER_RATE = 1.2e-2
+"""Of the models of part f too, since most others did best at the highest of RATES."""
 
+_SINCE = ("gmlp", "amlp", "bert", "modern_transformer", "avey", "avey_static", "avey_dynamic", "gmlp_dynamic")
 GMLP_DEPTHS, BERT_DEPTHS = ("gmlp_4", "gmlp", "gmlp_16"), ("bert_2", "bert", "bert_8")
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "b": ("Models (Tables 3 and 6)", ("gmlp", "amlp", "bert", "bert_absolute", "bert_relative_only", "mixer")),
@@ -44,8 +55,15 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "d": ("Dense and Toeplitz W (section 4, Figure 9)", ("gmlp", "gmlp_dense")),
     "e": ("Width of the tiny attention (section 4.3)", ("gmlp_6", "amlp_16", "amlp_32", "amlp", "amlp_128")),
     "c": ("Depth at fixed width (Table 4, Figure 5)", (*GMLP_DEPTHS, *BERT_DEPTHS)),
+    "f": ("Encoders since the paper", _SINCE),
 }
 """Title and models by letter, in the order in which they are trained: the most telling first."""
+
+
+def rates_of(model: str) -> tuple[float, ...]:
+    """The peak learning rates at which a model is tried."""
+    return (*RATES, HIGHER_RATE) if model in PARTS["f"][1] else RATES
+
 
 LEVEL = 0.05
 """Of p, below which a claim is decided."""
@@ -136,6 +154,15 @@ QUANTITIES = (
         lambda *runs: slope(*runs[:3]) - slope(*runs[3:]),
         "gMLP's loss falls more steeply with its parameters than BERT's",
     ),
+    below("f", "avey", "gmlp", "Avey beats gMLP"),
+    below("f", "avey", "amlp", "Avey beats aMLP"),
+    below("f", "modern_transformer", "bert", "The modern Transformer beats BERT"),
+    below("f", "modern_transformer", "gmlp", "The modern Transformer beats gMLP"),
+    below("f", "modern_transformer", "amlp", "The modern Transformer beats aMLP"),
+    below("f", "avey", "avey_static", "Avey's alternation beats its static layers alone"),
+    below("f", "avey", "avey_dynamic", "Avey's alternation beats its dynamic layers alone"),
+    below("f", "avey_static", "avey_dynamic", "Static layers alone beat dynamic ones, which do not know the order"),
+    below("f", "gmlp_dynamic", "gmlp", "A Toeplitz W with a part from the input beats a fixed one"),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gmlp_scale.export.card import render
-from gmlp_scale.science.claims import ALIKE, LEVEL, PARTS, QUANTITIES, RATES, Quantity, holm, p_value, verdict
+from gmlp_scale.science.claims import ALIKE, LEVEL, PARTS, QUANTITIES, RATES, Quantity, holm, p_value, rates_of, verdict
 from gmlp_scale.science.runs import HELDOUT_ROWS, Table, arguments
 
 _LOST = ", undecided after the correction"
@@ -24,10 +24,12 @@ def document(table: Table) -> str:
     for part, (title, models) in PARTS.items():
         if part in table.parts:
             dense_rate = rates["gmlp_dense"] if part == "d" else None
+            tried = max((rates_of(model) for model in models), key=len)
             parts.append(
                 {
                     "title": title,
-                    "rows": [_row(table, model) for model in models],
+                    "rates": ", ".join(f"{rate:g}" for rate in tried),
+                    "rows": [_row(table, model, tried) for model in models],
                     "sentences": [sentences[quantity] for quantity in QUANTITIES if quantity.part == part],
                     "picture": dense_rate and table.run("gmlp_dense", dense_rate, 0).name,
                 }
@@ -40,7 +42,6 @@ def document(table: Table) -> str:
         seeds=table.num_seeds,
         heldout_rows=f"{HELDOUT_ROWS:,}",
         alike=f"{ALIKE:.3f}",
-        rates=", ".join(f"{rate:g}" for rate in RATES),
         counts=_counts_of(sentences.values()),
         parts=parts,
         commands=[_command(model, rate, overrides) for model, rate in rates.items() if rate],
@@ -71,9 +72,10 @@ def spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f}" + (f" ± {np.std(values, ddof=1):.3f}" if is_spread else "")
 
 
-def _row(table: Table, model: str) -> str:
+def _row(table: Table, model: str, rates: Sequence[float]) -> str:
     chosen, losses = table.chosen_rate(model), [*table.losses(model).values()]
     grid = {rate: "not run" if loss is None else f"{loss:.3f}" for rate, loss in table.grid(model).items()}
+    grid = {rate: grid.get(rate, "-") for rate in rates}
     tried = ", ".join(f"**{text}**" if rate == chosen else text for rate, text in grid.items())
     shown = f"not run ({len(losses)} of {table.num_seeds} seeds are done) | |"
     if len(losses) == table.num_seeds:

@@ -25,7 +25,7 @@ from gmlp_scale.plan.describe import count_parameters
 from gmlp_scale.recipe.config import ConfigError, RunConfig
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields
-from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained, toeplitz_share
+from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained, rates_of, toeplitz_share
 from gmlp_scale.storage.claim import ClaimedError
 from gmlp_scale.storage.files import create_file, read_json, write_text
 from gmlp_scale.tasks.pretraining import Pretraining
@@ -89,7 +89,7 @@ class Table:
     def runs(self) -> Iterator[RunConfig]:
         """Model by model: seed 0 at all rates and then, once the rate is chosen, the other seeds."""
         for model in self.models:
-            for rate in RATES:
+            for rate in rates_of(model):
                 yield self.run(model, rate, 0)
             if rate := self.chosen_rate(model):
                 for seed in range(1, self.num_seeds):
@@ -111,13 +111,13 @@ class Table:
 
     def grid(self, model: str) -> dict[float, float | None]:
         """The loss of seed 0 at each rate; None where the run is not done."""
-        results = {rate: self.result(self.run(model, rate, 0)) for rate in RATES}
+        results = {rate: self.result(self.run(model, rate, 0)) for rate in rates_of(model)}
         return {rate: result and result["loss"] for rate, result in results.items()}
 
     def chosen_rate(self, model: str) -> float | None:
-        """The rate with the lowest loss, once all rates are done."""
-        grid = self.grid(model)
-        return None if None in grid.values() else min(grid, key=grid.__getitem__)
+        """The rate with the lowest loss, once all of RATES are done. A higher one that is not done counts as worse."""
+        done = {rate: loss for rate, loss in self.grid(model).items() if loss is not None}
+        return min(done, key=done.__getitem__) if done.keys() >= set(RATES) else None
 
     def losses(self, model: str) -> dict[int, float]:
         """The loss of each finished seed at the chosen rate."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, cut_padding, label_loss
+from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, label_loss
 from gmlp_scale.tasks.records import DataError, DataSet, read_records, require_columns, text_mistake
 from gmlp_scale.tasks.scores import accuracy
 
@@ -171,8 +171,6 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
 class ClassificationRows:
     """One part of a classification task, as rows for the model."""
 
-    cuts_padding = False
-
     def __init__(
         self, task: ClassificationTask, examples: list[Example], part: str, tokenizer: Tokenizer, sequence_length: int
     ):
@@ -197,7 +195,6 @@ class ClassificationRows:
 
     def batch(self, row_indices: np.ndarray) -> LabelledBatch:
         token_ids_BN = torch.from_numpy(self.token_ids_RN[row_indices].astype(np.int64))
-        token_ids_BN = cut_padding(token_ids_BN) if self.cuts_padding else token_ids_BN
         return LabelledBatch(token_ids_BN, torch.from_numpy(self.labels_R[row_indices]))
 
     def summarize(self, logits_BC: Tensor) -> Tensor:

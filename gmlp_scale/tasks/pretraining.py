@@ -20,6 +20,7 @@ from gmlp_scale.data.manifest import ShardError
 from gmlp_scale.data.tokenizer import NUM_BYTE_TOKENS, Tokenizer
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine
+from gmlp_scale.models.avey import AveyBlock
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from gmlp_scale.models.heads import MaskedLanguageModel
@@ -30,7 +31,7 @@ from gmlp_scale.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("sequence_length", "vocab_size", "kernels", "masks_padding")
+_MAY_DIFFER = ("sequence_length", "vocab_size", "kernels", "masks_padding", "global_theta")
 
 
 class Pretraining(Task):
@@ -113,7 +114,9 @@ def start_from(trained: TrainedModel, model: Backbone, run: RunConfig) -> None:
             parameter.copy_(old)
         else:
             module_name, _, attribute = name.rpartition(".")
-            is_spatial = attribute == "weight" and isinstance(model.get_submodule(module_name), SpatialGatingUnit)
+            module = model.get_submodule(module_name)
+            is_gating = attribute == "weight" and isinstance(module, SpatialGatingUnit)
+            is_spatial = is_gating or isinstance(module, AveyBlock)
             _copy_positions(old, parameter, is_spatial)
     log.info(
         "weights from %s, made for %d positions and here for %d; pieces: %d of %d",

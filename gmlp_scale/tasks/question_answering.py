@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.models.task_heads import SpanBatch, SpanPredictor, cut_padding
+from gmlp_scale.models.task_heads import SpanBatch, SpanPredictor
 from gmlp_scale.tasks.records import DataError, DataSet, Record, read_records, require_columns, text_mistake
 from gmlp_scale.tasks.scores import squad_v1_scores, squad_v2_scores
 from gmlp_scale.tasks.windows import (
@@ -169,7 +169,6 @@ class QuestionRows:
     summary_size = SUMMARY_SIZE
     summarize = staticmethod(summarize)
     has_labels = True
-    cuts_padding = False
 
     def __init__(
         self,
@@ -205,7 +204,6 @@ class QuestionRows:
 
     def batch(self, row_indices: np.ndarray) -> SpanBatch:
         token_ids_BN = torch.from_numpy(self.token_ids_RN[row_indices].astype(np.int64))
-        token_ids_BN = cut_padding(token_ids_BN) if self.cuts_padding else token_ids_BN
         first_positions_B, last_positions_B = torch.from_numpy(self.answers_R2[row_indices]).unbind(1)
         return SpanBatch(token_ids_BN, first_positions_B, last_positions_B)
 

@@ -15,8 +15,7 @@ The rows of a part have
     num_rows, num_examples, fingerprint (a SHA-256 of the rows and what is to be predicted)
     has_labels              False in a test part whose labels are secret
     token_ids_RN            all rows, padded to sequence_length
-    cuts_padding            set to True for a model that masks padding: a micro-batch is as long as its longest row
-    batch(row_indices)      a micro-batch of these rows
+    batch(row_indices)      a micro-batch of these rows, padded to sequence_length
     summarize(logits)       what scoring needs of a micro-batch's logits, [B, summary_size], on their device
     scores(summaries)       the scores by name, given the summaries of all rows
     write_predictions(summaries, folder)
@@ -105,16 +104,24 @@ TASKS: dict[str, FinetuneTask] = {task.name: task for task in _ROWS}
 
 
 def summarize_all(
-    rows: TaskRows, predict: Callable[[LabelledBatch | SpanBatch | TaggedBatch], Tensor], world: World, plan: BatchPlan
+    rows: TaskRows,
+    predict: Callable[[LabelledBatch | SpanBatch | TaggedBatch], Tensor],
+    world: World,
+    plan: BatchPlan,
+    *,
+    cuts_padding: bool = False,
 ) -> np.ndarray:
     """What scoring needs from every row's logits, float32 [num_rows, summary_size], on every rank.
 
     The ranks take batches in turn, as many as `plan.heldout` says, since an engine may need all ranks to predict. The
     rows that fill up the last batches are left out. A stop signal raises StopSignalled.
+
+    cuts_padding: as in EpochLoader.
     """
     summaries = np.zeros((rows.num_rows, rows.summary_size))
     for row_indices in shown(plan.heldout(rows.num_rows), world):
         batch = rows.batch(np.minimum(row_indices, rows.num_rows - 1))
+        batch = batch.cut_padding() if cuts_padding else batch
         with torch.no_grad():
             result = rows.summarize(predict(batch.to(world.device))).cpu().numpy()
         is_row = row_indices < rows.num_rows

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, IGNORED, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import Tokenizer
-from gmlp_scale.models.task_heads import TaggedBatch, TokenTagger, cut_padding
+from gmlp_scale.models.task_heads import TaggedBatch, TokenTagger
 from gmlp_scale.tasks.records import DataError, DataSet, lines_of
 from gmlp_scale.tasks.scores import entity_scores
 from gmlp_scale.tasks.windows import cut_windows
@@ -97,8 +97,6 @@ class TaggingTask:
 class TaggedRows:
     """One part of a tagging task, as rows for the model."""
 
-    cuts_padding = False
-
     def __init__(self, task: TaggingTask, sentences: list[Sentence], tokenizer: Tokenizer, length: int, stride: int):
         self.class_names, self.sentences = task.class_names, sentences
         self.num_examples, self.summary_size = len(sentences), length
@@ -124,8 +122,7 @@ class TaggedRows:
 
     def batch(self, row_indices: np.ndarray) -> TaggedBatch:
         token_ids_BN = torch.from_numpy(self.token_ids_RN[row_indices].astype(np.int64))
-        token_ids_BN = cut_padding(token_ids_BN) if self.cuts_padding else token_ids_BN
-        return TaggedBatch(token_ids_BN, torch.from_numpy(self.labels_RN[row_indices, : token_ids_BN.shape[1]]))
+        return TaggedBatch(token_ids_BN, torch.from_numpy(self.labels_RN[row_indices]))
 
     def summarize(self, logits_BNC: Tensor) -> Tensor:
         """The likeliest class at each position, and 0 where padding was cut off."""

@@ -19,7 +19,7 @@ from gmlp_scale.tasks.evaluate import perplexity
 from gmlp_scale.tasks.task import BatchLoader, Task
 from gmlp_scale.train.filters import draw_filters, spatial_filters
 from gmlp_scale.train.schedule import Schedule
-from gmlp_scale.train.sinks import EventsFile, MetricsFile, WandbRun, picture_summary, recipe_summaries
+from gmlp_scale.train.sinks import EventsFile, MetricsFile, TrackerRun, picture_summary, recipe_summaries
 from gmlp_scale.train.step_reports import StepReport
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Metrics:
         self.checkpoint_stall_seconds = 0.0
         self.evaluation_seconds = 0.0
         """How long the last evaluation took; 0 before the first."""
-        self._files: list[MetricsFile | EventsFile | WandbRun] = []
+        self._files: list[MetricsFile | EventsFile | TrackerRun] = []
         self.is_evaluated: bool = world.on_main(lambda: self._open_files(start_step))
         """Whether metrics.jsonl has the evaluation after `start_step`."""
         self.start_clock()
@@ -93,7 +93,7 @@ class Metrics:
         for summary in recipe_summaries(fields):
             self._events.add_summary(start_step, summary)
         if self._train.tracker:
-            self._files.append(WandbRun(run_dir, fields))
+            self._files.append(TrackerRun(self._train.tracker, run_dir, fields))
         return any(tag.startswith("eval/") for line in metrics_file.of_start_step for tag in line)
 
     def start_clock(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's values go: metrics.jsonl, TensorBoard's events and Weights & Biases.
+"""Where a run's values go: metrics.jsonl, TensorBoard's events, and Weights & Biases or trackio.
 
 A full disk delays the files and never ends the run. TensorBoard also shows the recipe as text and as hparams, a layout
 of its scalars, and pictures.
@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -127,50 +127,67 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return metrics
 
 
-class WandbRun:
-    """One for the whole run: a resumed run goes on with the one whose id is in its folder.
+class TrackerRun:
+    """One of wandb or trackio for the whole run: a resumed run goes on with the one whose id is in its folder.
 
-    W&B's own variables say where the values go: WANDB_MODE=offline for a node without a network, WANDB_PROJECT,
-    WANDB_API_KEY. W&B keeps the first values of a step. So what a resumed run adds again of steps after its checkpoint
-    is left out. What W&B refuses later is logged once; training goes on without it.
+    The library's own variables say where the values go: WANDB_MODE=offline for a node without a network, WANDB_PROJECT,
+    WANDB_API_KEY; TRACKIO_DIR, TRACKIO_SPACE_ID. Of what a resumed run adds again of steps after its checkpoint, W&B
+    keeps the first values, and trackio both. What is refused later is logged once; training goes on without it.
     """
 
-    def __init__(self, run_dir: Path, fields: dict[str, Any]):
-        import wandb
-
-        settings = wandb.setup().settings
-        try:
-            self._run = wandb.init(
-                dir=run_dir,
-                project=settings.project or PROJECT,
-                name=fields["name"],
-                id=_own_id(run_dir / "wandb_id"),
-                resume="allow" if settings.mode == "online" else None,
-                config=fields,
-                # The command line, which W&B would store, may hold a password of a URL.
-                settings=wandb.Settings(
-                    console="off", silent=True, disable_code=True, disable_git=True, x_disable_meta=True
-                ),
-            )
-        except wandb.Error as error:
-            needed = "run `wandb login`, set WANDB_MODE=offline and sync later, or set train.tracker to null"
-            raise InputError(f"train.tracker: found wandb, which refuses the run ({error}); {needed}") from error
-        log.info("W&B: %s", self._run.dir if self._run.offline else self._run.url)
-        self._is_failing = False
+    def __init__(self, tracker: Literal["wandb", "trackio"], run_dir: Path, fields: dict[str, Any]):
+        self._tracker, self._is_failing = tracker, False
+        start = {"wandb": _start_wandb, "trackio": _start_trackio}[tracker]
+        self._run = start(run_dir, fields, _own_id(run_dir / f"{tracker}_id"))
 
     def add(self, step: int, values: dict[str, float]) -> None:
         try:
             self._run.log(values, step=step)
         except Exception as error:  # its own process may be gone, in more than one way
             if not self._is_failing:
-                log.warning("W&B refuses the values of step %d (%r). Training goes on without it", step, error)
+                refused = "%s refuses the values of step %d (%r). Training goes on without it"
+                log.warning(refused, self._tracker, step, error)
             self._is_failing = True
 
     def close(self) -> None:
         try:
             self._run.finish()
         except Exception as error:
-            log.warning("W&B did not take the last values (%r); they are in metrics.jsonl", error)
+            log.warning("%s did not take the last values (%r); they are in metrics.jsonl", self._tracker, error)
+
+
+def _start_wandb(run_dir: Path, fields: dict[str, Any], id: str):
+    import wandb
+
+    settings = wandb.setup().settings
+    try:
+        run = wandb.init(
+            dir=run_dir,
+            project=settings.project or PROJECT,
+            name=fields["name"],
+            id=id,
+            resume="allow" if settings.mode == "online" else None,
+            config=fields,
+            # The command line, which W&B would store, may hold a password of a URL.
+            settings=wandb.Settings(
+                console="off", silent=True, disable_code=True, disable_git=True, x_disable_meta=True
+            ),
+        )
+    except wandb.Error as error:
+        needed = "run `wandb login`, set WANDB_MODE=offline and sync later, or set train.tracker to null"
+        raise InputError(f"train.tracker: found wandb, which refuses the run ({error}); {needed}") from error
+    log.info("W&B: %s", run.dir if run.offline else run.url)
+    return run
+
+
+def _start_trackio(run_dir: Path, fields: dict[str, Any], id: str):
+    import trackio
+
+    try:  # it knows a run by its name
+        return trackio.init(PROJECT, f"{fields['name']}-{id}", config=fields, resume="allow", embed=False)
+    except (OSError, ValueError) as error:
+        needed = "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL, run `hf auth login`, or set train.tracker to null"
+        raise InputError(f"train.tracker: found trackio, which refuses the run ({error}); {needed}") from error
 
 
 def _own_id(path: Path) -> str:

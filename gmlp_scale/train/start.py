@@ -102,8 +102,9 @@ def starting_point(
 def check_packages(name: str, train: TrainConfig) -> None:
     """Raises ConfigError if an option needs a package that is not installed."""
     mistakes = []
-    if train.tracker and not find_spec("wandb"):
-        mistakes.append("train.tracker: found wandb, which is not installed; needed: null, or the extra `wandb`")
+    if train.tracker and not find_spec(train.tracker):
+        needed = f"needed: null, or `pip install {train.tracker}`"
+        mistakes.append(f"train.tracker: found {train.tracker}, which is not installed; {needed}")
     if train.log_filters and not find_spec("matplotlib"):
         mistakes.append("train.log_filters: found true without matplotlib; needed: false, or the extra `plot`")
     if mistakes:

@@ -62,6 +62,8 @@ def test_launcher_prints_what_launches_take_where_there_is_no_gpu(succeeds):
     tiles = [found for found in report["compiled_for_sm_90"] if found["kernel"] == "spatial_gate"]
     assert len(tiles) == 4 and tiles[0]["tile"]["BLOCK_G"] == 64
     assert all(found["registers"] and found["programs_per_multiprocessor"] for found in report["compiled_for_sm_90"])
+    assert all(0 < found["loop_instructions"] < found["instructions"] for found in tiles)
+    assert all(found["masked_lanes"] == 0 and 0 < found["instructions_per_element"] < 100 for found in tiles)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def tokenize(tokenizer_dir):
 def all_rows(folder, split):
     manifest = Manifest.load(folder)
     shards = getattr(manifest.splits, split)
-    rows = [ShardRows(folder / shard.name, shard, manifest.sequence_length) for shard in shards]
+    form = manifest.sequence_length, manifest.row_dtype
+    rows = [ShardRows(folder / shard.name, shard, *form) for shard in shards]
     return np.concatenate([one.read(np.arange(shard.rows)) for one, shard in zip(rows, shards, strict=True)])
 
 

@@ -1,4 +1,5 @@
-"""torch.compile of the blocks: one graph to train, one more to evaluate, no break, and nothing compiled again later."""
+"""torch.compile of blocks, or of their groups as on a GPU: a graph of each kind to train, one more to evaluate, no
+break, and nothing compiled again later."""
 
 import functools
 from types import SimpleNamespace
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from gmlp_scale.data.batch import IGNORED
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig, build_engine
+from gmlp_scale.engine import Fsdp2Config, SingleConfig, TrainConfig, ZeroConfig, build_engine, computing
 from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.errors import InputError
 from gmlp_scale.models import build_model
@@ -20,8 +22,10 @@ from tests.models.every_kind import FAMILIES, tiny_config
 MODELS = {kind: tiny_config(kind, **SIZES | {"d_model": 16}) for kind in FAMILIES}
 
 
-def _count_graphs(engine_config, recompute: str) -> dict[str, list[int]]:
+def _count_graphs(engine_config, recompute: str, as_on_gpu: bool = False) -> dict[str, list[int]]:
     """By model: graphs compiled so far after the first step, an evaluation, and more of both."""
+    if as_on_gpu:
+        computing.compiled_modules = lambda model, device: model.groups
     # What dynamo traces is what counts; without a compiler behind it that takes a second.
     nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     graphs = {}
@@ -53,15 +57,32 @@ def _count_graphs(engine_config, recompute: str) -> dict[str, list[int]]:
     ],
     ids=str,
 )
-def test_blocks_share_one_graph_that_is_compiled_once(engine_config, recompute):
+def test_blocks_of_a_kind_share_one_graph_that_is_compiled_once(engine_config, recompute):
     graphs = run_ranks(_count_graphs, 1, engine_config, recompute)[0]
     for name, after_each in graphs.items():
-        assert after_each == [1, 2, 2, 2, 2, 2], name
+        num_kinds = 2 if MODELS[name].blocks_differ else 1
+        assert after_each == [num_kinds, *[2 * num_kinds] * 5], name
+
+
+@pytest.mark.parametrize(
+    "engine_config, recompute, num_lengths",
+    [
+        (SingleConfig(), "selective", 1),  # all three blocks are one group
+        (Fsdp2Config(blocks_per_group=2), "full", 2),  # two and one
+        (ZeroConfig(stage=1), "none", 1),
+    ],
+    ids=str,
+)
+def test_groups_of_one_length_share_one_graph(engine_config, recompute, num_lengths):
+    graphs = run_ranks(_count_graphs, 1, engine_config, recompute, True)[0]
+    for name, after_each in graphs.items():
+        assert after_each == [num * num_lengths for num in (1, 2, 2, 2, 2, 2)], name
 
 
 def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
     """Of the GPU's part this holds the wiring; the device is a stand-in, and nothing is compiled or recorded."""
-    modes, begins = [], []
+    modes, begins, functions = [], [], []
+    monkeypatch.setattr(torch, "compile", lambda function: functions.append(function.__name__) or function)
     monkeypatch.setattr(nn.Module, "compile", lambda block, mode, options: modes.append((mode, options)))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begins.append("begin"))
     engine = build_engine(
@@ -71,12 +92,26 @@ def test_every_pass_through_a_model_of_cuda_graphs_marks_its_begin(monkeypatch):
         train=TrainConfig(num_steps=1, global_batch_size=4, micro_batch_size=2, compile="reduce-overhead"),
         optimizer=AdamwConfig(),
     )
-    assert modes == [("reduce-overhead", None)] * SIZES["num_blocks"]
+    assert modes == [("reduce-overhead", None)] * SIZES["num_blocks"] and functions == ["row_losses"]
     batch = micro_batches_of(0, SimpleNamespace(size=1, rank=0))[0].to("meta")
     engine.backward(engine.module(batch), is_last=False)
     assert len(begins) == 1
     engine.predict(batch)
     assert len(begins) == 2
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiled_loss_is_the_plain_one_in_one_graph(precision):
+    model = build_model(GMLP).to(precision)
+    x_BMD = torch.randn(3, 5, SIZES["d_model"], dtype=precision, requires_grad=True)
+    labels_BM = torch.randint(0, SIZES["vocab_size"], (3, 5))
+    labels_BM[1, 2:] = labels_BM[2] = IGNORED
+    results = []
+    for row_losses in (model.row_losses, torch.compile(model.row_losses, backend="aot_eager", fullgraph=True)):
+        losses_B = row_losses(x_BMD, labels_BM)
+        results.append([losses_B, *torch.autograd.grad(losses_B.mean(), (x_BMD, model.head.weight))])
+    assert results[0][0][2] == 0
+    torch.testing.assert_close(results[1], results[0])
 
 
 def _gradients_left(engine_config) -> list[str]:

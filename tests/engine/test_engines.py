@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
@@ -120,6 +121,19 @@ def test_every_process_group_has_the_timeout_of_the_config_and_nothing_is_printe
         assert timeouts == [61] * 3  # the ranks' own, the host's, DeepSpeed's
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
+
+
+def _linear_before_and_after() -> list[bool]:
+    before = F.linear
+    with start_world(60, "cpu", init_group=True) as world:
+        engine = start_engine(world, GMLP, ZeroConfig(stage=3))
+        replaced = F.linear is not before
+        engine.close()
+    return [replaced, F.linear is before]
+
+
+def test_stage_3_gives_the_process_its_own_linear_back():
+    assert run_ranks(_linear_before_and_after, 1) == [[True, True]]
 
 
 def test_a_step_records_nothing_for_autograd_and_lists_no_parameters(monkeypatch):

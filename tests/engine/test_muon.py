@@ -103,9 +103,14 @@ def test_every_matrix_has_one_owner_and_the_work_is_balanced():
     "kind, by_muon, by_adamw",
     [
         ("gmlp", {"expand", "project"}, set()),
-        ("gmlp-dense", {"expand", "project"}, {"gating"}),
+        ("gmlp-dense", {"expand", "project"}, {"gating.weight"}),
+        ("avey", {"expand", "project"}, {"spatial_NN"}),
         ("amlp", {"expand", "attention.qkv", "attention.out", "project"}, set()),
-        ("bert-relative", {"attention.qkv", "attention.out", "expand", "project"}, {"attention.relative_bias.table"}),
+        (
+            "bert-relative",
+            {"attention.qkv", "attention.out", "expand", "project"},
+            {"attention.relative_bias.table.weight"},
+        ),
     ],
 )
 def test_muon_takes_the_matrices_of_the_blocks_linear_layers(kind, by_muon, by_adamw):
@@ -114,8 +119,6 @@ def test_muon_takes_the_matrices_of_the_blocks_linear_layers(kind, by_muon, by_a
     assert set(matrices) == {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in by_muon}
     assert all(tuple(model.get_parameter(name).shape) == shape for name, shape in matrices.items())
     others = {name for name, parameter in model.named_parameters() if parameter.ndim == 2} - matrices.keys()
-    assert {name for name in others if name.startswith("blocks.0.")} == {
-        f"blocks.0.{layer}.weight" for layer in by_adamw
-    }
+    assert {name for name in others if name.startswith("blocks.0.")} == {f"blocks.0.{matrix}" for matrix in by_adamw}
     assert "embedding.weight" in others
     assert muon_matrices(model, AdamwConfig()) == {}

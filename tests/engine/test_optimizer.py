@@ -32,14 +32,15 @@ def test_learning_rates_of_a_run_of_110_steps(schedule, warmup_steps, decay_step
     assert max(rates) == 1e-4 and min(rates[:110]) > 0
 
 
-@pytest.mark.parametrize("kind", ["gmlp", "gmlp-dense", "amlp", "bert-absolute"])
+@pytest.mark.parametrize("kind", ["gmlp", "gmlp-dense", "amlp", "bert-absolute", "avey"])
 def test_only_matrices_decay(kind):
     model = tiny_model(kind)
     decayed = decayed_names(model)
-    norms = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, nn.LayerNorm) for p in ("weight", "bias")}
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
+    vectors = {f"{name}.{vector}" for name, norm in norms for vector, _ in norm.named_parameters()}
     matrices = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert matrices <= decayed | {"head.weight"}
-    assert not decayed & norms
+    assert vectors and not decayed & vectors
     for name, parameter in model.named_parameters():
         assert (name in decayed) == (parameter.ndim == 2 and "bias" not in name), name
 

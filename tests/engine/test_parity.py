@@ -15,9 +15,11 @@ from gmlp_scale.models import build_model, heads
 from gmlp_scale.models.gmlp import SpatialGatingUnit
 from tests.engine.trained_engines import (
     AMLP,
+    AVEY,
     BERT,
     ENGINES,
     GMLP,
+    MODERN,
     OPTIMIZER,
     OPTIONS,
     SHARDED,
@@ -30,9 +32,12 @@ from tests.engine.trained_engines import (
 )
 from tests.gloo_ranks import run_ranks
 
-MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT}
-CASES = [("gmlp", "float32"), ("amlp", "float32"), ("bert", "float32"), ("amlp", "recompute"), ("amlp", "muon")]
-BF16 = [("amlp", "bf16"), ("bert", "bf16")]
+MODELS = {"gmlp": GMLP, "amlp": AMLP, "bert": BERT, "modern": MODERN, "avey": AVEY}
+CASES = [
+    *((model, "float32") for model in MODELS), ("amlp", "recompute"),
+    ("amlp", "muon"), ("modern", "muon"), ("avey", "muon"),
+]  # fmt: skip
+BF16 = [("amlp", "bf16"), ("bert", "bf16"), ("modern", "bf16"), ("avey", "bf16")]
 
 
 def _train_each(cases: list, engine_configs: dict) -> dict:
@@ -62,9 +67,10 @@ def _vectors_of(module: nn.Module) -> dict[str, Tensor]:
     """The values of LayerNorms' gains and biases, w and b that `module` computes with."""
     vectors = {}
     for name, part in module.named_modules():
-        if isinstance(part, nn.LayerNorm | SpatialGatingUnit):
+        if isinstance(part, nn.LayerNorm | nn.RMSNorm | SpatialGatingUnit):
             for attribute in ("weight", "bias"):
-                vectors[f"{name}.{attribute}".removeprefix("module.")] = getattr(part, attribute).detach().clone()
+                if (vector := getattr(part, attribute, None)) is not None:
+                    vectors[f"{name}.{attribute}".removeprefix("module.")] = vector.detach().clone()
     return vectors
 
 
@@ -126,7 +132,7 @@ def _losses_and_norms_in_float64(model_config) -> tuple[list[float], list[float]
     return losses, norms
 
 
-@pytest.mark.parametrize("model", ["amlp", "bert"])
+@pytest.mark.parametrize("model", [model for model, _ in BF16])
 def test_engines_in_bf16_stay_near_float64(single, two_ranks, model):
     losses, norms = _losses_and_norms_in_float64(MODELS[model])
     exact = single[model, "float32", "single"]

@@ -10,7 +10,14 @@ from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import EngineConfig, Fsdp2Config, TrainConfig, build_engine
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
-from gmlp_scale.models import AmlpConfig, GmlpConfig, TransformerConfig, build_model
+from gmlp_scale.models import (
+    AmlpConfig,
+    AveyConfig,
+    GmlpConfig,
+    ModernTransformerConfig,
+    TransformerConfig,
+    build_model,
+)
 from gmlp_scale.piecewise import Piecewise
 
 # Sizes that two ranks do not divide (15, 31 and 37) are on purpose: shards are uneven and padded.
@@ -18,6 +25,8 @@ SIZES = {"num_blocks": 3, "d_model": 15, "d_ffn": 22, "sequence_length": 16, "vo
 GMLP = GmlpConfig(**SIZES)
 AMLP = AmlpConfig(**SIZES, d_attn=6)
 BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
+MODERN = ModernTransformerConfig(**SIZES | {"d_model": 18}, num_heads=3, window=6)
+AVEY = AveyConfig(**SIZES)
 OPTIMIZER = AdamwConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
 MUON = MuonConfig(**OPTIMIZER.model_dump(exclude={"kind"}), matrix_rate_ratio=2.0)
 BATCH_SIZES, MICRO_BATCH_SIZE = [(0, 8), (1, 16), (2, 8), (4, 16), (5, 8)], 2

@@ -13,7 +13,10 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
 )
 from transformers.utils import is_accelerate_available
 
@@ -53,6 +56,19 @@ def test_a_saved_model_keeps_the_tokenizer_of_finetuning(export, tokenizer_folde
     scratch.name_or_path = ""
     scratch.save_pretrained(tmp_path / "scratch")
     assert not (tmp_path / "scratch" / "tokenizer.model").exists()
+
+
+def test_a_new_head_on_a_pretrained_model_answers_questions_once_it_is_saved(export, tokenizer_folder, tmp_path):
+    model = AutoModelForQuestionAnswering.from_pretrained(export, **TRUSTED)
+    model(IDS, start_positions=IDS[:, 0] % 3, end_positions=IDS[:, 1] % 3).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for part in (model, AutoTokenizer.from_pretrained(export)):
+        part.save_pretrained(tmp_path / "saved")
+    assert_finetuning_takes_it(tmp_path / "saved", tokenizer_folder)
+    answer = pipeline("question-answering", model=str(tmp_path / "saved"), **TRUSTED)
+    context = "the cat and a dog went over to see"
+    found = answer(question="a dog", context=context)
+    assert found["answer"] == context[found["start"] : found["end"]] != ""
 
 
 @NEEDS_TRAINER
@@ -149,3 +165,16 @@ def test_peft_finds_the_matrices_over_channels_of_every_block(tiny_export, tmp_p
     assert found == linear
     adapted(IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
+
+
+def test_peft_trains_and_saves_the_head_of_questions_that_it_is_given(export, tmp_path):
+    given = {"task_type": "QUESTION_ANS", "modules_to_save": ["spans"]}
+    model = AutoModelForQuestionAnswering.from_pretrained(export, **TRUSTED)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **given))
+    adapted(input_ids=IDS, start_positions=IDS[:, 0] % 3, end_positions=IDS[:, 1] % 3).loss.backward()
+    torch.optim.SGD((one for one in adapted.parameters() if one.requires_grad), lr=0.1).step()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForQuestionAnswering.from_pretrained(export, **TRUSTED)  # with another new head
+    loaded = peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=IDS).start_logits, adapted.eval()(input_ids=IDS).start_logits)

@@ -11,6 +11,7 @@ from gmlp_scale.export.hugging_face.modeling_gmlp import (
     GmlpScaleForSequenceClassification,
     GmlpScaleForTokenClassification,
 )
+from tests.export.conftest import SENTENCE
 from tests.export.tiny_heads import IDS, LENGTH, tiny_head
 
 ANY = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=LENGTH)}
@@ -38,6 +39,9 @@ def assert_runs_as_the_model(run, model):
         (GmlpScaleForTokenClassification, "bert-relative"),
         (GmlpScaleForQuestionAnswering, "mixer"),
         (GmlpScaleForQuestionAnswering, "mlp-attention"),
+        (GmlpScaleForTokenClassification, "avey-static"),
+        (GmlpScaleForTokenClassification, "avey-dynamic"),
+        (GmlpScaleForTokenClassification, "gmlp-dynamic"),
     ],
 )
 def test_a_program_of_torch_export(head, kind):
@@ -65,14 +69,24 @@ def test_an_onnx_file(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_documented_onnx_file(tiny_export, tmp_path, monkeypatch):
+def test_the_documented_onnx_file(tiny_export, tmp_path, monkeypatch, capsys):
     pytest.importorskip("onnxscript")
     tiny_export("amlp", tmp_path / "amlp")
     monkeypatch.chdir(tmp_path)
-    (recipe,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    recipe, quantized = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     names = {}
     exec(recipe.replace("exports/gmlp_base", "./amlp"), names)
     assert_file_runs_as_the_model("model.onnx", names["model"])
+    Path("lines.txt").write_text(f"{SENTENCE}\nthe cat went over to see a dog\n" * 8)
+    exec(quantized, names)
+    whole, of_int8, agreement = capsys.readouterr().out.splitlines()[-3:]
+    sizes = [float(line.split()[1]) for line in (whole, of_int8)]
+    assert whole.startswith("model.onnx: ") and of_int8.startswith("model_int8.onnx: ") and sizes[1] < sizes[0]
+    (share,) = re.fullmatch(r"the same token in (.*)% of \d+ masks", agreement).groups()
+    assert float(share) > 50
+    file = pytest.importorskip("onnx").load("model_int8.onnx")
+    kinds = [node.op_type for node in file.graph.node]
+    assert kinds.count("MatMulInteger") == 2 * 4 + 1  # the matrices over channels of two blocks, and the embedding
 
 
 def test_every_row_of_what_holds_in_the_page_has_its_test():

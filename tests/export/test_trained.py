@@ -49,7 +49,7 @@ def test_two_labels_that_transformers_left_out(tiny_export, tmp_path):
         ({"model_type": "bert"}, "is of model_type 'bert', not 'gmlp_scale'"),
         ({"kind": "rnn"}, "describes no model of ours: .*'rnn'"),
         ({"d_model": "wide"}, "describes no model of ours: amlp.d_model: Input should be a valid integer"),
-        ({"architectures": ["GmlpScaleModel"]}, r"architectures \['GmlpScaleModel'\]; needed is one of GmlpScaleForM"),
+        ({"architectures": ["BertModel"]}, r"architectures \['BertModel'\]; needed is one of GmlpScaleForM"),
         ({"vocab_size": 421}, "has 420 pieces but config.json says vocab_size 421"),
         ({"num_blocks": 3}, r"blocks\.2\..* is missing and should be .*; and \d+ more"),
         *[

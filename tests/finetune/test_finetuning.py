@@ -217,14 +217,17 @@ def test_sts_b_learns_its_numbers(tmp_path, export, world):
 
 
 @pytest.mark.parametrize("masks_padding", [True, False])
-def test_a_batch_is_as_long_as_its_longest_row_if_the_model_masks_padding(tmp_path, tokenizer_folder, masks_padding):
+def test_a_batch_is_as_long_as_its_longest_row_if_the_model_masks_padding(
+    tmp_path, tokenizer_folder, world, masks_padding
+):
     export = write_tiny_export(tmp_path / "hf", tokenizer_folder, masks_padding=masks_padding)
     task = Finetuning(run := sentiment_run(tmp_path, export, "data.sequence_length=64"), read_inputs(run))
     lengths_R = (task.inputs.rows["train"].token_ids_RN != 0).sum(1)
-    for row_indices in (lengths_R.argsort()[:2], np.arange(60)):
-        longest = -(-lengths_R[row_indices].max() // 8) * 8
-        batch = task.inputs.rows["train"].batch(row_indices)
-        assert batch.token_ids_BN.shape[1] == (longest if masks_padding else 64) and longest < 64
+    loader = task.open_loader(world)
+    for step, batches in enumerate(loader.steps(0, 7)):
+        for batch, row_indices in zip(batches, loader.row_indices(step), strict=True):
+            longest = -(-lengths_R[row_indices].max() // 8) * 8
+            assert batch.token_ids_BN.shape[1] == (longest if masks_padding else 64) and longest < 64
     assert task.tokens_per_step.last == 8 * (round(lengths_R.mean()) if masks_padding else 64)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gmlp_scale.data.batch import PAD_ID, MaskedBatch
 from gmlp_scale.models import build_model
-from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor, cut_padding
+from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, SpanBatch, SpanPredictor, TaggedBatch
 from tests.models.every_kind import KINDS, tiny_config
 
 ALL = pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +61,8 @@ def test_padding_is_cut_to_the_longest_text():
     ids_BN = torch.zeros(3, 20, dtype=torch.int64)
     for longest, length in ((1, 8), (8, 8), (9, 16), (17, 20)):
         ids_BN[1, :longest] = 5
-        assert torch.equal(cut_padding(ids_BN), ids_BN[:, :length])
+        cut = TaggedBatch(ids_BN, ids_BN + 1).cut_padding()
+        assert torch.equal(cut.token_ids_BN, ids_BN[:, :length]) and torch.equal(cut.labels_BN, cut.token_ids_BN + 1)
 
 
 @pytest.mark.parametrize("head, batch", [(CLASSIFIER, LABELLED), (SpanPredictor, SPANS)])

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
+from gmlp_scale.distributed.world import start_world
+from gmlp_scale.finetune.finetuning import finetune, read_inputs
 from gmlp_scale.finetune.search import read_answered, read_triples, search_by_words, search_scores, train_search
 from gmlp_scale.tasks.question_answering import Question
 from gmlp_scale.tasks.records import DataError
 from launch.search import main
-from tests.finetune.conftest import write_tiny_export
+from tests.finetune.conftest import sentiment_run, write_tiny_export
 from tests.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -107,6 +109,16 @@ def test_a_training_that_was_cut_off_while_it_saved_resumes_to_the_same_weights(
     begun = weights(checkpoints / "checkpoint-2")
     cut = train_search(model, str(squad), str(mnli), tmp_path / "cut", **SETTINGS)
     assert equal(weights(whole), weights(cut)) and not equal(begun, weights(cut))
+
+
+def test_finetuning_starts_from_the_trunk_that_was_trained_for_search(squad, model, tmp_path):
+    trained = train_search(model, str(squad), None, tmp_path / "search", **SETTINGS)
+    run = sentiment_run(tmp_path, trained, "train.num_steps=2")
+    inputs = read_inputs(run)
+    assert inputs.pretrained.weights["embedding.weight"].equal(weights(trained)["model.embedding.weight"])
+    assert not inputs.pretrained.weights["embedding.weight"].equal(weights(model)["model.embedding.weight"])
+    with start_world(30, "cpu") as world:
+        assert finetune(run, inputs, world)["step"] == 2
 
 
 def train_an_epoch(model: Path, squad: Path, folder: Path, batch_size: int) -> None:

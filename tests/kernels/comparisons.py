@@ -11,7 +11,7 @@ from torch import Tensor
 from gmlp_scale.kernels.spatial_gating_unit import spatial_gating_unit
 from gmlp_scale.models.layers import toeplitz
 
-INPUTS = ("z", "gain", "norm_bias", "weight", "bias", "context", "out_weight", "out_bias")
+INPUTS = ("z", "gain", "norm_bias", "weight", "bias", "context", "out_weight", "out_bias", "expand_bias")
 VECTORS = ("gain", "norm_bias", "weight", "bias", "out_bias")
 """What engines keep in float32, if W is Toeplitz."""
 PARAMETERS = (*VECTORS, "out_weight")
@@ -40,7 +40,8 @@ def inputs_of(case: Case, device: str = "cpu") -> tuple[list[Tensor | None], Ten
     weight = random(n, n) if case.spatial == "dense" else random(2 * n - 1)
     attention = [None] * 3 if k is None else [random(case.batch_size, n, k), random(g, k) / k**0.5, random(g)]
     inputs = [
-        random(case.batch_size, n, 2 * g), 1 + random(g) / 3, random(g), weight / n**0.5, 1 + random(n), *attention
+        random(case.batch_size, n, 2 * g), 1 + random(g) / 3, random(g), weight / n**0.5, 1 + random(n), *attention,
+        random(2 * g),
     ]  # fmt: skip
     dtypes = (torch.float32 if name in case.in_float32 else case.dtype for name in INPUTS)
     inputs = [
@@ -58,7 +59,10 @@ def tokens_of(case: Case, device: str = "cpu") -> Tensor | None:
     return is_token_BN
 
 
-def plain_unit(z, gain, norm_bias, weight, bias, context, out_weight, out_bias, is_token_BN=None) -> Tensor:
+def plain_unit(
+    z, gain, norm_bias, weight, bias, context, out_weight, out_bias, expand_bias, is_token_BN=None
+) -> Tensor:
+    z = z + expand_bias - expand_bias.detach()  # which z holds already
     u, v = F.gelu(z).chunk(2, dim=-1)
     v = F.layer_norm(v, v.shape[-1:], gain, norm_bias, EPS)
     if is_token_BN is not None:

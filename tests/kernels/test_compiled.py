@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from benchmarks.compiled_kernels import Launch, compile_for_hopper, launches_of, usage_of, without_kernels
+from benchmarks.compiled_kernels import Launch, compile_for_hopper, lanes_of, launches_of, usage_of, without_kernels
 from gmlp_scale.kernels import gate, layer_norm, spatial_weight
-from gmlp_scale.kernels.layer_norm import BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
+from gmlp_scale.kernels.layer_norm import BACKWARD_WARPS_PER_MULTIPROCESSOR, full_width
 from tests.kernels.comparisons import (
     PARAMETERS,
     VECTORS,
@@ -66,9 +66,38 @@ def test_every_kernel_compiles_and_fits(case):
 
 def programs_at_once(launch: Launch) -> int:
     """The fewest that a multiprocessor has to hold. Of the gate's, one's GELU overlaps another's product."""
-    if name_of(launch) == "_layer_norm_of_gelu_backward_kernel":
-        return BACKWARD_PROGRAMS_PER_MULTIPROCESSOR
+    if name_of(launch).endswith("_backward_kernel"):
+        return BACKWARD_WARPS_PER_MULTIPROCESSOR // launch.options["num_warps"]
     return 2 if name_of(launch) == "_spatial_gate_kernel" and launch.arguments["BLOCK_G"] == 64 else 1
+
+
+def test_lanes_beyond_the_edges_are_counted():
+    """With blocks of 128 x 64 over 196 x 160."""
+    z_BNF, v_BNG = (torch.empty(1, 196, width, dtype=BFLOAT16) for width in (320, 160))
+    inputs = (z_BNF, v_BNG, torch.empty(196, 196, dtype=BFLOAT16), torch.empty(196), None, None, None, True)
+    gate_launch = launches_of(lambda: gate.apply_gate(*inputs))[0]
+    usage = usage_of(compile_for_hopper(gate_launch))
+    masked, per_element = lanes_of(gate_launch, usage)
+    assert masked == pytest.approx(1 - (196 * 160) / (256 * 192))
+    outside = usage.instructions - usage.loop_instructions  # each of 128 threads computes 64 elements
+    assert per_element == pytest.approx(outside / 64 / (1 - masked))
+
+
+@pytest.mark.parametrize(
+    "width, num_tokens, chunk, num_chunks, num_warps",
+    [
+        (128, 8, 128, 1, 2),
+        (384, 2, 128, 3, 2),
+        (768, 1, 256, 3, 2),
+        (1024, 1, 1024, 1, 2),
+        (1300, 1, 512, 3, 4),
+        (1536, 1, 512, 3, 4),
+        (2048, 1, 2048, 1, 4),
+        (3072, 1, 1024, 3, 8),
+    ],
+)
+def test_a_program_holds_whole_tokens_in_chunks_that_divide_them(width, num_tokens, chunk, num_chunks, num_warps):
+    assert [*full_width(width).values()] == [num_tokens, chunk, num_chunks, num_warps]
 
 
 def gate_tiles(case: Case) -> int:
@@ -106,13 +135,9 @@ def test_sums_over_the_batch_fill_a_gpu_and_no_more(monkeypatch):
     for module in (spatial_weight, layer_norm):
         monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
     v_BNG, z_BNF = (torch.empty(32, 128, width, dtype=BFLOAT16) for width in (1536, 3072))
-    mean_BN, gain_G = torch.empty(32, 128), torch.empty(1536)
     weight = launches_of(lambda: spatial_weight.spatial_weight_gradient(v_BNG, v_BNG, torch.empty(128, 128)))
-    norm = launches_of(
-        lambda: layer_norm.layer_norm_of_gelu_backward(v_BNG, z_BNF, mean_BN, mean_BN, gain_G, torch.empty_like(z_BNF))
-    )
     assert 120 <= len(weight[0].arguments["parts_PNN"]) <= 132
-    assert 250 <= len(norm[0].arguments["grads_P2G"]) <= 264
+    assert 360 <= len(layer_norm.new_partial_sums(z_BNF)) <= 3 * 132
 
 
 def test_a_call_of_the_operator_runs_little_python():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.fields import Mark, marked_fields
@@ -35,6 +36,10 @@ def output_and_gradients(block: GmlpBlock, forward, num_positions: int = 12, len
     return {"output": output_BND.detach(), "x": x_BND.grad} | gradients
 
 
+class Adapter(nn.Linear):
+    """Takes the place of a Linear, as those of peft do."""
+
+
 def _run_blocks() -> dict:
     results = {}
     for spatial in ("toeplitz", "dense"):
@@ -45,6 +50,9 @@ def _run_blocks() -> dict:
             results[spatial, kernels, "padded"] = output_and_gradients(block, block, 12, lengths=(12, 5))
             with torch.autocast("cpu", torch.bfloat16):  # parameters stay in float32 beside a bfloat16 z
                 results[spatial, kernels, "autocast"] = output_and_gradients(block, block)
+    adapted = make_block("triton")
+    adapted.expand.__class__ = Adapter
+    results["adapter"] = output_and_gradients(adapted, adapted)
     compiled = make_block("triton")
     compiled.compile(fullgraph=True)  # raises on a graph break
     results["compiled"] = output_and_gradients(compiled, compiled)
@@ -107,6 +115,10 @@ def test_recomputing_gives_the_same_bit_for_bit(models, recompute, form):
     expected, found = models[RECOMPUTED[0]], models[recompute, form]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert all(expected[name].any() for name in expected)
+
+
+def test_an_adapter_is_called_and_has_its_gradients(blocks):
+    torch.testing.assert_close(blocks["adapter"], blocks["toeplitz", "triton", 12], rtol=1e-5, atol=1e-4)
 
 
 def test_compiling_breaks_no_graph_and_gives_the_same(blocks):

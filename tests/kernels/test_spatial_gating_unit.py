@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gmlp_scale.kernels import gate
+from gmlp_scale.kernels.layer_norm import layer_norm_of_gelu
 from tests.kernels.comparisons import (
     PARAMETERS,
     VECTORS,
@@ -28,6 +30,7 @@ CASES = [
     Case(77, d_attn=6, dtype=BFLOAT16, in_float32=VECTORS), Case(128, "dense", 5, BFLOAT16, in_float32=PARAMETERS),
     Case(77, padded=True), Case(77, "dense", 20, padded=True), Case(77, d_attn=6, dtype=BFLOAT16, padded=True),
     Case(512, batch_size=1, d_gate=12), Case(512, "dense", 16, BFLOAT16, batch_size=1, d_gate=12),
+    Case(3, d_gate=1536), Case(3, d_gate=2048, dtype=BFLOAT16), Case(2, d_gate=1300),  # a token to a program
 ]  # fmt: skip
 REPEATED = Case(77, d_attn=8, d_gate=70)
 RECIPES = [
@@ -53,6 +56,16 @@ def errors_with_tile(case: Case, tile: dict[str, int], device: str = "cpu") -> d
         return relative_errors(case, device)
 
 
+def normalised_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel and float64 make of rows whose mean is far from 0, or whose first number is far from the mean."""
+    rows = torch.randn(3, 1536, generator=torch.Generator().manual_seed(0))
+    rows += torch.tensor([100.0, -0.5, 3.0])[:, None]
+    rows[2, 0] = 1000.0
+    z_BNF, gain_G, bias_G = torch.cat([rows, rows], dim=-1)[None], torch.ones(1536), torch.zeros(1536)
+    exact_BNG = F.layer_norm(F.gelu(rows.double()), (1536,), eps=1e-5)
+    return layer_norm_of_gelu(z_BNF, gain_G, bias_G, 1e-5)[0][0], exact_BNG
+
+
 def _run_all() -> dict:
     results = {case: relative_errors(case) for case in CASES}
     results["TMA"] = errors_with_tile(Case(36, d_attn=12, d_gate=20), gate.FLOAT32_TILE | {"USES_TMA": True})
@@ -60,7 +73,7 @@ def _run_all() -> dict:
         inputs, _ = inputs_of(REPEATED)
         keeping, inferring = (spatial_gating_unit(*inputs, None, 1e-5, keeps) for keeps in (True, False))
     results["inference"] = [(output.numel(), torch.equal(keeping[0], inferring[0])) for output in inferring[:2]]
-    return results | {"twice": two_runs(REPEATED)}
+    return results | {"twice": two_runs(REPEATED), "rows": normalised_rows()}
 
 
 def _check_operators() -> None:
@@ -84,6 +97,12 @@ def on_cpu() -> dict:
 @pytest.mark.parametrize("case", CASES, ids=name_on_cpu)
 def test_output_and_every_gradient_are_those_of_float64(on_cpu, case):
     assert max(on_cpu[case].values()) < BOUNDS[case.dtype], on_cpu[case]
+
+
+def test_rows_far_from_zero_are_normalised_exactly(on_cpu):
+    found, exact = on_cpu["rows"]
+    errors = (found - exact).abs().amax(dim=1) / exact.abs().amax(dim=1)
+    assert errors[:2].max() < 1e-5 and errors[2] < 1536 * 2**-22, errors
 
 
 def test_a_tile_loaded_through_descriptors_gives_the_same(on_cpu):

@@ -16,6 +16,7 @@ TINY = SIZES | {"masks_padding": True}
 KINDS = {  # every block family, and every variant of a block
     "gmlp": {"kind": "gmlp"},
     "gmlp-dense": {"kind": "gmlp", "spatial": "dense"},
+    "gmlp-dynamic": {"kind": "gmlp", "spatial": "dynamic_toeplitz"},
     **{f"gmlp-{gating}": {"kind": "gmlp", "gating": gating} for gating in get_args(Gating) if gating != FUSED_GATING},
     "amlp": {"kind": "amlp", "d_attn": 8},
     "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},
@@ -24,6 +25,11 @@ KINDS = {  # every block family, and every variant of a block
     "mlp-attention": {"kind": "mlp_attention", "num_heads": 2, "d_scores": 6},
     "dot-product": {"kind": "mlp_attention", "num_heads": 2, "scores": "dot_product"},
     "mixer": {"kind": "mixer", "d_spatial": 10},
+    "modern": {"kind": "modern_transformer", "num_heads": 2, "window": 6},
+    "modern-rms": {"kind": "modern_transformer", "num_heads": 2, "window": None, "norm": "rms_norm"},
+    "avey": {"kind": "avey"},
+    "avey-static": {"kind": "avey", "layers": "static", "mixed_share": 1.0},
+    "avey-dynamic": {"kind": "avey", "layers": "dynamic"},
 }
 FAMILIES = list({fields["kind"]: kind for kind, fields in reversed(KINDS.items())}.values())
 """The first kind of each block family."""
@@ -34,7 +40,7 @@ def tiny_config(kind: str, **changes) -> ModelConfig:
 
 
 TRANSFORMERS = [kind for kind, fields in KINDS.items() if fields["kind"] == "transformer"]
-CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-linear", "amlp"]
+CAUSAL = ["mlp-attention", "dot-product", "gmlp", "gmlp-dense", "gmlp-dynamic", "gmlp-linear", "amlp"]
 READS_PADDING = [kind for kind, fields in KINDS.items() if fields["kind"] in ("gmlp", "amlp", "mixer")]
 """Models of these kinds read <pad> like a token, if they were made before `masks_padding`."""
 

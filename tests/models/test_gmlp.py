@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from gmlp_scale.models import AmlpConfig, GmlpConfig, build_model
 from gmlp_scale.models.backbone import Backbone
-from gmlp_scale.models.gmlp import Gating, GmlpBlock
+from gmlp_scale.models.gmlp import Gating, GmlpBlock, Spatial
 from gmlp_scale.models.layers import toeplitz
 from tests.models.every_kind import check_gradients, perturb
 from tests.models.float64_layers import attention, gelu, layer_norm, linear, numbers
 
-GATINGS = get_args(Gating)
+GATINGS, SPATIALS = get_args(Gating), get_args(Spatial)
 N = 6
 
 
@@ -42,7 +42,10 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial
     weights = np.empty((m, m))
     for i in range(m):
         for j in range(m):
-            weights[i, j] = p["gating.weight"][(n - 1) + (j - i)] if spatial == "toeplitz" else p["gating.weight"][i, j]
+            weights[i, j] = p["gating.weight"][i, j] if spatial == "dense" else p["gating.weight"][(n - 1) + (j - i)]
+            if spatial == "dynamic_toeplitz":  # position k says what the offsets k and -k add
+                earlier, later = linear(operand, p["gating.offsets.weight"], p["gating.offsets.bias"]).T
+                weights[i, j] += (earlier[i - j] if j <= i else later[j - i]) / operand.shape[1]
     gate = np.empty_like(operand)
     for i in range(m):
         for channel in range(operand.shape[1]):
@@ -62,7 +65,7 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial
 
 @pytest.mark.parametrize("num_positions", [N, 4])
 @pytest.mark.parametrize("d_attn", [None, 3])
-@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("spatial", SPATIALS)
 @pytest.mark.parametrize("gating", GATINGS)
 def test_block_is_that_of_the_equations(gating, spatial, d_attn, num_positions):
     block = perturb(make_block(gating, spatial=spatial, d_attn=d_attn))
@@ -72,7 +75,7 @@ def test_block_is_that_of_the_equations(gating, spatial, d_attn, num_positions):
 
 
 @pytest.mark.parametrize("d_attn", [None, 3])
-@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("spatial", SPATIALS)
 @pytest.mark.parametrize("gating", GATINGS)
 def test_gradients_are_right(gating, spatial, d_attn):
     block = perturb(make_block(gating, spatial=spatial, d_attn=d_attn, n=3))
@@ -80,7 +83,7 @@ def test_gradients_are_right(gating, spatial, d_attn):
 
 
 @pytest.mark.parametrize("d_attn", [None, 64])
-@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("spatial", SPATIALS)
 @pytest.mark.parametrize("gating", GATINGS)
 def test_block_starts_as_a_feed_forward_layer(gating, spatial, d_attn):
     block = make_block(gating, spatial=spatial, d_attn=d_attn, n=128, d_model=128, d_ffn=512, dtype=torch.float32)
@@ -94,11 +97,12 @@ def test_block_starts_as_a_feed_forward_layer(gating, spatial, d_attn):
     assert (block(x_BND) - x_BND - feed_forward).norm() <= 0.05 * feed_forward.norm()
 
 
-@pytest.mark.parametrize("spatial", ["toeplitz", "dense"])
+@pytest.mark.parametrize("spatial", SPATIALS)
 @pytest.mark.parametrize("gating", GATINGS)
 def test_spatial_weights_start_near_zero_and_the_bias_at_one(gating, spatial):
     gate = make_block(gating, spatial=spatial, n=64).gating
-    weight_NN, bias_N = gate.spatial_weights(64)
+    z_BNG = torch.randn(1, 64, gate.norm.weight.numel(), dtype=torch.float64)
+    weight_NN, bias_N = gate.spatial_weights(64, z_BNG)
     if gating == "linear":
         weight_NN = weight_NN - torch.eye(64)
     assert 0 < weight_NN.std() * math.sqrt(64) <= 0.05
@@ -134,6 +138,35 @@ def test_activations_in_bf16_meet_the_float32_values_of_vectors():
     for (name, vector), expected in zip(in_float32.named_parameters(), exact.parameters(), strict=True):
         assert vector.grad.dtype == torch.float32
         assert (vector.grad - expected.grad).norm() < 0.01 * expected.grad.norm(), name
+
+
+def test_a_dynamic_w_is_of_the_row_and_starts_as_the_static_one():
+    static, dynamic = (make_block("multiplicative_split", spatial=kind) for kind in ("toeplitz", "dynamic_toeplitz"))
+    x_BND = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    dynamic.load_state_dict(static.state_dict(), strict=False)
+    assert torch.equal(dynamic(x_BND), static(x_BND))
+    v_BNG = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    first_NN, second_NN = perturb(dynamic.gating).spatial_weights(5, v_BNG)[0]
+    assert not torch.isclose(first_NN, second_NN).any()
+
+
+def test_a_causal_dynamic_w_sees_no_later_position():
+    sizes = {"num_blocks": 1, "d_model": 4, "d_ffn": 6, "sequence_length": N, "vocab_size": 8}
+    config = GmlpConfig(**sizes, spatial="dynamic_toeplitz")
+    block = perturb(build_model(config, head=Backbone, causal=True).blocks[0].double())
+    x_BND = torch.randn(1, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    for position in range(N):
+        (grad_BND,) = torch.autograd.grad(block(x_BND)[0, position].sum(), x_BND)
+        assert not grad_BND[0, position + 1 :].any() and grad_BND[0, : position + 1].all()
+
+
+def test_a_dynamic_w_has_no_kernels():
+    sizes = {"num_blocks": 1, "d_model": 4, "d_ffn": 6, "sequence_length": N, "vocab_size": 8}
+    with pytest.raises(ValidationError, match="for spatial toeplitz or dense, not dynamic_toeplitz: set it to auto"):
+        GmlpConfig(**sizes, spatial="dynamic_toeplitz", kernels="triton")
+    block = make_block("multiplicative_split", spatial="dynamic_toeplitz")
+    block.kernels = "triton"  # as auto becomes on a GPU
+    assert block(torch.randn(1, N, 4, dtype=torch.float64)).isfinite().all()  # the kernels would refuse to run here
 
 
 def test_a_split_needs_an_even_width():

@@ -93,7 +93,7 @@ def test_looks_in_both_directions(kind):
         assert (model.encode(other_BN)[0, seen] - states_ND[seen]).abs().max() > 1e-6
 
 
-@ALL
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "avey-dynamic"])
 def test_knows_the_order_of_the_tokens(kind):
     model = perturb(tiny_model(kind).double())
     token_ids_BN = torch.arange(12).unsqueeze(0)
@@ -197,7 +197,8 @@ def test_recomputing_gives_the_same_gradients(kind, recompute):
     model, batch = tiny_model(kind), random_batch()
     perturb(model)
     calls = []
-    norm = next(module for module in model.blocks[0].modules() if isinstance(module, torch.nn.LayerNorm))
+    norms = (torch.nn.LayerNorm, torch.nn.RMSNorm)
+    norm = next(module for module in model.blocks[0].modules() if isinstance(module, norms))
     norm.register_forward_pre_hook(lambda *_: calls.append(1))
     loss, expected = gradients(model, batch)
     model.set_recompute(recompute)
@@ -215,7 +216,8 @@ def test_bfloat16_is_close_to_float32(kind):
     low_loss, found = gradients(copy.deepcopy(model).bfloat16(), batch)
     assert low_loss.dtype == torch.float32 and math.isclose(low_loss.item(), loss.item(), rel_tol=2e-3)
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    allowed = 0.12 if kind in ("mlp-attention", "dot-product") else 0.03  # rounding moves inputs of relu over its edge
+    has_relu = kind in ("mlp-attention", "dot-product") or kind.startswith("avey")
+    allowed = 0.12 if has_relu else 0.03  # rounding moves inputs of relu over its edge
     for name in expected:
         assert found[name].dtype == torch.bfloat16
         error = (found[name].float() - expected[name]).norm()
@@ -244,8 +246,9 @@ def test_initial_weights_are_those_of_the_table(kind):
         match module:
             case torch.nn.Linear() if module.bias is not None:
                 assert not module.bias.any(), name
-            case torch.nn.LayerNorm():
-                assert (module.weight == 1).all() and not module.bias.any(), name
+            case torch.nn.LayerNorm() | torch.nn.RMSNorm():
+                bias = getattr(module, "bias", None)
+                assert (module.weight == 1).all() and (bias is None or not bias.any()), name
 
 
 @ALL

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gmlp_scale.plan.describe import describe
-from gmlp_scale.plan.layouts import GPUS, Assumptions, describe_fit, layouts, table
+from gmlp_scale.plan.layouts import GPUS, HOST_TIMES, Assumptions, describe_fit, layouts, table
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
 from launch import plan
@@ -42,7 +42,26 @@ def test_times_follow_from_what_is_assumed():
         940.6e6 * 10 * 15 / 16 / (0.8 * 4 * 50e9), rel=0.01
     )
     assert found["zero, stage 1"].step_seconds > alone["single"].step_seconds / 16
-    assert found["fsdp2"].step_seconds == pytest.approx(alone["single"].step_seconds / 16)
+    assert found["fsdp2"].compute_seconds == pytest.approx(alone["single"].step_seconds / 16)
+
+
+def test_no_step_is_shorter_than_its_host_takes_to_start_it():
+    """At 8 rows a rank, of which two fit at once, a GPU computes 144 blocks in less time than a host starts them."""
+    small_gpu = replace(GPUS["h100"], memory_gb=16)
+    found = {layout.name: layout for layout in layouts(XLARGE, Assumptions(small_gpu, num_gpus=32, num_nodes=4))}
+    fsdp2, time = found["fsdp2"], HOST_TIMES["fsdp2"]
+    assert fsdp2.micro_batch_size == 2
+    assert fsdp2.host_seconds == pytest.approx(144 * (4 * time.compiled + time.update) / 1000)
+    assert fsdp2.step_seconds == fsdp2.host_seconds > max(fsdp2.compute_seconds, fsdp2.communication_seconds)
+    eager = layouts(XLARGE.with_train(compile=False), Assumptions(small_gpu, num_gpus=32, num_nodes=4))
+    assert {layout.name: layout.host_seconds for layout in eager}["fsdp2"] > fsdp2.host_seconds
+
+
+def test_the_largest_recipe_has_the_micro_batch_that_one_node_needs():
+    """It is the largest that fits, and by the plan the host then takes less time than the GPU."""
+    found = {layout.name: layout for layout in layouts(XLARGE, Assumptions(GPUS["h100"], num_gpus=8, num_nodes=1))}
+    assert found["fsdp2"].micro_batch_size == XLARGE.train.micro_batch_size
+    assert found["fsdp2"].host_seconds < found["fsdp2"].compute_seconds
 
 
 def test_the_table_says_what_it_rests_on(capsys, monkeypatch):

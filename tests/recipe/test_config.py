@@ -64,7 +64,7 @@ def test_missing_field_is_named(tmp_path):
     [
         ("train.profile_steps=[3,2]", "train.profile_steps: found [3, 2]; needed: [FIRST, LAST] in their order"),
         ("train.profile_steps=[3,21]", "train.profile_steps: found [3, 21]; needed: [FIRST, LAST]"),
-        ("train.tracker=mlflow", "train.tracker: found 'mlflow'; needed: 'wandb'"),
+        ("train.tracker=mlflow", "train.tracker: found 'mlflow'; needed: 'wandb' or 'trackio'"),
         ("model.kind=mixer model.d_spatial=8 train.log_filters=true", "train.log_filters: found true with"),
         ("train.micro_batch_size=3 train.global_batch_size=8", "train.micro_batch_size: found 3; must divide"),
         ("optimizer.warmup_steps=1000000", "optimizer.warmup_steps: found 1000000; must be below train.num_steps"),

@@ -37,7 +37,8 @@ EXACT_PARAMETERS = {
     "gmlp_dense": 5_779_265, "mlp_attention": 6_061_121, "transformer": 5_468_993, "gmlp_base": 130_073_552,
     "gmlp_large": 365_274_528, "gmlp_xlarge": 940_582_768, "amlp_base": 108_791_516, "amlp_large": 315_627_960,
     "table3_gmlp_split": 101_609_948, "table4_gmlp_18": 58_997_486, "table4_gmlp_36": 101_609_948,
-    "table4_gmlp_72": 186_834_872, "table4_gmlp_144": 357_284_720,
+    "table4_gmlp_72": 186_834_872, "table4_gmlp_144": 357_284_720, "modern_transformer_base": 134_907_648,
+    "compare_modern_transformer": 1_848_960, "avey_base": 149_561_088,
 }  # fmt: skip
 # Millions of parameters as the paper prints them (bert_base and bert_large by the same rules, to one figure more).
 PRINTED_MILLIONS = {
@@ -162,7 +163,7 @@ def test_recipe_has_its_own_name_and_says_its_size_and_command(name):
     assert re.search(rf"launch/pretrain\.py --config {path}\s", head)
 
 
-@pytest.mark.parametrize("name", ["crammed_gmlp", "crammed_amlp", "hydra_gmlp"])
+@pytest.mark.parametrize("name", ["crammed_gmlp", "crammed_amlp", "hydra_gmlp", "modern_transformer_base", "avey_base"])
 def test_recipe_says_what_it_costs_as_the_plan_computes_it(name):
     run, text = recipe(name), (ROOT / f"configs/pretrain/{name}.yaml").read_text().replace("\n# ", " ")
     costs = re.findall(r"([\d.]+) GPU-hours on one ([\w-]+)(?: with ([\d,]+) steps)?", text)

@@ -1,5 +1,6 @@
 """What metrics.jsonl, TensorBoard and W&B (without a network) are given, also on a full disk or with a damaged file."""
 
+import importlib
 import logging
 import re
 import resource
@@ -18,7 +19,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.train import start
 from gmlp_scale.train.filters import draw_filters
-from gmlp_scale.train.sinks import EventsFile, MetricsFile, WandbRun, picture_summary, read_metrics, recipe_summaries
+from gmlp_scale.train.sinks import EventsFile, MetricsFile, TrackerRun, picture_summary, read_metrics, recipe_summaries
 from tests.gloo_ranks import run_ranks
 
 STEPS = range(1, 8)
@@ -165,7 +166,7 @@ def records(folder) -> list:
 
 
 def test_a_resumed_run_goes_on_and_logs_no_step_twice(wandb, tmp_path, caplog):
-    tracker = WandbRun(tmp_path, FIELDS)
+    tracker = TrackerRun("wandb", tmp_path, FIELDS)
     for step in (1, 2, 3):
         tracker.add(step, {"train/loss": 0.5 * step})
     tracker.add(3, {"eval/loss": 2.0})
@@ -174,7 +175,7 @@ def test_a_resumed_run_goes_on_and_logs_no_step_twice(wandb, tmp_path, caplog):
     id = (tmp_path / "wandb_id").read_text()
     (folder,) = (tmp_path / "wandb").glob(f"offline-run-*-{id}")
     first = folder.rename(tmp_path / "first")  # W&B names both by the second
-    resumed = WandbRun(tmp_path, FIELDS)
+    resumed = TrackerRun("wandb", tmp_path, FIELDS)
     assert resumed._run.id == id
     resumed.close()
     assert not warnings_in(caplog)
@@ -200,14 +201,14 @@ def test_a_resumed_run_goes_on_and_logs_no_step_twice(wandb, tmp_path, caplog):
 
 
 def test_a_tracker_that_fails_is_reported_once_and_ends_no_training(tmp_path, monkeypatch, wandb, caplog):
-    tracker = WandbRun(tmp_path, FIELDS)
+    tracker = TrackerRun("wandb", tmp_path, FIELDS)
     with monkeypatch.context() as broken:
         broken.setattr(tracker._run, "log", lambda values, step: 1 / 0)
         tracker.add(1, {"train/loss": 1.0})
         tracker.add(2, {"train/loss": 1.0})
     tracker.close()
     (line,) = warnings_in(caplog)
-    assert line.startswith("W&B refuses the values of step 1 (ZeroDivisionError(")
+    assert line.startswith("wandb refuses the values of step 1 (ZeroDivisionError(")
 
 
 def test_a_tracker_that_cannot_be_reached_is_an_error_that_says_what_to_do(tmp_path, monkeypatch, wandb):
@@ -217,7 +218,26 @@ def test_a_tracker_that_cannot_be_reached_is_an_error_that_says_what_to_do(tmp_p
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(sys, "stdin", None)  # nobody can be asked for a key
     with pytest.raises(InputError, match=r"refuses the run \(No API key.*set WANDB_MODE=offline"):
-        WandbRun(tmp_path, FIELDS)
+        TrackerRun("wandb", tmp_path, FIELDS)
+
+
+def test_trackio_goes_on_with_the_run_whose_id_is_in_the_folder(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))  # which trackio reads when it is imported
+    trackio = pytest.importorskip("trackio", reason="trackio brings twelve packages, so the lock does not have it")
+    names = []
+    for step in (1, 2):
+        tracker = TrackerRun("trackio", tmp_path, FIELDS)
+        tracker.add(step, {"train/loss": 0.5 * step})
+        tracker.close()
+        names.append(tracker._run.name)
+    assert names == [f"smoke-{(tmp_path / 'trackio_id').read_text()}"] * 2 and not warnings_in(caplog)
+    (run,) = trackio.Api().runs("gmlp_scale")
+    assert run.config["train.num_steps"] == 9
+    stored = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("gmlp_scale", names[0])
+    assert [(line["step"], line["train/loss"]) for line in stored] == [(1, 0.5), (2, 1.0)]
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "nowhere")
+    with pytest.raises(InputError, match=r"trackio, which refuses the run \(.*unset TRACKIO_SPACE_ID"):
+        TrackerRun("trackio", tmp_path, FIELDS)
 
 
 def test_a_package_that_an_option_needs_is_asked_for_before_anything_starts(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.pipelines.base import ChunkPipeline
 
-from gmlp_scale.models.task_heads import cut_padding
+from gmlp_scale.data.batch import longest_text
 from gmlp_scale.tasks.windows import WindowScores, best_answer, summarize, window_rows
 
 
@@ -49,7 +49,9 @@ class QuestionAnsweringPipeline(ChunkPipeline):
 
     def _forward(self, inputs: dict) -> dict:
         input_ids = inputs.pop("input_ids")
-        output = self.model(cut_padding(input_ids) if self.model.model.masks_padding else input_ids)
+        if self.model.model.masks_padding:
+            input_ids = input_ids[:, : longest_text(input_ids)]
+        output = self.model(input_ids)
         return {"summary": summarize(torch.stack([output.start_logits, output.end_logits], -1).float()), **inputs}
 
     def postprocess(self, outputs: list[dict], handle_impossible_answer: bool) -> dict:

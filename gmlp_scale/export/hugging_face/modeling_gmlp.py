@@ -45,7 +45,7 @@ if is_peft_available():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 
     # Not those over positions, W and the Mixer's: they are multiplied from the left, which LoRA does not know.
-    TARGETS["gmlp_scale"] = ["qkv", "value", "hidden", "out", "expand", "project"]
+    TARGETS["gmlp_scale"] = ["qkv", "value", "hidden", "out", "expand", "project", "offsets"]
 
 
 def model_config(config: GmlpScaleConfig) -> ModelConfig:
@@ -283,6 +283,9 @@ class GmlpScaleForQuestionAnswering(GmlpScalePreTrainedModel):
     """Logits [B, N] for the answer to begin and to end at each position; <cls> stands for no answer."""
 
     def __init__(self, config: GmlpScaleConfig):
+        # A pretraining export has no such entry, or pipeline(model=...) without a task would answer questions.
+        of_answers = {"impl": "answering_pipeline.QuestionAnsweringPipeline", "pt": ["AutoModelForQuestionAnswering"]}
+        config.custom_pipelines = {"question-answering": of_answers}
         super().__init__(config, head=SpanPredictor, dropout=config.dropout)
         self.post_init()
 

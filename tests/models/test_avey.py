@@ -1,0 +1,115 @@
+"""Avey's layers against plain loops, their order, their start, and what they know of positions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.utils.flop_counter import FlopCounterMode
+
+from gmlp_scale.models import AveyConfig, build_model
+from gmlp_scale.models.avey import similarities
+from gmlp_scale.models.backbone import Backbone
+from tests.models.every_kind import check_gradients, perturb, random_batch, tiny_config, tiny_model
+from tests.models.float64_layers import linear, numbers
+
+
+def rms_norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    return np.array([token / math.sqrt(sum(value**2 for value in token) / len(token) + 1e-12) * gain for token in x])
+
+
+def layer_by_loops(p: dict[str, np.ndarray], x: np.ndarray, d_gate: int) -> np.ndarray:
+    """One row. A layer is static if it has a W."""
+    m = len(x)
+    z = linear(rms_norm(x, p["norm.weight"]), p["expand.weight"], p["expand.bias"])
+    z = np.array([[max(value, 0.0) ** 2 for value in token] for token in z])
+    mixed, gate, bypass = z[:, :d_gate], z[:, d_gate : 2 * d_gate], z[:, 2 * d_gate :]
+    weights = np.empty((m, m))
+    for i in range(m):
+        for j in range(m):
+            if "spatial_NN" in p:
+                weights[i, j] = p["spatial_NN"][i, j]
+            else:
+                lengths = [math.sqrt(sum(value**2 for value in mixed[k]) + 1e-12) for k in (i, j)]
+                weights[i, j] = sum(mixed[i] * mixed[j]) / math.prod(lengths)
+        if "spatial_NN" not in p:
+            weights[i] /= sum(weights[i]) + 1e-12
+    fused = [[*(sum(weights[i, j] * mixed[j] for j in range(m)) * gate[i]), *bypass[i]] for i in range(m)]
+    return x + linear(np.array(fused), p["project.weight"], p["project.bias"])
+
+
+@pytest.mark.parametrize("num_positions", [12, 5])
+@pytest.mark.parametrize("mixed_share", [0.5, 1.0, 0.2])
+@pytest.mark.parametrize("layers", ["static", "dynamic"])
+def test_layer_is_that_of_the_equations(layers, mixed_share, num_positions):
+    config = tiny_config("avey", layers=layers, mixed_share=mixed_share)
+    block = perturb(build_model(config).blocks[0].double())
+    x_BND = torch.randn(2, num_positions, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    d_gate = {0.5: 8, 1.0: 16, 0.2: 3}[mixed_share]
+    expected = [layer_by_loops(numbers(block), row, d_gate) for row in x_BND.numpy()]
+    np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_model_is_that_of_the_equations_with_a_static_layer_first():
+    model = perturb(tiny_model("avey", num_blocks=3), scale=0.1)
+    batch = random_batch(num_rows=2)
+    p = {name: array.astype(np.float64) for name, array in numbers(model).items()}
+    blocks = [{name[9:]: array for name, array in p.items() if name.startswith(f"blocks.{i}.")} for i in range(3)]
+    assert ["spatial_NN" in block for block in blocks] == [True, False, True]
+    for row, ids_N in enumerate(batch.token_ids_BN.tolist()):
+        x = p["embedding.weight"][ids_N]
+        for block in blocks:
+            x = layer_by_loops(block, x, d_gate=8)
+        masked = rms_norm(x[batch.masked_positions_BM[row].tolist()], p["norm.weight"])
+        found = model.predict(batch)[row].detach().numpy()
+        np.testing.assert_allclose(found, masked @ p["embedding.weight"].T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", ["static", "dynamic"])
+def test_gradients_are_right(layers):
+    block = tiny_model("avey", d_model=4, d_ffn=8, sequence_length=3, layers=layers).blocks[0].double()
+    check_gradients(perturb(block, scale=0.6), d_model=4)
+
+
+def test_dynamic_layers_alone_do_not_know_the_order():
+    model = perturb(build_model(tiny_config("avey-dynamic"), head=Backbone).double())
+    token_ids_BN, order = torch.arange(12)[None], torch.randperm(12, generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(model.encode(token_ids_BN[:, order]), model.encode(token_ids_BN)[:, order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_without_any_feature_are_alike_to_none(dtype):
+    v_BNG = torch.tensor([[[3.0, 4.0], [0.0, 0.0], [4.0, 3.0]]], dtype=dtype, requires_grad=True)
+    weight_BNN = similarities(v_BNG)
+    weight_BNN.sum().backward()
+    assert weight_BNN.dtype == dtype and v_BNG.grad.isfinite().all()
+    expected = torch.tensor([[1.0, 0.0, 0.96], [0.0, 0.0, 0.0], [0.96, 0.0, 1.0]]) / 1.96
+    tolerance = 0.01 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(weight_BNN[0], expected.to(dtype), rtol=tolerance, atol=0)
+
+
+def test_a_static_w_starts_by_glorots_rule():
+    (block,) = build_model(AveyConfig(num_blocks=1, d_model=8, d_ffn=16, sequence_length=128, vocab_size=9)).blocks
+    assert block.spatial_NN.std().item() == pytest.approx(1 / math.sqrt(128), rel=0.05)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 4])
+def test_multiply_adds_are_the_mean_over_both_kinds_of_layers(num_blocks):
+    model = tiny_model("avey", num_blocks=num_blocks, sequence_length=11)
+    batch = random_batch(num_rows=2, num_positions=11)
+    with FlopCounterMode(display=False) as counter:
+        model.predict(batch)
+    assert 2 * model.flops_per_sample(num_masked=3) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("d_ffn", "mixed_share", "d_gate"), [(3072, 0.5, 768), (30, 0.5, 8), (10, 0.1, 1), (6, 1, 3)])
+def test_an_odd_share_becomes_the_next_even_width(d_ffn, mixed_share, d_gate):
+    assert tiny_config("avey", d_ffn=d_ffn, mixed_share=mixed_share).d_gate == d_gate
+
+
+@pytest.mark.parametrize(("d_ffn", "mixed_share", "found"), [(7, 1, 8), (8, 0.1, 0), (8, 1.5, 12)])
+def test_a_share_that_mixes_nothing_or_more_than_there_is_is_refused(d_ffn, mixed_share, found):
+    message = rf"d_ffn is {d_ffn} and mixed_share {mixed_share:.1f}: {found} channels would be mixed; needed: from 2 to"
+    with pytest.raises(ValidationError, match=message):
+        tiny_config("avey", d_ffn=d_ffn, mixed_share=mixed_share)
