@@ -81,16 +81,15 @@ class Contender:
     """Someone's code in its own process, as its users start it: with its own memory, threads and settings.
 
     Calls `prepare(*arguments)` -> (turn, description) in a new process. It ends with this one, however this one ends.
-    `method` is how it is started: `forkserver` spares the imports that are preloaded.
 
     Raises:
         ImportError: `prepare` needs a package that is not installed.
         ChildProcessError: the process died; its own error is on stderr.
     """
 
-    def __init__(self, name: str, prepare: Callable[..., tuple[Turn, dict]], *arguments: object, method: str = "spawn"):
+    def __init__(self, name: str, prepare: Callable[..., tuple[Turn, dict]], *arguments: object):
         self._name = name
-        context = multiprocessing.get_context(method)
+        context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=True).start()
         theirs.close()
