@@ -2,27 +2,24 @@
 
 python benchmarks/loaders.py --shards data/own_512 --output FILE.json
 
-The shards are those of data_prep/tokenize_corpus.py, of 512 tokens a row. docs/data.md says what the figures mean and
-how the other loaders are installed. Compare figures within one run only.
+docs/data.md says what the figures mean and how the other loaders are installed. Compare figures within one run only.
 """
 
 import argparse
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,20 +35,16 @@ from benchmarks.timing import say
 from benchmarks.token_loaders import LOADERS, Library, Reading
 from gmlp_scale.data.shards import ROW_DTYPE, Manifest, ShardRows
 from gmlp_scale.distributed.logs import command
+from gmlp_scale.errors import UserError
 from gmlp_scale.storage.files import local_path
 
-SMALL_ROWS, SMALL_BATCH, EXACT_STEPS = 4096, 32, 20
+ROWS_PER_SHARD, CORRUPT_ROWS = 2**13, 4096
+EXACT_STEPS, EXACT_BATCH = 20, 32
 SORTED_ROWS, SORTED_LENGTH, SORTED_BATCH = 2**18, 16, 256
 FIRST_BATCH_STEPS, FIRST_BATCH_SIZE = (1_000, 20_000), 8
 RATE_BATCH, RATE_STEPS, RATE_ROUNDS = 256, 32, 5
-WARM_UP_STEPS = 20  # none reads further ahead
+WARM_UP_STEPS = 20  # none reads further ahead, so they use up what was read while the clock stood
 LIMIT_SECONDS = 240  # a process that takes longer counts as hung
-
-Cells = dict[str, Any]
-"""What a part found of one loader: the table's cells, by the heads of their rows."""
-Saves = Mapping[int, Path]
-"""After which steps the ranks save their states, each in a file of the folder."""
-NO_SAVES: Saves = {}
 
 
 @command
@@ -61,42 +54,31 @@ def main() -> int:
     parser.add_argument("--output", type=local_path, required=True, metavar="FILE.json", help="the report")
     options = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.loaders"])
-    report = report_as_measured("cpu", measure(rows_of(options.shards)), options.output)
+    manifest = Manifest.load(str(options.shards))
+    length, train = manifest.sequence_length, manifest.splits.train
+    parts = [ShardRows(options.shards / one.name, one, length).read(np.arange(one.rows)) for one in train]
+    report = report_as_measured("cpu", measure(np.concatenate(parts)), options.output)
     options.output.with_suffix(".md").write_text(table(report["loaders"]) + "\n")
     return 0
 
 
-def rows_of(shards: Path) -> np.ndarray:
-    """All training rows, in the order of the files: uint16 [R, N]."""
-    manifest = Manifest.load(str(shards))
-    opened = [(ShardRows(shards / one.name, one, manifest.sequence_length), one.rows) for one in manifest.splits.train]
-    return np.concatenate([shard.read(np.arange(num_rows)) for shard, num_rows in opened])
-
-
 def measure(rows_RN: np.ndarray) -> Iterator[dict]:
-    """The report so far, again after each part of each loader"""
-    large_RN = np.resize(rows_RN, (FIRST_BATCH_SIZE * (FIRST_BATCH_STEPS[-1] + 100), rows_RN.shape[1]))
-    sets = {"small": rows_RN[:SMALL_ROWS], "large": large_RN, "sorted": numbered_rows()}
-    loaders: dict[str, dict[str, Cells]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    """The report so far, again after each part of each loader. The rows are repeated until they are enough."""
+    rows_RN = np.resize(rows_RN, (FIRST_BATCH_SIZE * (FIRST_BATCH_STEPS[-1] + 100), rows_RN.shape[1]))
+    try:
+        loaders = {name: {"version": {one: version(one) for one in LOADERS[name].packages}} for name in LOADERS}
+    except PackageNotFoundError as error:
+        raise UserError(f"{error.name} is not installed. docs/data.md says how to install all loaders") from None
+    with tempfile.TemporaryDirectory() as temporary:
         for name, library in LOADERS.items():
-            loaders[name] = {"version": {package: version(package) for package in library.packages}}
-            for kind, rows in sets.items():
-                library.write(rows, Path(folder, name, kind), SMALL_ROWS // 16 if kind == "small" else 2**13)
-            for part, (kind, found) in PARTS.items():
-                say(f"{name}: {part}")
+            library.write(rows_RN, folder := Path(temporary, name, "rows"), ROWS_PER_SHARD)
+            for part in (exact, corrupt, size, shuffle, first_batch, rates):
+                say(f"{name}: {part.__name__}")
                 try:
-                    loaders[name][part] = found(library, Path(folder, name, kind), sets[kind])
+                    loaders[name][part.__name__] = part(library, folder, rows_RN)
                 except Exception as error:  # of the library; the other parts go on
-                    loaders[name][part] = {"failed": last_line(error)}
-                yield {"tokens": rows_RN.size, "loaders": loaders}
-
-
-def numbered_rows() -> np.ndarray:
-    """Rows whose first two tokens are their own number: a set that is sorted by a key."""
-    rows = np.full((SORTED_ROWS, SORTED_LENGTH), 5, ROW_DTYPE)
-    rows[:, 0], rows[:, 1] = np.divmod(np.arange(SORTED_ROWS), 2**14)
-    return rows
+                    loaders[name][part.__name__] = {"failed": last_line(error)}
+                yield {"loaders": loaders}
 
 
 def result(work: Callable, *arguments: Any) -> Any:
@@ -117,25 +99,22 @@ def last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
 
 
-def seen(
-    library: Library, how: Reading, num_steps: int, start: Path | None = None, save: Saves = NO_SAVES, kill: bool = False
-) -> list[np.ndarray]:
+def seen(library: Library, how: Reading, num_steps: int, start: Path | None = None, **ending: Any) -> list[np.ndarray]:
     """The rows of each global batch, rank after rank, as the ranks give them out from their states in `start`.
 
-    On more ranks than saved the states, a rank's number modulo theirs says whose it loads.
+    On more ranks than saved the states, a rank's number modulo theirs says whose it loads. `ending` is _rank_steps's.
     """
     states = [torch.load(path, weights_only=True) for path in sorted(start.iterdir())] if start else [None]
     with socket.create_server(("127.0.0.1", 0)) as free:
         how = replace(how, port=free.getsockname()[1])
     ranks = [(replace(how, rank=rank), states[rank % len(states)]) for rank in range(how.world_size)]
     with ThreadPoolExecutor(how.world_size) as threads:
-        runs = [threads.submit(result, _rank_steps, library, *rank, num_steps, save, kill) for rank in ranks]
+        runs = [threads.submit(result, _rank_steps, library, *rank, num_steps, ending) for rank in ranks]
     return [np.concatenate(parts) for parts in zip(*[run.result() for run in runs], strict=True)]
 
 
-def _rank_steps(
-    library: Library, how: Reading, state: Any, num_steps: int, save: Saves, kill: bool
-) -> list[np.ndarray]:
+def _rank_steps(library: Library, how: Reading, state: Any, num_steps: int, ending: dict) -> list[np.ndarray]:
+    """ending: `saves` has the folder that gets the ranks' states after a step; `is_killed`: by SIGKILL at the end."""
     os.environ |= {"RANK": str(how.rank), "WORLD_SIZE": str(how.world_size), "LOCAL_RANK": str(how.rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(how.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(how.port)}
     if how.world_size > 1:
@@ -144,56 +123,49 @@ def _rank_steps(
     rows = []
     for step, batch in enumerate(islice(batches, num_steps), start=1):
         rows.append(batch.numpy().astype(ROW_DTYPE))
-        if step in save:
-            save[step].mkdir(exist_ok=True)
-            torch.save(state_dict(), save[step] / str(how.rank))
-    if kill:
+        if folder := ending.get("saves", {}).get(step):
+            folder.mkdir(exist_ok=True)
+            torch.save(state_dict(), folder / str(how.rank))
+    if ending.get("is_killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     return rows
 
 
-def measure_exact(library: Library, folder: Path, rows_RN: np.ndarray) -> Cells:
+def exact(library: Library, folder: Path, rows_RN: np.ndarray) -> dict[str, Any]:
     """Whether runs that go on from the states of step EXACT_STEPS see what the undisturbed run sees."""
-    two = Reading(folder, SMALL_BATCH, rows_RN.shape[1], library.num_workers[0], world_size=2)
+    two = Reading(folder, EXACT_BATCH, rows_RN.shape[1], library.num_workers[0], world_size=2)
     saved, later, killed = (folder.with_name(f"states-{number}") for number in range(3))
-    whole = seen(library, two, 3 * EXACT_STEPS, save={EXACT_STEPS: saved})
+    whole = [sorted(batch.tolist()) for batch in seen(library, two, 3 * EXACT_STEPS, saves={EXACT_STEPS: saved})]
 
-    def again(world_size: int, start: Path, first: int, save: Saves = NO_SAVES) -> str:
-        batches = seen(library, replace(two, world_size=world_size), EXACT_STEPS, start, save)
-        num_same = sum(map(have_same_rows, batches, whole[first:]))
+    def again(world_size: int, start: Path, first: int, **ending: Any) -> str:
+        batches = seen(library, replace(two, world_size=world_size), EXACT_STEPS, start, **ending)
+        num_same = sum(sorted(batch.tolist()) == wanted for batch, wanted in zip(batches, whole[first:], strict=False))
         return "exact" if num_same == EXACT_STEPS else f"{num_same} of {EXACT_STEPS} batches"
 
     cells = {"on 2 ranks again": again(2, saved, EXACT_STEPS)}
-    cells["on 1 rank"] = again(1, saved, EXACT_STEPS, {EXACT_STEPS: later})
+    cells["on 1 rank"] = again(1, saved, EXACT_STEPS, saves={EXACT_STEPS: later})
     cells["then on 4"] = again(4, later, 2 * EXACT_STEPS)
     with contextlib.suppress(BrokenProcessPool):
-        seen(library, two, EXACT_STEPS + 3, save={EXACT_STEPS: killed}, kill=True)
+        seen(library, two, EXACT_STEPS + 3, saves={EXACT_STEPS: killed}, is_killed=True)
     return cells | {"after SIGKILL": again(2, killed, EXACT_STEPS)}
 
 
-def have_same_rows(batch: np.ndarray, other: np.ndarray) -> bool:
-    return sorted(batch.tolist()) == sorted(other.tolist())
-
-
-def measure_corrupt(library: Library, folder: Path, rows_RN: np.ndarray) -> Cells:
+def corrupt(library: Library, folder: Path, rows_RN: np.ndarray) -> dict[str, Any]:
     """What an epoch gives if a byte in the middle of one shard is another, or the shard ends there."""
-    cells = {}
+    rows_RN, cells = rows_RN[:CORRUPT_ROWS], {}
     for case in ("a byte flipped", "a file cut"):
-        damaged = shutil.copytree(folder, folder.with_name(case))
-        spoil(max(filter(Path.is_file, sorted(damaged.rglob("*"))), key=lambda path: path.stat().st_size), case)
-        how = Reading(damaged, SMALL_BATCH, rows_RN.shape[1], library.num_workers[0])
+        library.write(rows_RN, damaged := folder.with_name(case), len(rows_RN) // 16)
+        path = max(filter(Path.is_file, sorted(damaged.rglob("*"))), key=lambda path: path.stat().st_size)
+        content = bytearray(path.read_bytes())
+        middle = len(content) // 2 + 10
+        content[middle] ^= 0xFF
+        path.write_bytes(content if case == "a byte flipped" else content[:middle])
+        how = Reading(damaged, EXACT_BATCH, rows_RN.shape[1], library.num_workers[0])
         try:
-            cells[case] = outcome(np.concatenate(seen(library, how, len(rows_RN) // SMALL_BATCH)), rows_RN)
+            cells[case] = outcome(np.concatenate(seen(library, how, len(rows_RN) // EXACT_BATCH)), rows_RN)
         except Exception as error:  # each library has its own
             cells[case] = f"refused: {last_line(error)}"
     return cells
-
-
-def spoil(path: Path, case: str) -> None:
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2 + 10
-    content[middle] ^= 0xFF
-    path.write_bytes(content if case == "a byte flipped" else content[:middle])
 
 
 def outcome(given_RN: np.ndarray, rows_RN: np.ndarray) -> str:
@@ -202,38 +174,43 @@ def outcome(given_RN: np.ndarray, rows_RN: np.ndarray) -> str:
     return f"silent: {num_wrong} wrong rows given, {num_lost} rows lost" if num_wrong or num_lost else "no effect"
 
 
-def measure_bytes(library: Library, folder: Path, rows_RN: np.ndarray) -> Cells:
+def size(library: Library, folder: Path, rows_RN: np.ndarray) -> dict[str, Any]:
     """On disk, with the index."""
-    return {"per token": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / rows_RN.size}
+    return {"bytes per token": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / rows_RN.size}
 
 
-def measure_shuffle(library: Library, folder: Path, rows_RN: np.ndarray) -> Cells:
-    """How far rows travel from their place in the file, and how mixed the batches are, by buffer."""
-    how = Reading(folder, SORTED_BATCH, rows_RN.shape[1], library.num_workers[0])
+def shuffle(library: Library, folder: Path, _: Any) -> dict[str, Any]:
+    """How an epoch mixes rows that are sorted by a key, their number in the first two tokens; by buffer."""
+    rows = np.full((SORTED_ROWS, SORTED_LENGTH), 5, ROW_DTYPE)
+    rows[:, 0], rows[:, 1] = np.divmod(np.arange(SORTED_ROWS), 2**14)
+    library.write(rows, folder.with_name("sorted"), ROWS_PER_SHARD)
+    how = Reading(folder.with_name("sorted"), SORTED_BATCH, SORTED_LENGTH, library.num_workers[0])
     cells = {}
     for buffer in (None, library.buffer) if library.buffer else (None,):
-        given = np.concatenate(seen(library, replace(how, buffer=buffer), len(rows_RN) // SORTED_BATCH)).astype(int)
-        quality = shuffle_quality(given[:, 0] * 2**14 + given[:, 1], SORTED_BATCH)
-        cells |= {"another buffer": {"rows": buffer, **quality}} if buffer else {"default": quality}
+        given = np.concatenate(seen(library, replace(how, buffer=buffer), SORTED_ROWS // SORTED_BATCH)).astype(int)
+        quality = shuffle_quality(given[:, 0] * 2**14 + given[:, 1])
+        cells |= {
+            f"{figure}, {f'buffer of {buffer:,}' if buffer else 'default'}": quality[figure] for figure in quality
+        }
     return cells
 
 
-def shuffle_quality(numbers: np.ndarray, batch_size: int) -> dict[str, float]:
+def shuffle_quality(numbers: np.ndarray) -> dict[str, float]:
     """numbers: the rows' places in the file, in the order of an epoch. Both figures are 1 for a uniform permutation.
 
     travel: the mean distance between the two places, over a third of the set.
     variance: of the batches' means of the numbers, over what independent rows give; above 1, batches are alike inside.
     """
     travel = np.abs(numbers - np.arange(len(numbers))).mean() / (len(numbers) / 3)
-    means = numbers[: len(numbers) // batch_size * batch_size].reshape(-1, batch_size).mean(axis=1)
-    return {"travel": float(travel), "variance": float(means.var() / (numbers.var() / batch_size))}
+    means = numbers.reshape(-1, SORTED_BATCH).mean(axis=1)
+    return {"travel": float(travel), "variance": float(means.var() / (numbers.var() / SORTED_BATCH))}
 
 
-def measure_first_batch(library: Library, folder: Path, rows_RN: np.ndarray) -> Cells:
+def first_batch(library: Library, folder: Path, rows_RN: np.ndarray) -> dict[str, Any]:
     """Seconds from opening the loader with a step's state to the first batch."""
     how = Reading(folder, FIRST_BATCH_SIZE, rows_RN.shape[1], library.num_workers[0])
     saves = {step: folder.with_name(f"step-{step}") for step in FIRST_BATCH_STEPS}
-    seen(library, how, max(saves), save=saves)
+    seen(library, how, max(saves), saves=saves)
     return {f"at step {step:,}": result(_first_batch, library, how, saved / "0") for step, saved in saves.items()}
 
 
@@ -246,26 +223,25 @@ def _first_batch(library: Library, how: Reading, saved: Path) -> float:
         next(batches)
         seconds.append(time.perf_counter() - started)
         del batches, _  # workers end here, off the clock
-    return statistics.median(seconds[1:])
+    return float(np.median(seconds[1:]))
 
 
-def measure_rates(library: Library, folder: Path, rows_RN: np.ndarray) -> Cells:
+def rates(library: Library, folder: Path, rows_RN: np.ndarray) -> dict[str, Any]:
     """Rows per second of CPU time of a process and its workers."""
     how = Reading(folder, RATE_BATCH, rows_RN.shape[1], 0)
-    return {f"{num} workers": result(_rate, library, replace(how, num_workers=num)) for num in library.num_workers}
+    return {f"{num} workers": result(_rate, library, replace(how, workers=num)) for num in library.num_workers}
 
 
 def _rate(library: Library, how: Reading) -> float:
     batches, _ = library.opened(how, None)
     seconds = []
     for _ in range(RATE_ROUNDS):
-        for _ in islice(batches, WARM_UP_STEPS):
-            pass  # what was read ahead
-        before = cpu_seconds()
-        for _ in islice(batches, RATE_STEPS):
-            pass
+        for num_steps in (WARM_UP_STEPS, RATE_STEPS):
+            before = cpu_seconds()
+            for _ in islice(batches, num_steps):
+                pass
         seconds.append(cpu_seconds() - before)
-    return RATE_BATCH * RATE_STEPS / statistics.median(seconds)
+    return RATE_BATCH * RATE_STEPS / float(np.median(seconds))
 
 
 def cpu_seconds() -> float:
@@ -274,33 +250,15 @@ def cpu_seconds() -> float:
     return time.process_time() + sum(ended) + sum(sum(worker.cpu_times()[:2]) for worker in running)
 
 
-PARTS = {
-    "exact": ("small", measure_exact),
-    "corrupt": ("small", measure_corrupt),
-    "bytes": ("large", measure_bytes),
-    "shuffle": ("sorted", measure_shuffle),
-    "first batch": ("large", measure_first_batch),
-    "rates": ("large", measure_rates),
-}
-"""Each part's rows, and what finds its cells."""
-
-
-def table(loaders: dict[str, dict[str, Cells]]) -> str:
-    """A Markdown table: a column for each loader, a row for each figure."""
+def table(loaders: dict[str, dict[str, dict]]) -> str:
+    """In Markdown: a column for each loader, a row for each figure. Errors are cut; the report has all of them."""
     heads = dict.fromkeys((part, head) for parts in loaders.values() for part, cells in parts.items() for head in cells)
-    rows = [
-        [f"{part}: {head}", *(_cell(parts.get(part, {}).get(head, "-")) for parts in loaders.values())]
-        for part, head in heads
-        if part != "version"
-    ]
+    rows = []
+    for part, head in heads:
+        values = [parts.get(part, {}).get(head, "-") for parts in loaders.values()]
+        shown = [f"{value:,.2f}" if isinstance(value, float) else value[:80] for value in values]
+        rows.append([f"{part}: {head}", *shown])
     return markdown(["", *loaders], rows)
-
-
-def _cell(value: Any) -> str:
-    """Errors are cut; the report has all of them."""
-    if isinstance(value, dict):
-        return ", ".join(map(_cell, value.values()))
-    return f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "/")[:80]
 
 
 if __name__ == "__main__":

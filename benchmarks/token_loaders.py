@@ -7,7 +7,7 @@ a call that gives the state after the batches that were given out).
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,16 @@ from gmlp_scale.data.shards import ROW_DTYPE
 from gmlp_scale.recipe.reader import load_run_config
 
 SEED = 1
-
 Opened = tuple[Iterator[Tensor], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read, and how."""
-
     folder: Path
     batch_size: int
     """Rows of a step over all ranks."""
     sequence_length: int
-    num_workers: int
-    """Processes of each rank; ours has a thread instead."""
+    workers: int
     rank: int = 0
     world_size: int = 1
     port: int = 0
@@ -48,12 +44,11 @@ class Reading:
 
 
 def endless(epoch: Iterable[Tensor]) -> Iterator[Tensor]:
-    while True:
-        yield from epoch
+    return chain.from_iterable(repeat(epoch))
 
 
-def stacked(rows: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
+def stacked(samples: list[dict[str, np.ndarray]]) -> Tensor:
+    return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
 
 
 def write_ours(rows_RN: np.ndarray, folder: Path, rows_per_shard: int) -> None:
@@ -62,10 +57,9 @@ def write_ours(rows_RN: np.ndarray, folder: Path, rows_per_shard: int) -> None:
 
 
 def gmlp_scale(how: Reading, state: Any) -> Opened:
-    group = {"shuffle_group_bytes": how.buffer * how.sequence_length * ROW_DTYPE.itemsize} if how.buffer else {}
-    rows = Rows(
-        str(how.folder), seed=SEED, global_batch_size=how.batch_size, run_dir=how.folder, prefetch_steps=16, **group
-    )
+    size = {"shuffle_group_bytes": how.buffer * how.sequence_length * ROW_DTYPE.itemsize} if how.buffer else {}
+    options = {"seed": SEED, "run_dir": how.folder, "prefetch_steps": 16}
+    rows = Rows(str(how.folder), global_batch_size=how.batch_size, **options, **size)
     loader = RowLoader(rows, rank=how.rank, world_size=how.world_size)
     if state:
         loader.load_state_dict(state)
@@ -82,10 +76,10 @@ def webdataset(how: Reading, state: Any) -> Opened:
     paths = sorted(map(str, how.folder.glob("train/*.tar")))
     options = {"shardshuffle": len(paths), "detshuffle": True, "seed": SEED, "empty_check": False}
     blocks = wds.WebDataset(paths, nodesplitter=wds.split_by_node, **options).decode().to_tuple("npy")
-    rows = blocks.compose(lambda blocks: (row for (block,) in blocks for row in block))
-    rows = rows.compose(wds.detshuffle(how.buffer or 1000, seed=SEED))
-    data = rows.batched(how.rank_rows, collation_fn=stacked, partial=False)
-    loader = wds.WebLoader(data, batch_size=None, num_workers=how.num_workers)
+    rows = blocks.compose(lambda blocks: ({"tokens": row} for (block,) in blocks for row in block))
+    data = rows.compose(wds.detshuffle(how.buffer or 1000, seed=SEED))
+    data = data.batched(how.rank_rows, collation_fn=stacked, partial=False)
+    loader = wds.WebLoader(data, batch_size=None, num_workers=how.workers)
     num_given = state or 0
 
     def counted() -> Iterator[Tensor]:
@@ -111,16 +105,11 @@ def streaming(how: Reading, state: Any) -> Opened:
 
     block = {"shuffle_block_size": how.buffer} if how.buffer else {}
     data = StreamingDataset(local=str(how.folder), batch_size=how.rank_rows, shuffle=True, shuffle_seed=SEED, **block)
-    loader = StreamingDataLoader(
-        data, batch_size=how.rank_rows, num_workers=how.num_workers, collate_fn=_stacked_samples, drop_last=True
-    )
+    options = {"num_workers": how.workers, "collate_fn": stacked, "drop_last": True}
+    loader = StreamingDataLoader(data, batch_size=how.rank_rows, **options)
     if state:
         loader.load_state_dict(state)
     return endless(loader), loader.state_dict
-
-
-def _stacked_samples(samples: list[dict[str, np.ndarray]]) -> Tensor:
-    return stacked([sample["tokens"] for sample in samples])
 
 
 def write_litdata(rows_RN: np.ndarray, folder: Path, rows_per_shard: int) -> None:
@@ -143,7 +132,7 @@ def litdata(how: Reading, state: Any) -> Opened:
     window = {"item_shuffle_window": how.buffer} if how.buffer else {}
     item_loader = TokensLoader(block_size=how.sequence_length)
     data = StreamingDataset(str(how.folder), item_loader=item_loader, shuffle=True, drop_last=True, seed=SEED, **window)
-    loader = StreamingDataLoader(data, batch_size=how.rank_rows, num_workers=how.num_workers)
+    loader = StreamingDataLoader(data, batch_size=how.rank_rows, num_workers=how.workers)
     if state:
         loader.load_state_dict(state)
     return map(Tensor.long, endless(loader)), loader.state_dict
@@ -166,18 +155,15 @@ def grain(how: Reading, state: Any) -> Opened:
 
     source = grain.sources.ArrayRecordDataSource(sorted(map(str, how.folder.glob("*.array_record"))))
     rows = grain.MapDataset.source(source).seed(SEED).shuffle().repeat()
-    batches = rows[how.rank :: how.world_size].map(_from_bytes).batch(how.rank_rows)
-    batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=16))  # its default is 500
-    if how.num_workers:
-        batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=how.num_workers))
+    rows = rows[how.rank :: how.world_size].map(lambda record: np.frombuffer(record, ROW_DTYPE).astype(np.int64))
+    options = grain.ReadOptions(num_threads=16, prefetch_buffer_size=16)  # its default is 500
+    batches = rows.batch(how.rank_rows).to_iter_dataset(options)
+    if how.workers:
+        batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=how.workers))
     iterator = iter(batches)
     if state:
         iterator.set_state(state)
     return map(torch.from_numpy, iterator), iterator.get_state
-
-
-def _from_bytes(record: bytes) -> np.ndarray:
-    return np.frombuffer(record, ROW_DTYPE).astype(np.int64)
 
 
 def write_datasets(rows_RN: np.ndarray, folder: Path, rows_per_shard: int) -> None:
@@ -185,8 +171,8 @@ def write_datasets(rows_RN: np.ndarray, folder: Path, rows_per_shard: int) -> No
     import pyarrow
 
     tokens = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows_RN.reshape(-1)), rows_RN.shape[1])
-    data = datasets.Dataset(pyarrow.table({"tokens": tokens}))
-    data.save_to_disk(str(folder), num_shards=-(-len(rows_RN) // rows_per_shard))
+    num_shards = -(-len(rows_RN) // rows_per_shard)
+    datasets.Dataset(pyarrow.table({"tokens": tokens})).save_to_disk(str(folder), num_shards=num_shards)
 
 
 def torchdata(how: Reading, state: Any) -> Opened:
@@ -196,10 +182,9 @@ def torchdata(how: Reading, state: Any) -> Opened:
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     data = datasets.load_from_disk(str(how.folder)).with_format("numpy")
-    sampler = StatefulDistributedSampler(data, how.world_size, how.rank, shuffle=True, seed=SEED, drop_last=True)
-    loader = StatefulDataLoader(
-        data, how.rank_rows, sampler=sampler, num_workers=how.num_workers, collate_fn=_stacked_samples, drop_last=True
-    )
+    order = StatefulDistributedSampler(data, how.world_size, how.rank, shuffle=True, seed=SEED, drop_last=True)
+    options = {"num_workers": how.workers, "collate_fn": stacked, "drop_last": True}
+    loader = StatefulDataLoader(data, how.rank_rows, sampler=order, **options)
     if state:
         loader.load_state_dict(state)
     return endless(loader), loader.state_dict
