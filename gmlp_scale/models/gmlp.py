@@ -62,10 +62,9 @@ class GmlpConfig(FamilyConfig):
     def _fits_the_gating(self):
         if self.d_gate < self.d_ffn and self.d_ffn % 2:
             raise ValueError(f"d_ffn is {self.d_ffn}: gating {self.gating} halves it, so make it even")
-        if self.gating != FUSED_GATING and self.kernels == "triton":
-            raise ValueError(f"kernels triton is for gating {FUSED_GATING}, not {self.gating}: set it to auto")
-        if self.spatial == "dynamic_toeplitz" and self.kernels == "triton":
-            raise ValueError(f"kernels triton is for spatial toeplitz or dense, not {self.spatial}: set it to auto")
+        if self.kernels == "triton" and (self.gating != FUSED_GATING or self.spatial == "dynamic_toeplitz"):
+            found = f"gating {self.gating} and spatial {self.spatial}: set it to auto"
+            raise ValueError(f"kernels triton is for gating {FUSED_GATING} and a W that is not dynamic, not {found}")
         return self
 
     @property

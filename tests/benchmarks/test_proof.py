@@ -14,6 +14,7 @@ from benchmarks import proof
 from benchmarks.gpu_proof import one_rank_all_reduce
 from benchmarks.proof import DifferenceError, Trial, compare_bits, compare_metrics, compiling, parity_with_cpu
 from benchmarks.proof_report import record
+from gmlp_scale.engine import computing
 from gmlp_scale.models.gmlp import GmlpBlock
 from tests.gloo_ranks import run_ranks
 from tests.whole_runs import SMOKE
@@ -68,12 +69,13 @@ def test_each_compiled_case_has_its_own_graphs_and_fails_if_blocks_run_eager(tri
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     compile = torch.nn.Module.compile  # Inductor would take 100 s
     monkeypatch.setattr(GmlpBlock, "compile", lambda block, **_: compile(block, backend="eager"))
-    with torch._dynamo.config.patch(recompile_limit=2):  # one graph to train and one to evaluate
-        statuses = [finding["status"] for finding in findings_of("compile", trial).values()]
+    monkeypatch.setattr(computing, "GRAPHS_OF_BLOCKS", 2)  # one to train and one to evaluate
+    statuses = [finding["status"] for finding in findings_of("compile", trial).values()]
     assert statuses == ["passed", "passed", "not run", "passed", "not run", "not run"]
     shutil.rmtree(trial.folder / "single-true")
     too_many = pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit)
-    with torch._dynamo.config.patch(recompile_limit=1), trial.world() as world, too_many:
+    monkeypatch.setattr(computing, "GRAPHS_OF_BLOCKS", 1)
+    with trial.world() as world, too_many:
         compiling(trial, world, "single", "true")
 
 

@@ -132,7 +132,7 @@ def test_auto_is_plain_pytorch_on_a_cpu():
 
 
 def test_kernels_are_refused_for_other_gatings():
-    with pytest.raises(ValidationError, match="kernels triton is for gating multiplicative_split, not linear"):
+    with pytest.raises(ValidationError, match=r"kernels triton is for .*, not gating linear"):
         GmlpConfig(**SIZES, gating="linear", kernels="triton")
 
 
