@@ -2,36 +2,41 @@
 
 import json
 import multiprocessing
-import sys
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import loaders
-from benchmarks.loaders import compared, measure_corrupt, measure_exact, outcome, shuffle_quality, spoil
-from benchmarks.token_loaders import LOADERS, Reading
+from benchmarks.loaders import corrupt, exact, outcome, shuffle_quality
+from benchmarks.token_loaders import LOADERS, Library, Reading
 from tests.forked import CONTEXT
 from tests.written_shards import write_tiny_shards
 
 ROWS = np.random.default_rng(0).integers(5, 32_000, (512, 256)).astype("<u2")
-RUN = ["resume", "on 1 rank", "then on 4", "after a kill"]
+RUNS = ["on 2 ranks again", "on 1 rank", "then on 4", "after SIGKILL"]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Processes that need not import anything, and few steps."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: CONTEXT)
-    for name, value in (("EXACT_BATCH", 8), ("EXACT_STEPS", 3), ("FIRST_BATCH_STEPS", (2, 5)), ("RATE_STEPS", 2)):
-        monkeypatch.setattr(loaders, name, value)
-    for name, value in (("RATE_BATCH", 32), ("RATE_ROWS", 512), ("SORTED_ROWS", 2**11), ("SORTED_LENGTH", 8)):
+    values = {
+        "ROWS_PER_SHARD": 32,
+        "CORRUPT_ROWS": 512,
+        "EXACT_BATCH": 8,
+        "EXACT_STEPS": 3,
+        "FIRST_BATCH_STEPS": (2, 5),
+    }
+    values |= {"RATE_BATCH": 32, "RATE_STEPS": 2, "SORTED_ROWS": 2**11, "SORTED_LENGTH": 8, "SORTED_BATCH": 64}
+    for name, value in values.items():
         monkeypatch.setattr(loaders, name, value)
 
 
 def write_raw(rows_RN, folder, rows_per_shard):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     rows_RN.tofile(folder / "rows.bin")
 
 
@@ -51,45 +56,35 @@ def local_step(how: Reading, state):
     return (counts.append(next(given)) or batch for batch in own), lambda: (len(counts) - 1) * how.rank_rows + start
 
 
-@pytest.fixture
-def raw(monkeypatch):
-    def install(opened) -> str:
-        monkeypatch.setitem(LOADERS, "raw", (write_raw, opened))
-        return "raw"
-
-    return install
+def exact_of(library, folder):
+    library.write(ROWS, folder / "rows", 32)
+    return exact(library, folder / "rows", ROWS)
 
 
 def test_ours_is_exact_on_any_number_of_ranks_and_after_a_kill(tmp_path):
-    assert measure_exact("gmlp_scale", ROWS, tmp_path / "x") == dict.fromkeys(RUN, "exact")
+    assert exact_of(LOADERS["gmlp_scale"], tmp_path) == dict.fromkeys(RUNS, "exact")
 
 
 def test_webdataset_is_exact_only_by_running_through_its_batches_on_as_many_ranks(tmp_path):
     pytest.importorskip("webdataset")
-    found = measure_exact("webdataset", ROWS, tmp_path / "x")
-    assert found["resume"] == found["after a kill"] == "exact" and "of 3 batches" in found["on 1 rank"]
+    found = exact_of(LOADERS["webdataset"], tmp_path)
+    assert found["on 2 ranks again"] == found["after SIGKILL"] == "exact" and found["on 1 rank"] == "0 of 3 batches"
 
 
-def test_a_loader_that_restarts_is_found_inexact(tmp_path, raw):
-    found = measure_exact(raw(restarts), ROWS, tmp_path / "x")
-    assert list(found) == RUN and found["resume"] == found["after a kill"] == "0 of 3 batches, 100% seen before"
+def test_a_loader_that_restarts_is_found_inexact(tmp_path):
+    assert exact_of(Library(write_raw, restarts), tmp_path) == dict.fromkeys(RUNS, "0 of 3 batches")
 
 
-def test_a_state_of_the_ranks_own_rows_is_right_on_as_many_ranks_alone(tmp_path, raw):
-    found = measure_exact(raw(local_step), ROWS, tmp_path / "x")
-    assert found["resume"] == found["after a kill"] == "exact"
-    assert found["on 1 rank"].startswith("0 of 3 batches") and found["then on 4"].startswith("0 of 3 batches")
-
-
-def test_batches_are_compared_as_sets_of_rows():
-    assert compared([["a", "b"]], [["a", "b"]], []) == "exact"
-    assert compared([["a", "b"], ["c", "d"]], [["a", "b"], ["c", "e"]], [["d"]]) == "1 of 2 batches, 25% seen before"
-    assert compared([], [["a"]], []) != "exact"
+def test_a_state_of_the_ranks_own_rows_is_right_on_as_many_ranks_alone(tmp_path):
+    found = exact_of(Library(write_raw, local_step), tmp_path)
+    assert found["on 2 ranks again"] == found["after SIGKILL"] == "exact"
+    assert found["on 1 rank"] == found["then on 4"] == "0 of 3 batches"
 
 
 def test_an_error_of_the_loader_is_reported():
-    with pytest.raises(ChildProcessError, match=r"^ValueError: there is no such row$"):
+    with pytest.raises(ValueError, match=r"^there is no such row$") as raised:
         loaders.result(no_row)
+    assert loaders.last_line(raised.value) == "ValueError: there is no such row"
 
 
 def no_row():
@@ -104,66 +99,62 @@ def no_row():
         ("raw", "silent: 1 wrong rows given, 1 rows lost", "refused: ValueError: cannot reshape"),
     ],
 )
-def test_corrupt_bytes(name, flipped, cut, tmp_path, raw):
+def test_corrupt_bytes(name, flipped, cut, tmp_path):
     if name == "webdataset":
         pytest.importorskip("webdataset")
-    raw(restarts)
-    found = measure_corrupt(name, ROWS, tmp_path / "x")
-    assert found["flipped"].startswith(flipped) and found["cut"].startswith(cut)
+    found = corrupt(LOADERS.get(name, Library(write_raw, restarts)), tmp_path / "rows", ROWS)
+    assert found["a byte flipped"].startswith(flipped) and found["a file cut"].startswith(cut)
 
 
 def test_rows_that_come_twice_are_no_wrong_rows():
-    hashes = loaders.hashes_of(ROWS[:4])
-    assert outcome(hashes, ROWS[:4]) == "no effect"
-    assert outcome([hashes[0], *hashes[:3]], ROWS[:4]) == "silent: 0 wrong rows given, 1 rows lost"
-
-
-@pytest.mark.parametrize("damage", ["flipped", "cut"])
-def test_the_middle_of_a_file_is_spoilt(tmp_path, damage):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100))
-    spoil(path, damage)
-    assert path.read_bytes() == (bytes(60) if damage == "cut" else bytes(60) + b"\xff" + bytes(39))
+    assert outcome(ROWS[:4], ROWS[:4]) == "no effect"
+    assert outcome(ROWS[[0, 0, 1, 2]], ROWS[:4]) == "silent: 0 wrong rows given, 1 rows lost"
 
 
 def test_shuffle_quality():
     uniform = np.random.default_rng(0).permutation(2**14)
-    assert shuffle_quality(uniform, 64) == pytest.approx({"travel": 1, "variance": 1}, rel=0.2)
-    assert shuffle_quality(np.arange(2**14), 64) == pytest.approx({"travel": 0, "variance": 64}, rel=0.01)
+    assert shuffle_quality(uniform) == pytest.approx({"travel": 1, "variance": 1}, rel=0.2)
+    assert shuffle_quality(np.arange(2**14)) == pytest.approx({"travel": 0, "variance": 64}, rel=0.01)
     blocks = np.arange(2**14).reshape(-1, 64)[np.random.default_rng(0).permutation(2**8)].reshape(-1)
-    assert shuffle_quality(blocks, 64) == pytest.approx({"travel": 1, "variance": 64}, rel=0.2)
+    assert shuffle_quality(blocks) == pytest.approx({"travel": 1, "variance": 64}, rel=0.2)
 
 
-def test_every_part_is_measured_and_an_absent_loader_is_named(tmp_path, monkeypatch, succeeds):
+def test_every_part_is_measured_and_one_that_fails_does_not_end_the_others(tmp_path, monkeypatch, succeeds):
     pytest.importorskip("webdataset")
     write_tiny_shards(tmp_path / "shards", [512], [2], sequence_length=8)
-    monkeypatch.setattr(loaders, "version", absent_litdata)
-    monkeypatch.setattr(loaders, "first_batch_seconds", lambda run, folder: {"seconds": 0.5})
-    monkeypatch.setattr(loaders, "BUFFERS", {"webdataset": 2})
-    words = ["--shards", tmp_path / "shards", "--rounds", "1", "--output", tmp_path / "report.json"]
-    succeeds(loaders.main, *words, "--loaders", "gmlp_scale", "webdataset", "litdata")
+    webdataset = replace(LOADERS["webdataset"], buffer=2)
+    few = {"gmlp_scale": LOADERS["gmlp_scale"], "webdataset": webdataset, "raw": Library(write_raw, ends)}
+    monkeypatch.setattr(loaders, "LOADERS", few)
+    succeeds(loaders.main, "--shards", tmp_path / "shards", "--output", tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["command"] == sys.argv[1:]
-    ours, other = (report["loaders"][name] for name in ("gmlp_scale", "webdataset"))
-    assert report["loaders"]["litdata"] == {"version": "not installed: litdata"}
-    assert ours.keys() == other.keys() == {"version", *loaders.PARTS}
-    assert list(ours["first_batch"]) == ["2", "5", "1000000"] and list(other["rates"]) == ["0 workers", "2 workers"]
-    assert min(other["rates"].values()) > 0 and ours["bytes"] == other["bytes"] > 2
-    assert ours["shuffle"]["default"]["variance"] < other["shuffle"]["2 rows"]["variance"]
-    text = (tmp_path / "report.md").read_text()
-    assert "| litdata | not installed: litdata |" in text and "| gmlp_scale | exact | exact | exact | exact |" in text
+    ours, other, raw = report["loaders"].values()
+    parts = ["version", "exact", "corrupt", "size", "shuffle", "first_batch", "rates"]
+    assert list(ours) == list(other) == list(raw) == parts and "failed" not in str([ours, other])
+    assert raw["exact"] == {"failed": "ValueError: no rows"} and raw["size"]["bytes per token"] == 2
+    assert list(ours["first_batch"]) == ["at step 2", "at step 5"] and list(other["rates"]) == [
+        "2 workers",
+        "0 workers",
+    ]
+    assert min(other["rates"].values()) > 0 and ours["size"] == other["size"]
+    assert ours["shuffle"]["variance, default"] < other["shuffle"]["variance, buffer of 2"]
+    assert "| exact: then on 4 | exact | 0 of 3 batches | - |" in (tmp_path / "report.md").read_text()
 
 
-def absent_litdata(package):
-    if package == "litdata":
-        raise loaders.PackageNotFoundError(package)
-    return "1"
+def ends(how: Reading, state):
+    raise ValueError("no rows")
+
+
+def test_an_absent_library_is_named(tmp_path, monkeypatch, launched):
+    write_tiny_shards(tmp_path / "shards", [512], [2], sequence_length=8)
+    monkeypatch.setattr(loaders, "LOADERS", {"other": Library(write_raw, restarts, ("no-such-package",))})
+    code, _, message = launched(loaders.main, "--shards", tmp_path / "shards", "--output", tmp_path / "report.json")
+    assert code == 1 and "no-such-package is not installed" in message
 
 
 def test_datasets_through_its_own_iterator_gives_each_row_once(tmp_path):
     pytest.importorskip("datasets")
     pytest.importorskip("torchdata")
-    write, opened = LOADERS["torchdata, datasets"]
-    write(ROWS, Path(tmp_path / "x"), 64)
-    batches = islice(opened(Reading(tmp_path / "x", 8, 256, num_workers=0), None)[0], 64)
+    library = LOADERS["torchdata over datasets"]
+    library.write(ROWS, tmp_path / "x", 64)
+    batches = islice(library.opened(Reading(tmp_path / "x", 8, 256, workers=0), None)[0], 64)
     assert sorted(map(tuple, torch.cat(list(batches)).tolist())) == sorted(map(tuple, ROWS.tolist()))
