@@ -73,11 +73,15 @@ def random_rows(run: RunConfig, num_rows: int) -> np.ndarray:
     return np.random.default_rng(0).integers(NUM_SPECIAL_TOKENS, run.model.vocab_size, shape).astype(ROW_DTYPE)
 
 
-def write_shards(run: RunConfig, rows_RN: np.ndarray, folder: Path, num_heldout: int = 0) -> None:
+def write_shards(
+    run: RunConfig, rows_RN: np.ndarray, folder: Path, num_heldout: int = 0, rows_per_shard: int = 2**13
+) -> None:
     """The first `num_heldout` rows are the held-out ones, and the others the training rows."""
     shards = []
     for split, rows in (("train", rows_RN[num_heldout:]), ("heldout", rows_RN[:num_heldout])):
-        writer = ShardWriter(folder, split, f"{split}-00000", sequence_length=rows.shape[1], rows_per_shard=2**13)
+        writer = ShardWriter(
+            folder, split, f"{split}-00000", sequence_length=rows.shape[1], rows_per_shard=rows_per_shard
+        )
         writer.add(rows)
         shards.append(writer.close())
     write_manifest(run, shards[0], folder, heldout=shards[1])
