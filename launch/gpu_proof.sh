@@ -78,7 +78,7 @@ if $tiny; then
 fi
 
 # Every part has a process of its own; importing torch and starting CUDA take 5 to 10 s of its time. The first part that
-# trains a shape also compiles it, which took half a minute for a group of blocks.
+# trains a shape also compiles it, which takes 5 to 15 s for a group of blocks on an idle host.
 part environment 20 "$python" benchmarks/gpu_proof.py environment "${without_gpu[@]}"
 ((failed)) && cat "$out/report.md" && exit 1
 part gpu_tests 40 "$python" benchmarks/gpu_proof.py gpu_tests
