@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -105,8 +104,7 @@ def seen(library: Library, how: Reading, num_steps: int, start: Path | None = No
     On more ranks than saved the states, a rank's number modulo theirs says whose it loads. `ending` is _rank_steps's.
     """
     states = [torch.load(path, weights_only=True) for path in sorted(start.iterdir())] if start else [None]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        how = replace(how, port=free.getsockname()[1])
+    how = replace(how, meeting=Path(tempfile.mkdtemp(dir=how.folder.parent), "store"))
     ranks = [(replace(how, rank=rank), states[rank % len(states)]) for rank in range(how.world_size)]
     with ThreadPoolExecutor(how.world_size) as threads:
         runs = [threads.submit(result, _rank_steps, library, *rank, num_steps, ending) for rank in ranks]
@@ -116,9 +114,10 @@ def seen(library: Library, how: Reading, num_steps: int, start: Path | None = No
 def _rank_steps(library: Library, how: Reading, state: Any, num_steps: int, ending: dict) -> list[np.ndarray]:
     """ending: `saves` has the folder that gets the ranks' states after a step; `is_killed`: by SIGKILL at the end."""
     os.environ |= {"RANK": str(how.rank), "WORLD_SIZE": str(how.world_size), "LOCAL_RANK": str(how.rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(how.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(how.port)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(how.world_size)}
     if how.world_size > 1:
-        torch.distributed.init_process_group("gloo")
+        method = f"file://{how.meeting}"  # another process may take a port
+        torch.distributed.init_process_group("gloo", method, rank=how.rank, world_size=how.world_size)
     batches, state_dict = library.opened(how, state)
     rows = []
     for step, batch in enumerate(islice(batches, num_steps), start=1):

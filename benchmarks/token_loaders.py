@@ -33,8 +33,8 @@ class Reading:
     workers: int
     rank: int = 0
     world_size: int = 1
-    port: int = 0
-    """Where several ranks meet."""
+    meeting: Path | None = None
+    """The file by which several ranks meet."""
     buffer: int | None = None
     """Rows of a shuffle buffer or block; None for the library's default."""
 
