@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_a_rank_that_does_not_reach_the_first_says_so():
 TIMEOUT_SECONDS = 3
 
 
-def _wait_in_step_7(one_does: str, which: int = 1) -> str | None:
+def _wait_in_step_7(folder: Path, one_does: str, which: int = 1) -> str | None:
     world = start_world(TIMEOUT_SECONDS, "cpu")
     pids = world.gather(os.getpid())
     if world.rank == which:
@@ -78,7 +79,8 @@ def _wait_in_step_7(one_does: str, which: int = 1) -> str | None:
     except LostRankError as error:
         return str(error)
     finally:
-        if world.rank == (not which) and one_does == "stops":
+        (folder / str(world.rank)).touch()
+        if one_does == "stops" and len(os.listdir(folder)) == world.size - 1:  # nobody asks it any more
             os.kill(pids[which], signal.SIGCONT)
     return "no error"
 
@@ -98,24 +100,24 @@ def _be_late(world: World) -> None:
 
 
 @pytest.mark.parametrize("rank_one_does", ["leaves", "stops"])
-def test_a_rank_that_does_not_answer_is_named(rank_one_does, trials):
-    first, _, third = run_ranks(_wait_in_step_7, 3, rank_one_does)
+def test_a_rank_that_does_not_answer_is_named(rank_one_does, tmp_path, trials):
+    first, _, third = run_ranks(_wait_in_step_7, 3, tmp_path, rank_one_does)
     assert re.match(r"rank 1 \(host \S+\) does not answer; rank 0 waited in the norm of step 7\. ", first), first
     # The store is rank 0's own here, and may have gone with it.
     assert "rank 1 (host" in third or re.match(r"rank 0 \(host \S+\) or its launcher", third)
     trials("SIGSTOP or end of a rank", 1)
 
 
-def test_the_rank_that_has_the_store_is_named_when_it_stands_still():
+def test_the_rank_that_has_the_store_is_named_when_it_stands_still(tmp_path):
     """Its clients would wait for an answer without end."""
-    _, second = run_ranks(_wait_in_step_7, 2, "stops", 0)
+    _, second = run_ranks(_wait_in_step_7, 2, tmp_path, "stops", 0)
     host = socket.gethostname()
     wanted = f"rank 0 (host {host}) or its launcher, which hold the ranks' key-value store, is gone or cut off"
     assert second.startswith(f"{wanted} (and with host {host} perhaps rank 1); rank 1 waited in the norm of step 7. ")
 
 
-def test_a_rank_that_answers_from_elsewhere_is_shown():
-    first, *_ = run_ranks(_wait_in_step_7, 3, "is late")
+def test_a_rank_that_answers_from_elsewhere_is_shown(tmp_path):
+    first, *_ = run_ranks(_wait_in_step_7, 3, tmp_path, "is late")
     assert "all ranks answer" in first
     assert "rank 0 in the norm of step 7" in first and "rank 1 in the save of step 6" in first
 
