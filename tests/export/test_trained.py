@@ -121,6 +121,7 @@ def test_a_card_is_written_whatever_the_details_of_the_pretrained_model_are(tiny
     for number, pretrained in enumerate(({"data": {"train_rows": "x"}}, {"data": {}, "config": {"data": []}}, {})):
         details = {"finetuned": finetuned, "pretrained": pretrained}
         tiny_export("gmlp", tmp_path / f"{number}", "sequence_classification", ("a", "b"), details=details)
+        assert "sst2" in (tmp_path / f"{number}/README.md").read_text()
 
 
 def test_damaged_weights_are_refused(export):
