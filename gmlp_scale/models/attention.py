@@ -92,6 +92,10 @@ class SelfAttention(nn.Module):
     def context(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         """[B, N, H K], before the projection to the output; fused kernels project it themselves."""
         q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
+        if q_BHNK.device.type == "cpu" and q_BHNK.dtype == torch.bfloat16:
+            # The backward pass of torch's fused kernel takes five times as long here (docs/LOG.md).
+            weights_BHNN = _softmax(q_BHNK, k_BHNK, self._mask(x_BND, is_token_BN)).to(v_BHNK.dtype)
+            return flatten_heads(F.dropout(weights_BHNN, self.dropout, self.training) @ v_BHNK)
         is_plainly_causal = self.causal and is_token_BN is None  # for which torch needs no mask
         mask = None if is_plainly_causal else self._mask(x_BND, is_token_BN)
         dropout = self.dropout if self.training else 0.0
@@ -103,11 +107,7 @@ class SelfAttention(nn.Module):
     def weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         """The softmax as float32 weights_BHNN: what each position (third axis) takes from each (fourth axis)."""
         q_BHNK, k_BHNK, _ = self._queries_keys_values(x_BND)
-        scores_BHNN = q_BHNK @ k_BHNK.mT / math.sqrt(q_BHNK.shape[-1])
-        mask = self._mask(x_BND, is_token_BN)
-        if mask is not None:
-            scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHNN + mask
-        return scores_BHNN.softmax(-1, dtype=torch.float32)
+        return _softmax(q_BHNK, k_BHNK, self._mask(x_BND, is_token_BN))
 
     def _queries_keys_values(self, x_BND: Tensor) -> tuple[Tensor, ...]:
         qkv_BN3HK = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1))
@@ -120,6 +120,14 @@ class SelfAttention(nn.Module):
             return mask
         bias_1HNN = self.relative_bias(x_BND.shape[1], x_BND.device).unsqueeze(0)
         return bias_1HNN.masked_fill(~mask, -torch.inf) if mask is not None else bias_1HNN
+
+
+def _softmax(q_BHNK: Tensor, k_BHNK: Tensor, mask: Tensor | None) -> Tensor:
+    """Float32 weights_BHNN."""
+    scores_BHNN = q_BHNK @ k_BHNK.mT / math.sqrt(q_BHNK.shape[-1])
+    if mask is not None:
+        scores_BHNN = scores_BHNN.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHNN + mask
+    return scores_BHNN.softmax(-1, dtype=torch.float32)
 
 
 def attention_mask(num_positions: int, is_token_BN: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:

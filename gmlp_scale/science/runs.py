@@ -87,13 +87,16 @@ class Table:
         return count_parameters(self.run(model, RATES[0], 0))
 
     def runs(self) -> Iterator[RunConfig]:
-        """Model by model: seed 0 at all rates and then, once the rate is chosen, the other seeds."""
+        """Model by model: seed 0 at all rates but the lowest and then, once the rate is chosen, the other seeds. The
+        lowest rate, at which few models do best, comes last."""
         for model in self.models:
-            for rate in rates_of(model):
+            for rate in rates_of(model)[1:]:
                 yield self.run(model, rate, 0)
             if rate := self.chosen_rate(model):
                 for seed in range(1, self.num_seeds):
                     yield self.run(model, rate, seed)
+        for model in self.models:
+            yield self.run(model, rates_of(model)[0], 0)
 
     def result(self, run: RunConfig) -> dict | None:
         """What a finished run gave; None if it is not done. ConfigError if the file is of another run."""
@@ -115,9 +118,9 @@ class Table:
         return {rate: result and result["loss"] for rate, result in results.items()}
 
     def chosen_rate(self, model: str) -> float | None:
-        """The rate with the lowest loss, once all of RATES are done. A higher one that is not done counts as worse."""
+        """The rate with the lowest loss, once all but the lowest rate are done, which counts once it is."""
         done = {rate: loss for rate, loss in self.grid(model).items() if loss is not None}
-        return min(done, key=done.__getitem__) if done.keys() >= set(RATES) else None
+        return min(done, key=done.__getitem__) if done.keys() >= set(rates_of(model)[1:]) else None
 
     def losses(self, model: str) -> dict[int, float]:
         """The loss of each finished seed at the chosen rate."""
