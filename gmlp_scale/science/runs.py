@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from gmlp_scale.analysis.heldout import evaluate_models
 from gmlp_scale.analysis.pictures import spatial_matrices
+from gmlp_scale.analysis.run_records import curve
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.distributed.world import World
@@ -32,6 +34,7 @@ from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.resolve import resolve, with_decided_precision
 from gmlp_scale.train.run import run_task
+from gmlp_scale.train.sinks import read_metrics
 from gmlp_scale.train.step_guard import NotFiniteError
 from gmlp_scale.train.trial import new_engine, random_batch, seconds_of, train_step
 
@@ -206,10 +209,12 @@ def train_all(table: Table, world: World) -> None:
     log.info("nothing is left to start; training elsewhere: %s", ", ".join(sorted(elsewhere)) or "nothing")
 
 
-def _measured(run: RunConfig, world: World) -> dict[str, float]:
-    """The held-out loss and, of a dense W, toeplitz_share: the mean of the blocks' shares."""
+def _measured(run: RunConfig, world: World) -> dict[str, Any]:
+    """The held-out loss, those of the evaluations on the way as [step, loss], and of a dense W toeplitz_share: the mean
+    of the blocks' shares."""
     trained = read_run(run.run_folder)
     measured = {"loss": evaluate_models([trained], run.data.shards, HELDOUT_ROWS, world)["models"][0]["loss"]}
+    measured["evaluations"] = curve(read_metrics(f"{run.run_folder}/metrics.jsonl"), "eval/loss")
     if isinstance(run.model, GmlpConfig) and run.model.spatial == "dense":
         shares = [toeplitz_share(matrix_NN) for matrix_NN in spatial_matrices(trained)]
         measured["toeplitz_share"] = float(np.mean(shares))
