@@ -141,7 +141,7 @@ def test_image_models_are_those_of_table_1(name):
 def test_a_micro_batch_fits_one_chunk_of_the_head(name, monkeypatch):
     run, model, head_calls = recipe(name), meta_model(name), []
     num_rows, length = run.train.micro_batch_size, run.model.sequence_length
-    num_masked = num_masked_positions(length, run.data.masked_fraction)
+    num_masked = num_masked_positions(length, max(run.data.masked_fractions.values))
     masked_BM = torch.empty(num_rows, num_masked, dtype=torch.int64, device="meta")
     x_BND = torch.empty(num_rows, length, run.model.d_model, device="meta")
     monkeypatch.setattr(model, "encode", lambda token_ids_BN, padded: x_BND)
