@@ -46,7 +46,7 @@ def main() -> int:
 
 def lines_of(table: Table, num_rounds: int) -> list[str]:
     """The table, a row for each model."""
-    runs = {model: table.run(model, table.chosen_rate(model) or RATES[0], 0) for model in table.models}
+    runs = {model: table.run(model, table.chosen_rate(model, table.parts[0]) or RATES[0], 0) for model in table.models}
     first = runs[table.models[0]]
     with start_world(first.engine.timeout_seconds, first.train.device, hear_stop_signals=False) as world:
         calls = {}
@@ -60,7 +60,7 @@ def lines_of(table: Table, num_rounds: int) -> list[str]:
     for model, run in runs.items():
         time = seconds[model] / seconds[table.models[0]]
         tokens = run.train.micro_batch_size * run.model.sequence_length
-        losses = [*table.losses(model).values()]
+        losses = [*table.losses(model, table.parts[0]).values()]
         cells = [
             model, f"{table.num_parameters(model):,}", f"{run.flops_per_row().last / 3e9:.3f}",
             f"{tokens / seconds[model]:,.0f}", f"{time:.2f}", spread(losses) if losses else "not run",

@@ -45,7 +45,7 @@ SCHEDULE = (
 RATES = (1.5e-3, 3e-3, 6e-3)
 """Of every model. The best for gMLP after 2,000 steps lies between the upper two (docs/optimizers.md)."""
 HIGHER_RATE = 1.2e-2
-"""Of the models of part f too, since most others did best at the highest of RATES."""
+"""Of part f too, since most models of the others did best at the highest of RATES."""
 
 _SINCE = ("gmlp", "amlp", "bert", "modern_transformer", "avey", "avey_static", "avey_dynamic", "gmlp_dynamic")
 GMLP_DEPTHS, BERT_DEPTHS = ("gmlp_4", "gmlp", "gmlp_16"), ("bert_2", "bert", "bert_8")
@@ -60,9 +60,9 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Title and models by letter, in the order in which they are trained: the most telling first."""
 
 
-def rates_of(model: str) -> tuple[float, ...]:
-    """The peak learning rates at which a model is tried."""
-    return (*RATES, HIGHER_RATE) if model in PARTS["f"][1] else RATES
+def rates_of(part: str) -> tuple[float, ...]:
+    """The peak learning rates at which each model of the part is tried. So within a part all are tuned alike."""
+    return (*RATES, HIGHER_RATE) if part == "f" else RATES
 
 
 LEVEL = 0.05

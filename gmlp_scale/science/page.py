@@ -17,19 +17,18 @@ _LOST = ", undecided after the correction"
 def document(table: Table) -> str:
     """The page on what is done. page.md has its text."""
     run, precision = table.run(table.models[0], RATES[0], 0), table.precision()
-    rates = {model: table.chosen_rate(model) for model in table.models}
     overrides = dict.fromkeys((*table.overrides, f"train.precision={precision}"))
     sentences = _sentences(table)
-    parts = []
+    parts, chosen = [], {}
     for part, (title, models) in PARTS.items():
         if part in table.parts:
-            dense_rate = rates["gmlp_dense"] if part == "d" else None
-            tried = max((rates_of(model) for model in models), key=len)
+            dense_rate = table.chosen_rate("gmlp_dense", part) if part == "d" else None
+            chosen |= {(model, rate): None for model in models if (rate := table.chosen_rate(model, part))}
             parts.append(
                 {
                     "title": title,
-                    "rates": ", ".join(f"{rate:g}" for rate in tried),
-                    "rows": [_row(table, model, tried) for model in models],
+                    "rates": ", ".join(f"{rate:g}" for rate in rates_of(part)),
+                    "rows": [_row(table, model, part) for model in models],
                     "sentences": [sentences[quantity] for quantity in QUANTITIES if quantity.part == part],
                     "picture": dense_rate and table.run("gmlp_dense", dense_rate, 0).name,
                 }
@@ -44,7 +43,7 @@ def document(table: Table) -> str:
         alike=f"{ALIKE:.3f}",
         counts=_counts_of(sentences.values()),
         parts=parts,
-        commands=[_command(model, rate, overrides) for model, rate in rates.items() if rate],
+        commands=[_command(model, rate, overrides) for model, rate in chosen],
     )
     return text.rstrip() + "\n"
 
@@ -72,10 +71,9 @@ def spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f}" + (f" ± {np.std(values, ddof=1):.3f}" if is_spread else "")
 
 
-def _row(table: Table, model: str, rates: Sequence[float]) -> str:
-    chosen, losses = table.chosen_rate(model), [*table.losses(model).values()]
-    grid = {rate: "not run" if loss is None else f"{loss:.3f}" for rate, loss in table.grid(model).items()}
-    grid = {rate: grid.get(rate, "-") for rate in rates}
+def _row(table: Table, model: str, part: str) -> str:
+    chosen, losses = table.chosen_rate(model, part), [*table.losses(model, part).values()]
+    grid = {rate: "not run" if loss is None else f"{loss:.3f}" for rate, loss in table.grid(model, part).items()}
     tried = ", ".join(f"**{text}**" if rate == chosen else text for rate, text in grid.items())
     shown = f"not run ({len(losses)} of {table.num_seeds} seeds are done) | |"
     if len(losses) == table.num_seeds:
@@ -103,7 +101,8 @@ def _counts_of(sentences: Iterable[str]) -> str:
 
 
 def _counts(table: Table, quantity: Quantity) -> str:
-    return ", ".join(f"{model} {len(table.losses(model))} of {table.num_seeds}" for model in quantity.models)
+    done = {model: len(table.losses(model, quantity.part)) for model in quantity.models}
+    return ", ".join(f"{model} {count} of {table.num_seeds}" for model, count in done.items())
 
 
 def _command(model: str, rate: float, overrides: Iterable[str]) -> str:

@@ -90,16 +90,17 @@ class Table:
         return count_parameters(self.run(model, RATES[0], 0))
 
     def runs(self) -> Iterator[RunConfig]:
-        """Model by model: seed 0 at all rates but the lowest and then, once the rate is chosen, the other seeds. The
-        lowest rate, at which few models do best, comes last."""
-        for model in self.models:
-            for rate in rates_of(model)[1:]:
+        """Part by part and model by model: seed 0 at all rates but the lowest and then, once the rate is chosen, the
+        other seeds. The lowest rate, at which few models do best, comes last. What parts share comes again."""
+        tried = [(model, part) for part in PARTS if part in self.parts for model in PARTS[part][1]]
+        for model, part in tried:
+            for rate in rates_of(part)[1:]:
                 yield self.run(model, rate, 0)
-            if rate := self.chosen_rate(model):
+            if rate := self.chosen_rate(model, part):
                 for seed in range(1, self.num_seeds):
                     yield self.run(model, rate, seed)
-        for model in self.models:
-            yield self.run(model, rates_of(model)[0], 0)
+        for model, part in tried:
+            yield self.run(model, rates_of(part)[0], 0)
 
     def result(self, run: RunConfig) -> dict | None:
         """What a finished run gave; None if it is not done. ConfigError if the file is of another run."""
@@ -115,35 +116,40 @@ class Table:
     def place(self, run: RunConfig) -> str:
         return f"{self.output}/results/{run.name}.json"
 
-    def grid(self, model: str) -> dict[float, float | None]:
-        """The loss of seed 0 at each rate; None where the run is not done."""
-        results = {rate: self.result(self.run(model, rate, 0)) for rate in rates_of(model)}
+    def grid(self, model: str, part: str) -> dict[float, float | None]:
+        """The loss of seed 0 at each rate of the part; None where the run is not done."""
+        results = {rate: self.result(self.run(model, rate, 0)) for rate in rates_of(part)}
         return {rate: result and result["loss"] for rate, result in results.items()}
 
-    def chosen_rate(self, model: str) -> float | None:
+    def chosen_rate(self, model: str, part: str) -> float | None:
         """The rate with the lowest loss, once all but the lowest rate are done, which counts once it is."""
-        done = {rate: loss for rate, loss in self.grid(model).items() if loss is not None}
-        return min(done, key=done.__getitem__) if done.keys() >= set(rates_of(model)[1:]) else None
+        done = {rate: loss for rate, loss in self.grid(model, part).items() if loss is not None}
+        return min(done, key=done.__getitem__) if done.keys() >= set(rates_of(part)[1:]) else None
 
-    def losses(self, model: str) -> dict[int, float]:
+    def losses(self, model: str, part: str) -> dict[int, float]:
         """The loss of each finished seed at the chosen rate."""
-        if not (rate := self.chosen_rate(model)):
+        if not (rate := self.chosen_rate(model, part)):
             return {}
         results = {seed: self.result(self.run(model, rate, seed)) for seed in range(self.num_seeds)}
         return {seed: result["loss"] for seed, result in results.items() if result}
 
-    def num_left(self, model: str) -> int:
-        """The runs that are not done. Seed 0 at the chosen rate is one of the grid's."""
-        return [*self.grid(model).values()].count(None) + self.num_seeds - max(1, len(self.losses(model)))
+    def left(self, model: str, part: str) -> set[str]:
+        """The names of the runs that are not done; other names for other seeds of a rate that is not chosen yet."""
+        left = {self.run(model, rate, 0).name for rate, loss in self.grid(model, part).items() if loss is None}
+        rate = self.chosen_rate(model, part)
+        for seed in set(range(1, self.num_seeds)) - self.losses(model, part).keys():
+            left.add(self.run(model, rate, seed).name if rate else f"{model}, seed {seed} in part {part}")
+        return left
 
-    def trained(self, model: str, seed: int) -> Trained:
-        result = self.result(self.run(model, self.chosen_rate(model), seed))
+    def trained(self, model: str, part: str, seed: int) -> Trained:
+        result = self.result(self.run(model, self.chosen_rate(model, part), seed))
         return Trained(result["loss"], self.num_parameters(model), result.get("toeplitz_share", math.nan))
 
     def values(self, quantity: Quantity) -> list[float]:
         """The quantity on each seed for which all its runs are done."""
-        done = set.intersection(*(set(self.losses(model)) for model in quantity.models))
-        return [quantity.value(*(self.trained(model, seed) for model in quantity.models)) for seed in sorted(done)]
+        part, models = quantity.part, quantity.models
+        done = set.intersection(*(set(self.losses(model, part)) for model in models))
+        return [quantity.value(*(self.trained(model, part, seed) for model in models)) for seed in sorted(done)]
 
     def precision(self) -> str | None:
         """The precision of all finished runs. ConfigError if they differ in precision or text: no comparison then."""
@@ -222,20 +228,19 @@ def _measured(run: RunConfig, world: World) -> dict[str, Any]:
 
 
 def budget(table: Table, world: World) -> str:
-    """A line for each part. A model that several parts share counts in the first of them."""
+    """A line for each part. A run that several parts share counts in the first of them."""
     lines = [f"{'part':6}{'models':>6}{'runs left':>11}{'PFLOP':>9}{'hours':>9}{'in all':>9}"]
-    seen, hours_in_all = set(), 0.0
+    counted, hours_in_all = set(), 0.0
     for part in (part for part in PARTS if part in table.parts):
-        models = [model for model in PARTS[part][1] if model not in seen]
-        seen.update(models)
-        left = {model: table.num_left(model) for model in models}
+        models = PARTS[part][1]
+        left = {model: table.left(model, part) - counted for model in models}
+        counted.update(*left.values())
         runs = {model: table.run(model, RATES[0], 0) for model in models if left[model]}
-        flops = {model: _flops(run) for model, run in runs.items()}
-        hours = sum(left[model] * flops[model] / _flop_rate(run, world) / 3600 for model, run in runs.items())
+        flops = {model: len(left[model]) * _flops(run) for model, run in runs.items()}
+        hours = sum(flops[model] / _flop_rate(run, world) / 3600 for model, run in runs.items())
         hours_in_all += hours
-        pflop = sum(left[model] * flops[model] / 1e15 for model in runs)
-        numbers = f"{len(models):6}{sum(left.values()):11}{pflop:9.3f}{hours:9.2f}{hours_in_all:9.2f}"
-        lines.append(f"{part:6}{numbers}")
+        num_left, pflop = sum(map(len, left.values())), sum(flops.values()) / 1e15
+        lines.append(f"{part:6}{len(models):6}{num_left:11}{pflop:9.3f}{hours:9.2f}{hours_in_all:9.2f}")
     precision = table.run(table.models[0], RATES[0], 0).train.precision
     lines.append(
         f"hours of one process like this, in {precision}, with {torch.get_num_threads()} CPU threads on free cores"
