@@ -82,6 +82,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         assert not (relative_bias and causal)
         self.num_heads, self.dropout, self.causal = num_heads, dropout, causal
+        self.always_fused = False  # True also takes torch's fused kernel in bfloat16 on a CPU, as a GPU does
         self.qkv = nn.Linear(d_model, 3 * (d_attn or d_model), bias=qkv_bias)
         self.relative_bias = relative_bias
         self.out = nn.Linear(d_attn or d_model, d_out or d_model, bias=out_bias)
@@ -92,7 +93,7 @@ class SelfAttention(nn.Module):
     def context(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
         """[B, N, H K], before the projection to the output; fused kernels project it themselves."""
         q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
-        if q_BHNK.device.type == "cpu" and q_BHNK.dtype == torch.bfloat16:
+        if q_BHNK.device.type == "cpu" and q_BHNK.dtype == torch.bfloat16 and not self.always_fused:
             # The backward pass of torch's fused kernel takes five times as long here (docs/LOG.md).
             weights_BHNN = _softmax(q_BHNK, k_BHNK, self._mask(x_BND, is_token_BN)).to(v_BHNK.dtype)
             return flatten_heads(F.dropout(weights_BHNN, self.dropout, self.training) @ v_BHNK)

@@ -19,6 +19,7 @@ from gmlp_scale.engine.float32_vectors import float32_vectors, round_matrices
 from gmlp_scale.engine.muon import BATCH_ELEMENTS, muon_matrices, owners
 from gmlp_scale.engine.zero_settings import REDUCE_BUCKET_ELEMENTS
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
+from gmlp_scale.models.attention import SelfAttention
 from gmlp_scale.models.layers import Recompute
 
 COLLECTIVES = {"all_reduce": 2, "reduce": 1, "gather": 1, "all_to_all": 1}
@@ -188,6 +189,9 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
     few_blocks = build_model(config, seed=None)  # on the CPU, since the meta device imports a compiler
     few_blocks = round_matrices(few_blocks, precision)
     few_blocks.set_recompute(recompute)
+    for module in few_blocks.modules():
+        if isinstance(module, SelfAttention):
+            module.always_fused = True
 
     def kept_bytes(num_rows: int) -> int:
         shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), few_blocks.embedding.weight.dtype
