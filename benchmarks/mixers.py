@@ -1,12 +1,12 @@
 """Times a training step of each model of a part of docs/science.md, in turns, and sets the losses against that time.
 
-python benchmarks/mixers.py --part f
-python benchmarks/mixers.py --part f train.device=cuda train.compile=true
+python benchmarks/mixers.py --part f train.precision=bf16
+python benchmarks/mixers.py --part f train.device=cuda train.compile=true train.precision=bf16
 
 Prints Markdown. A step is forward, backward and update of the recipe's micro-batch, on random tokens. The losses are
-those of the evaluations on seed 0's way, by results in --output; between two of them the line is straight, and
-- is before the first or after the last. A run's rate
-falls to zero at its end, so a loss on the way is higher than that of a run which ends there.
+those of the evaluations on seed 0's way, by results in --output. Between two of them the line is straight; before the
+first and after the last there is a dash. A run's rate falls to zero at its end, so a loss on the way is higher than
+that of a run which ends there.
 """
 
 import argparse

@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
         """[B, N, H K], before the projection to the output; fused kernels project it themselves."""
         q_BHNK, k_BHNK, v_BHNK = self._queries_keys_values(x_BND)
         if q_BHNK.device.type == "cpu" and q_BHNK.dtype == torch.bfloat16 and not self.always_fused:
-            # The backward pass of torch's fused kernel takes five times as long here (docs/LOG.md).
+            # The backward pass of torch's fused kernel takes two to five times as long here (docs/LOG.md).
             weights_BHNN = _softmax(q_BHNK, k_BHNK, self._mask(x_BND, is_token_BN)).to(v_BHNK.dtype)
             return flatten_heads(F.dropout(weights_BHNN, self.dropout, self.training) @ v_BHNK)
         is_plainly_causal = self.causal and is_token_BN is None  # for which torch needs no mask

@@ -43,7 +43,7 @@ SCHEDULE = (
 """Of every run: 16.4 M tokens in the recipes' batches of 32 rows of 128."""
 
 RATES = (1.5e-3, 3e-3, 6e-3)
-"""Of every model. The best for gMLP after 2,000 steps lies between the upper two (docs/optimizers.md)."""
+"""Of every part. The best for gMLP after 2,000 steps lies between the upper two (docs/optimizers.md)."""
 HIGHER_RATE = 1.2e-2
 """Of part f too, since most models of the others did best at the highest of RATES."""
 

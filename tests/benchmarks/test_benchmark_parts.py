@@ -273,6 +273,7 @@ def test_a_contender_ends_with_the_benchmark_whatever_ends_that(tmp_path):
         wait_until(lambda file=pid_file: file.exists() and file.read_text(), "the contender's start")
         os.kill(owner.pid, number)
         wait_until(lambda file=pid_file: has_ended(int(file.read_text())), "the contender's end", seconds=20)
+        assert has_ended(int(pid_file.read_text())) and has_ended(owner.pid)
 
 
 KERNELS = {

@@ -164,15 +164,7 @@ def test_recipe_has_its_own_name_and_says_its_size_and_command(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "crammed_gmlp",
-        "crammed_amlp",
-        "hydra_gmlp",
-        "modern_transformer_base",
-        "avey_base",
-        "mixers_base",
-    ],
+    "name", ["crammed_gmlp", "crammed_amlp", "hydra_gmlp", "modern_transformer_base", "avey_base", "mixers_base"]
 )
 def test_recipe_says_what_it_costs_as_the_plan_computes_it(name):
     run, text = recipe(name), (ROOT / f"configs/pretrain/{name}.yaml").read_text().replace("\n# ", " ")
