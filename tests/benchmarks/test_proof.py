@@ -65,6 +65,7 @@ def test_a_part_ends_at_the_signal_of_its_limit(trial):
         signal.raise_signal(signal.SIGINT)  # as SIGTERM, which would end pytest
 
 
+@torch._dynamo.config.patch(recompile_limit=8)  # a run sets it, also for the tests after this one
 def test_each_compiled_case_has_its_own_graphs_and_fails_if_blocks_run_eager(trial, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     compile = torch.nn.Module.compile  # Inductor would take 100 s
