@@ -6,7 +6,8 @@ python benchmarks/host.py --config configs/pretrain/gmlp_xlarge.yaml optimizer.k
 It trains a recipe's blocks at a width where even a CPU computes next to nothing. What remains is Python, torch's
 dispatch and the engines' hooks: as on a GPU, with a group of blocks as one graph, the fused gating and gradients' norms
 taken together. fsdp2 is rank 0 of 32 ranks that do not exist; zero and single are one. Only the launches of Triton's
-kernels are left out, so a GPU's host spends some microseconds more on each.
+kernels are left out, so a GPU's host spends some microseconds more on each. With CUDA graphs every group's results are
+there already, as after a replay; the launch of each graph is left out.
 
 Figures are CPU time of one thread, the least of several rounds, as other programs only add to it. A step's is also a
 number of in-place additions to a tensor of four numbers. `device`: what launch/plan.py assumes for an H100.
@@ -16,7 +17,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -24,6 +25,8 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is installed has no benchmarks
 
 import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.utils import get_total_norm
 
 from benchmarks.compiled_kernels import without_kernels
@@ -39,6 +42,7 @@ from gmlp_scale.train.trial import forget_other_recipes, new_engine, random_batc
 NUM_ROWS, NUM_FAKE_RANKS = 8, 32  # a global batch of 256 on four nodes of eight GPUs
 SIZES = {"d_model": 8, "d_ffn": 16, "num_heads": 1, "sequence_length": 16, "vocab_size": 64, "kernels": "triton"}
 """As far as the model has these fields."""
+COMPILED = {"no": False, "yes": True, "CUDA graphs": "reduce-overhead"}
 TRAIN = {"micro_batch_size": 1, "precision": "bf16", "device": "cpu"}
 NUM_ROUNDS = 20
 NUM_ADDITIONS = 2000
@@ -53,7 +57,7 @@ def main() -> int:
 
 
 def table(run: RunConfig) -> str:
-    """Every engine's milliseconds on one rank, not compiled and compiled, as a Markdown table."""
+    """Every engine's milliseconds on one rank, for each value of train.compile, as a Markdown table."""
     sharded = {name: engine for name, engine in ENGINES.items() if isinstance(engine, Fsdp2Config)}
     others = {name: engine for name, engine in ENGINES.items() if name not in sharded}
     with ExitStack() as stack:
@@ -75,17 +79,39 @@ def rows_of(run: RunConfig, engines: dict[str, EngineConfig], world: World) -> I
     device = 1e3 * NUM_ROWS * run.flops_per_row().last / assumed.flops_per_second("bf16")
     sizes = {name: size for name, size in SIZES.items() if name in type(run.model).model_fields}
     tiny = run.model_copy(update={"model": run.model.model_copy(update=sizes)})
-    for (name, engine), compile in itertools.product(engines.items(), (False, True)):
-        tried = tiny.with_train(**TRAIN, compile=compile).model_copy(update={"engine": engine})
-        if any(engine.mistakes(tried.train)):
+    for (name, engine), (compiled, compile) in itertools.product(engines.items(), COMPILED.items()):
+        if any(engine.mistakes(tiny.with_train(compile=compile).train)):
             continue
         say(f"{name}, train.compile={compile}")
         forget_other_recipes(world.device)
-        addition, forward, backward, update = (1e3 * seconds for seconds in least_seconds(tried, world))
+        tried = tiny.with_train(**TRAIN, compile=bool(compile)).model_copy(update={"engine": engine})
+        with replays() if compiled == "CUDA graphs" else nullcontext():
+            addition, forward, backward, update = (1e3 * seconds for seconds in least_seconds(tried, world))
         micro_batch = forward + backward
         step = micro_batch + update
         figures = forward, backward, update, micro_batch / run.model.num_blocks, step, device, step / device
-        yield [name, "yes" if compile else "no", *(f"{figure:.3g}" for figure in (*figures, step / addition))]
+        yield [name, compiled, *(f"{figure:.3g}" for figure in (*figures, step / addition))]
+
+
+@contextmanager
+def replays() -> Iterator[None]:
+    """Compiled modules compute once; then they return tensors in the same memory, as a replayed CUDA graph does."""
+    compile, backend = nn.Module.compile, aot_autograd(fw_compiler=_computed_once)
+    with patch.object(nn.Module, "compile", lambda module, **_: compile(module, backend=backend)):
+        yield
+
+
+def _computed_once(graph: nn.Module, _: list[torch.Tensor]) -> Callable[[list], tuple]:
+    results = []
+
+    def run(arguments: list) -> tuple:
+        if not results:
+            results.extend(graph(*arguments))
+        arguments.clear()
+        return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in results)
+
+    run._boxed_call = True  # it takes one list, and empties it
+    return run
 
 
 def least_seconds(run: RunConfig, world: World) -> list[float]:

@@ -123,9 +123,8 @@ def check_stop(trial: Trial) -> Iterator[dict]:
 def check_compile(trial: Trial) -> Iterator[dict]:
     """Compiled blocks, and their CUDA graphs, give the losses of eager ones, in training and in evaluation."""
     with trial.world() as world:
-        cases = [("single", "false"), ("single", "true"), ("single", "reduce-overhead")]
-        cases += [("fsdp2", "true"), ("zero, stage 1", "true"), ("zero, stage 1", "reduce-overhead")]
-        for engine, compile in cases:
+        engines = ("single", "fsdp2", "zero, stage 1")
+        for engine, compile in [("single", "false"), *itertools.product(engines, ("true", "reduce-overhead"))]:
             found = partial(compiling, trial, world, engine, compile)
             yield judge(f"{engine}: train.compile={compile}", found, engine, needs_gpu=compile == "reduce-overhead")
 

@@ -6,7 +6,6 @@ and `predict(batch)` alone.
 
 Beside its fields, an engine's config has
     needs_process_group    whether it needs one even for a single process
-    supports_cuda_graphs   whether train.compile may be reduce-overhead
     blocks_per_group       how many blocks run as one module
     mistakes(train)        a line for each field of a `train` section that it cannot do, worded as in config.py
 """

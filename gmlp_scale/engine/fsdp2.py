@@ -34,15 +34,18 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     would decide. [blocks]"""
     reshard_after_forward: bool = False
     """True frees a group's gathered parameters after its forward pass and gathers them again for the backward pass
-    (ZeRO-3). False shards only gradients, masters and moments between steps (ZeRO-2)."""
+    (ZeRO-3). False shards only gradients, masters and moments between steps (ZeRO-2), and gathers parameters to the
+    same memory in every step."""
 
     needs_process_group: ClassVar[bool] = True
-    supports_cuda_graphs: ClassVar[bool] = False
-    """A CUDA graph reads parameters at the address of its recording, but FSDP2 gathers them to other addresses."""
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
-        """None beyond CUDA graphs, which RunConfig checks."""
-        yield from ()
+        """A CUDA graph reads parameters at the address of its recording."""
+        if self.reshard_after_forward and train.compile == "reduce-overhead":
+            yield (
+                "train.compile: found reduce-overhead; needed: true or false with engine.reshard_after_forward=true, "
+                "which gathers parameters to new addresses"
+            )
 
 
 class Fsdp2Engine:
@@ -126,7 +129,7 @@ class Fsdp2Engine:
         """Does nothing: the process group is the world's."""
 
     def _reshard(self) -> None:
-        """Frees the gathered parameters, since no backward pass comes to do so before they are out of date."""
+        """Forgets the gathered parameters, since no backward pass comes to do so before they are out of date."""
         for group in self.groups:
             group.reshard()
 
@@ -146,10 +149,22 @@ def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World
         fully_shard(group, ignored_params=ignored, **options)
     # The rest: embeddings, the last LayerNorm, the head. It would find the blocks again, outside their groups.
     fully_shard(model, ignored_params=ignored | set(model.blocks.parameters()), **options)
+    if not config.reshard_after_forward:
+        for module in (model, *groups):
+            _gather_in_place(module)
     for module, following in pairwise([model, *groups]):  # the host may be late, the gathers need not be
         module.set_modules_to_forward_prefetch([following])
     register_fsdp_forward_method(model, "predict")
     return model
+
+
+def _gather_in_place(group: nn.Module) -> None:
+    """Keeps the memory of the group's gathered parameters, for the next gather and for CUDA graphs that read there.
+
+    The peak does not change, since it comes when all are gathered.
+    """
+    for parameter in group._get_fsdp_state()._fsdp_param_group.fsdp_params:
+        parameter.free_unsharded_param = lambda: None
 
 
 def _first_index(length: int, rank: int, num_ranks: int) -> int:

@@ -30,7 +30,6 @@ class SingleConfig(BaseModel, frozen=True, extra="forbid"):
     engine.kind alone gives a valid recipe. [seconds]"""
 
     needs_process_group: ClassVar[bool] = False
-    supports_cuda_graphs: ClassVar[bool] = True
     blocks_per_group: ClassVar[int] = BLOCKS_PER_GROUP
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:

@@ -35,7 +35,6 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     "zero_force_ds_cpu_optimizer": false, as DeepSpeed else insists on an AdamW of its own that it compiles."""
 
     needs_process_group: ClassVar[bool] = True
-    supports_cuda_graphs: ClassVar[bool] = True
 
     @property
     def blocks_per_group(self) -> int:

@@ -2,6 +2,7 @@
 break, and nothing compiled again later."""
 
 import functools
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -151,10 +152,44 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("engine_config", [SingleConfig(), ZeroConfig(stage=1), ZeroConfig(stage=2)], ids=str)
+WITH_CUDA_GRAPHS = [SingleConfig(), Fsdp2Config(blocks_per_group=2), ZeroConfig(stage=1), ZeroConfig(stage=2)]
+
+
+@pytest.mark.parametrize("engine_config", WITH_CUDA_GRAPHS, ids=str)
 def test_no_gradient_stays_in_memory_that_the_next_micro_batch_overwrites(engine_config):
     """CUDA graphs give their results the same memory every time, so an engine adds gradients up elsewhere."""
     assert run_ranks(_gradients_left, 1, engine_config) == [[]]
+
+
+def _parameters_that_move(engine_config) -> set[str]:
+    places, held = defaultdict(set), []
+
+    def see_places(module: nn.Module, _) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            places[f"{names[module]}.{name}"].add(_place(parameter))
+            held.append(torch.empty_like(parameter))  # takes the memory that was free, so that nothing can go back there
+
+    with start_world(60, "cpu", init_group=True) as world:
+        engine = start_engine(world, GMLP, engine_config, "bf16")
+        names = {module: name for name, module in engine.module.named_modules() if isinstance(module, nn.Linear)}
+        for module in names:
+            module.register_forward_pre_hook(see_places)
+        for step in range(3):
+            train(engine, world, step, step + 1)
+            engine.predict(micro_batches_of(9, world)[0])
+        engine.close()
+    return {name for name, found in places.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize("engine_config", WITH_CUDA_GRAPHS, ids=str)
+def test_parameters_stay_where_cuda_graphs_read_them(engine_config):
+    num_ranks = 1 if isinstance(engine_config, SingleConfig) else 2
+    assert run_ranks(_parameters_that_move, num_ranks, engine_config) == [set()] * num_ranks
+
+
+def test_parameters_move_where_they_are_freed_after_the_forward_pass():
+    moving = run_ranks(_parameters_that_move, 2, Fsdp2Config(reshard_after_forward=True))
+    assert {"blocks.0.expand.weight", "blocks.0.project.weight"} <= moving[0] & moving[1]
 
 
 def test_cuda_graphs_are_refused_where_the_device_turns_out_to_be_a_cpu():
