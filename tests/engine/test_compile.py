@@ -167,7 +167,7 @@ def _parameters_that_move(engine_config) -> set[str]:
     def see_places(module: nn.Module, _) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             places[f"{names[module]}.{name}"].add(_place(parameter))
-            held.append(torch.empty_like(parameter))  # takes the memory that was free, so that nothing can go back there
+            held.append(torch.empty_like(parameter))  # takes memory that is free, so that nothing goes back there
 
     with start_world(60, "cpu", init_group=True) as world:
         engine = start_engine(world, GMLP, engine_config, "bf16")
