@@ -37,11 +37,7 @@ ENGINES: dict[str, EngineConfig] = {
 }
 """What plans, benchmarks, the GPU proof and the tests go through."""
 SHARDED_ENGINES = {name: engine for name, engine in ENGINES.items() if engine.needs_process_group}
-
-
-def engines_that(ability: str) -> str:
-    """The kinds of engine with this attribute set, such as needs_process_group, as a message lists them."""
-    return " or ".join(dict.fromkeys(engine.kind for engine in ENGINES.values() if getattr(engine, ability)))
+SHARDED_KINDS = " or ".join(dict.fromkeys(engine.kind for engine in SHARDED_ENGINES.values()))
 
 
 def engine_overrides(engine: EngineConfig) -> list[str]:

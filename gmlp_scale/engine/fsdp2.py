@@ -40,12 +40,9 @@ class Fsdp2Config(BaseModel, frozen=True, extra="forbid"):
     needs_process_group: ClassVar[bool] = True
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
-        """A CUDA graph reads parameters at the address of its recording."""
+        """CUDA graphs read parameters where they were recorded, and one that was freed is gathered elsewhere."""
         if self.reshard_after_forward and train.compile == "reduce-overhead":
-            yield (
-                "train.compile: found reduce-overhead; needed: true or false with engine.reshard_after_forward=true, "
-                "which gathers parameters to new addresses"
-            )
+            yield "train.compile: found reduce-overhead; needed: true or false with engine.reshard_after_forward=true"
 
 
 class Fsdp2Engine:
@@ -150,21 +147,14 @@ def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World
     # The rest: embeddings, the last LayerNorm, the head. It would find the blocks again, outside their groups.
     fully_shard(model, ignored_params=ignored | set(model.blocks.parameters()), **options)
     if not config.reshard_after_forward:
+        # CUDA graphs read parameters where the last gather put them. The peak, when all are gathered, stays.
         for module in (model, *groups):
-            _gather_in_place(module)
+            for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                parameter.free_unsharded_param = lambda: None
     for module, following in pairwise([model, *groups]):  # the host may be late, the gathers need not be
         module.set_modules_to_forward_prefetch([following])
     register_fsdp_forward_method(model, "predict")
     return model
-
-
-def _gather_in_place(group: nn.Module) -> None:
-    """Keeps the memory of the group's gathered parameters, for the next gather and for CUDA graphs that read there.
-
-    The peak does not change, since it comes when all are gathered.
-    """
-    for parameter in group._get_fsdp_state()._fsdp_param_group.fsdp_params:
-        parameter.free_unsharded_param = lambda: None
 
 
 def _first_index(length: int, rank: int, num_ranks: int) -> int:

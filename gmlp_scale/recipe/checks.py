@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gmlp_scale.engine import engines_that
+from gmlp_scale.engine import SHARDED_KINDS
 from gmlp_scale.models import kinds_with
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import is_url, open_filesystem
@@ -39,7 +39,7 @@ def rank_mistakes(run: "Recipe", world_size: int) -> Iterable[str]:
     """Of every recipe, on this number of ranks."""
     batch, micro_batch = Piecewise(run.train.global_batch_size), run.train.micro_batch_size
     if world_size > 1 and not run.engine.needs_process_group:
-        needed = f"use {engines_that('needs_process_group')}, or start one process"
+        needed = f"use {SHARDED_KINDS}, or start one process"
         yield f"engine.kind: found {run.engine.kind} with {world_size} ranks; {needed}"
     elif micro_batch == "auto" and any(rows % world_size for rows in batch.values):
         needed = f"must be a multiple of the number of ranks, {world_size}"

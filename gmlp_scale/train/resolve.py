@@ -8,7 +8,7 @@ from typing import Any
 
 from gmlp_scale.checkpoint.stores import saved_steps
 from gmlp_scale.distributed.world import World
-from gmlp_scale.engine import engines_that
+from gmlp_scale.engine import SHARDED_KINDS
 from gmlp_scale.plan.auto import faster_precision, largest_micro_batch_size
 from gmlp_scale.recipe.config import AnyPretraining, ConfigError, RunConfig, split_step
 from gmlp_scale.recipe.reader import read_recipe_file
@@ -69,7 +69,7 @@ def with_decided_micro_batch(run: RunConfig, world: World) -> RunConfig:
     num_rows = largest_micro_batch_size(run, world)
     if not num_rows:
         found = "found auto, but not one row fits"
-        more_ranks = f"more ranks with engine.kind {engines_that('needs_process_group')}"
+        more_ranks = f"more ranks with engine.kind {SHARDED_KINDS}"
         needed = f"train.recompute=full, more memory, or {more_ranks}"
         raise ConfigError(run.name, [f"train.micro_batch_size: {found}; needed: {needed}"])
     return run.with_train(micro_batch_size=num_rows)

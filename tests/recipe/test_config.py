@@ -132,9 +132,7 @@ def test_a_branch_may_end_before_what_its_trunk_changes_later():
     load_run_config("crammed_gmlp", [*crammed, "branch_from=outputs/crammed_gmlp@8000"])
 
 
-@pytest.mark.parametrize(
-    "other", ["train.precision=float32", "engine.reshard_after_forward=true", "train.device=cpu"]
-)
+@pytest.mark.parametrize("other", ["train.precision=float32", "engine.reshard_after_forward=true", "train.device=cpu"])
 def test_cuda_graphs_are_for_a_gpu_bf16_and_parameters_that_stay(other):
     fits = ["train.compile=reduce-overhead", "train.device=auto", "train.precision=bf16", "engine.kind=fsdp2"]
     assert load_run_config(SMOKE, fits).train.compile == "reduce-overhead"
