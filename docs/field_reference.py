@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gmlp_scale.fields import MOST_COUNT, MOST_NUMBER
+from gmlp_scale.fields import MOST_COUNT, MOST_NUMBER, Mark, marked_fields
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.tasks.characters import CharactersConfig
@@ -32,7 +32,8 @@ TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", No
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "items >=", "pattern": "matches"}
 INTRODUCTION = """[Recipes](recipes.md#recipes-and-their-fields) are YAML files of sections.
 *needed* stands where a field has no default. An integer is at most 10^15, a number at most 10^37, where the table
-gives no other limit."""
+gives no other limit. A resumed run may change a *free* field, data.shards to where the same data lies. The others stay as the checkpoint has them, unless
+`train.allow_changed_on_resume` names them."""
 UNIT = re.compile(r"\s*\[([^\[\]]+)\]$")
 
 
@@ -48,13 +49,14 @@ def page() -> str:
     """The page in Markdown: a table for each class, and a class of several recipes only once."""
     lines, shown = ["# Recipe fields", "", INTRODUCTION], set()
     for title, recipe in RECIPES.items():
+        free = marked_fields(Mark.FREE_ON_RESUME, recipe)
         lines += ["", f"## {title}"]
         for place, config_class in config_classes(recipe):
             if config_class not in shown:
                 shown.add(config_class)
                 lines += ["", f"### {place or 'The recipe itself'}", "", inspect.cleandoc(config_class.__doc__ or "")]
-                lines += ["", "| field | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |"]
-                lines += _rows(place, config_class)
+                lines += ["", "| field | type | default | unit | resume | meaning |", f"|{' --- |' * 6}"]
+                lines += _rows(place, config_class, free)
     return "\n".join(lines) + "\n"
 
 
@@ -91,14 +93,15 @@ def is_number(field: FieldInfo) -> bool:
     return not {int, float}.isdisjoint(_parts(field.annotation))
 
 
-def _rows(place: str, config_class: type[BaseModel]) -> Iterator[str]:
+def _rows(place: str, config_class: type[BaseModel], free: tuple[str, ...]) -> Iterator[str]:
     section = place.partition(" ")[0]
     of_class = meanings(config_class)
     for name, field in own_fields(config_class).items():
         meaning, unit = of_class[name]
         path = f"{section}.{name}" if section else name
         default = "*needed*" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
-        cells = (f"`{path}`", _type(field), default, unit, meaning)
+        resume = "free" if path in free or section in free else ""
+        cells = (f"`{path}`", _type(field), default, unit, resume, meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
