@@ -32,8 +32,8 @@ TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", No
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "items >=", "pattern": "matches"}
 INTRODUCTION = """[Recipes](recipes.md#recipes-and-their-fields) are YAML files of sections.
 *needed* stands where a field has no default. An integer is at most 10^15, a number at most 10^37, where the table
-gives no other limit. A resumed run may change a *free* field, data.shards to where the same data lies. The others stay as the checkpoint has them, unless
-`train.allow_changed_on_resume` names them."""
+gives no other limit. A resumed run may change a *free* field, data.shards to where the same data lies. The others
+stay as the checkpoint has them, unless `train.allow_changed_on_resume` names them."""
 UNIT = re.compile(r"\s*\[([^\[\]]+)\]$")
 
 
@@ -100,7 +100,7 @@ def _rows(place: str, config_class: type[BaseModel], free: tuple[str, ...]) -> I
         meaning, unit = of_class[name]
         path = f"{section}.{name}" if section else name
         default = "*needed*" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
-        resume = "free" if path in free or section in free else ""
+        resume = "free" if path in free or path.partition(".")[0] in free else ""
         cells = (f"`{path}`", _type(field), default, unit, resume, meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
