@@ -2,8 +2,8 @@
 
 python data_prep/convert_tokens.py --format megatron --input 'data/corpus_*.idx' --tokenizer TOKENIZER_DIR \\
     --sequence-length 1024 --output SHARDS_DIR
-python data_prep/convert_tokens.py --format nanogpt --input 'fineweb10B/fineweb_train_*.bin' --tokenizer gpt2 ...
-python data_prep/convert_tokens.py --format mds --input data/c4/train --tokenizer TOKENIZER_DIR ...
+python data_prep/convert_tokens.py --format nanogpt --input 'fineweb10B/fineweb_train_*.bin' ...
+python data_prep/convert_tokens.py --format mds --input data/c4/train ...
 
 The rows hold the tokens in their order, with an end token behind the last one. All of the input is read once before
 anything is written, so damaged input leaves nothing.
@@ -66,7 +66,7 @@ def main() -> int:
     ends = "added" if append else "needed" if form == "megatron" else "kept"
 
     def documents():
-        pieces = chain.from_iterable(read_pieces(path, **reading) for path in paths)
+        pieces = chain.from_iterable(read_pieces(path, **reading, vocab_size=vocab_size) for path in paths)
         return documents_of(pieces, end, vocab_size, row_dtype(vocab_size), ends=ends)
 
     num_documents, checksum = 0, xxhash.xxh3_128()

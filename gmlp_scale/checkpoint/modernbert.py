@@ -72,8 +72,11 @@ def from_modernbert(
 
     Raises:
         InputError: how the model differs from all that we have.
-        KeyError, TypeError, AttributeError: a field of config.json, or the embedding, is missing or of another type.
+        LookupError, TypeError, AttributeError: a field of config.json, or the embedding, is missing or of another type,
+            or a special token's id is not in the embedding.
     """
+    if scaled := {name: found[name] for name in ("rope_scaling", "sliding_window") if found.get(name)}:
+        raise InputError(f"found {scaled}; needed: none of them, as their positions are not ours")
     if rope := found.get("rope_parameters"):
         full, sliding = rope["full_attention"], rope.get("sliding_attention") or {"rope_theta": 10_000.0}
         found |= {"global_rope_theta": full["rope_theta"], "local_rope_theta": sliding["rope_theta"]}
@@ -94,12 +97,19 @@ def from_modernbert(
         fields |= {"window": None, "global_every": ModernTransformerConfig.model_fields["global_every"].default}
     weights = {names.get(name, name): tensor for name, tensor in tensors.items() if not name.startswith(_HEADS)}
     if found.get("tokenizer_sha256") != tokenizer.sha256:
-        weights["embedding.weight"] = _fitted(weights["embedding.weight"], folder / "tokenizer.json", tokenizer)
+        special = {
+            id: found.get(f"{name}_token_id") for id, name in ((PAD_ID, "pad"), (CLS_ID, "cls"), (SEP_ID, "sep"))
+        }
+        path = folder / "tokenizer.json"
+        weights["embedding.weight"] = _fitted(weights["embedding.weight"], path, special, tokenizer)
     return ModernTransformerConfig(**fields), weights
 
 
-def _fitted(old_VD: Tensor, path: Path, tokenizer: Tokenizer) -> Tensor:
-    """An embedding for the tokenizer's pieces. A byte that is no character gets the mean of all."""
+def _fitted(old_VD: Tensor, path: Path, old_special: dict[int, int | None], tokenizer: Tokenizer) -> Tensor:
+    """An embedding for the tokenizer's pieces. A byte that is no character gets the mean of all.
+
+    old_special: by our id of a special token, the model's own id, if config.json names it.
+    """
     from tokenizers import Tokenizer as FastTokenizer
 
     try:
@@ -112,7 +122,8 @@ def _fitted(old_VD: Tensor, path: Path, tokenizer: Tokenizer) -> Tensor:
     for id, piece in enumerate(tokenizer.pieces):
         ids = old.encode(piece.decode(errors="ignore"), add_special_tokens=False).ids
         if id < NUM_SPECIAL_TOKENS:
-            special = old.token_to_id(f"[{SPECIAL_TOKENS[id].strip('<>').upper()}]")
+            named = old.token_to_id(f"[{SPECIAL_TOKENS[id].strip('<>').upper()}]")
+            special = named if old_special.get(id) is None else old_special[id]
             ids = ids if special is None else [special]
         rows.append((old_VD[ids] if ids else old_VD).mean(0))
     return torch.stack(rows)

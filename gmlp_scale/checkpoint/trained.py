@@ -170,10 +170,11 @@ def read_export(folder: str | Path) -> TrainedModel:
             model, weights = from_modernbert(config, weights, folder, tokenizer)
         except (InputError, ValidationError) as error:
             raise ExportError(f"{folder} cannot be read as a ModernBERT: {error}") from error
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             found = f"{folder} cannot be read as a ModernBERT ({error!r})"
             raise ExportError(f"{found}: a field or a weight is missing or of another type; copy it again") from error
-        log.warning("%s is a ModernBERT: its head is left out, so it fills no mask before it is trained", folder)
+        if config.get("tokenizer_sha256") != tokenizer.sha256:  # else the head does no more than its norm's gains
+            log.warning("%s is a ModernBERT: its head is left out, so it fills no mask before it is trained", folder)
     else:
         names = {name for family in FAMILIES.values() for name in family.model_fields}
         model = _checked(ModelConfig, {name: config[name] for name in names if name in config}, folder)

@@ -101,7 +101,8 @@ def search_by_words(passages: list[str]) -> Search:
 
     def search(questions: list[str]) -> np.ndarray:
         words = bm25s.tokenize(questions, return_ids=False, show_progress=False)
-        return np.stack([index.get_scores(of_question) for of_question in words])
+        none = np.zeros(len(passages))  # for a question of stop words alone
+        return np.stack([index.get_scores(of_question) if of_question else none for of_question in words])
 
     return search
 

@@ -143,7 +143,7 @@ def _report(options: JobOptions, tokenizer: AnyTokenizer, bad_files: list[dict])
         kept = options.job.total_counts(name)["documents"]
         drops[name] = {"read": num_documents, "kept": kept, "dropped": num_documents - kept}
         num_documents = kept
-    return {
+    report = {
         "documents_read": read["documents"],
         **({"a_text_file_is": "one document, or one for each MB"} if has_text else {}),
         "bytes_read": read["bytes"],
@@ -168,6 +168,8 @@ def _report(options: JobOptions, tokenizer: AnyTokenizer, bad_files: list[dict])
         "seconds_by_stage_summed_over_tasks": seconds,
         "megabytes_per_second_per_worker": round(num_bytes / 1e6 / max(1e-9, sum(seconds.values())), 3),
     }
+    of_text = ("bytes_read", "bytes", "tokens_per_byte", "megabytes_per_second_per_worker")
+    return {name: value for name, value in report.items() if options.files or name not in of_text}
 
 
 def _write_manifest(options: JobOptions, tokenizer: AnyTokenizer) -> None:

@@ -26,14 +26,17 @@ _MDS_DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 3
 Pieces = Iterator[tuple[str, np.ndarray]]
 
 
-def read_pieces(path: Path, form: str, mds_column: str, token_dtype: str | None) -> Pieces:
-    """The pieces at `path`: Megatron's prefix, nanoGPT's file or MDS's folder. InputError where it is damaged."""
+def read_pieces(path: Path, form: str, mds_column: str, token_dtype: str | None, vocab_size: int) -> Pieces:
+    """The pieces at `path`: Megatron's prefix, nanoGPT's file or MDS's folder. InputError where it is damaged, or where
+    a dtype that no file declares cannot hold the vocabulary."""
     try:
+        if token_dtype and np.iinfo(token_dtype).max < vocab_size - 1:
+            raise ValueError(f"{token_dtype} cannot hold a vocabulary of {vocab_size}")
         match form:
             case "megatron":
                 yield from _megatron(f"{path}.idx", f"{path}.bin")
             case "nanogpt":
-                yield from _nanogpt(path)
+                yield from _nanogpt(path, vocab_size)
             case _:
                 yield from _mds(path, mds_column, token_dtype)
     except UserError:
@@ -68,7 +71,7 @@ def _megatron(index_path: str, tokens_path: str) -> Pieces:
         yield f"{tokens_path}, document {number}", np.concatenate([content[:0], *parts]).view(dtype)
 
 
-def _nanogpt(path: Path) -> Pieces:
+def _nanogpt(path: Path, vocab_size: int) -> Pieces:
     """uint16 without a header, as nanoGPT writes it, or with that of llm.c and modded-nanogpt."""
     content = np.memmap(path, np.uint8, "r")
     header = content[:1024].view("<i4")[:3].tolist() if len(content) >= 1024 else [0]
@@ -82,6 +85,10 @@ def _nanogpt(path: Path) -> Pieces:
         raise ValueError(f"has {len(content)} bytes, which is no number of uint16 tokens")
     else:
         tokens = content.view("<u2")
+        if vocab_size > 1 << 16 or (len(tokens) >= 64 and not tokens[1:64:2].any()):
+            raise ValueError(
+                f"has no header, so uint16 tokens; it seems to have uint32, of a vocabulary of {vocab_size}"
+            )
     yield str(path), tokens
 
 
@@ -89,6 +96,8 @@ def _mds(folder: Path, column: str, dtype_of_bytes: str | None) -> Pieces:
     """Shards that index.json lists, plain or compressed by zstd; version 2 of the format."""
     for shard in json.loads((folder / "index.json").read_bytes())["shards"]:
         names, fixed, raw = shard["column_names"], shard["column_sizes"], shard["raw_data"]
+        if (compression := shard["compression"] or "zstd").partition(":")[0] != "zstd":
+            raise ValueError(f"index.json has compression {compression}; needed: zstd, or none")
         if (shard["format"], shard["version"]) != ("mds", 2) or column not in names:
             found = f"{shard['format']} {shard['version']} with the columns {', '.join(names)}"
             raise ValueError(f"index.json has {found}; needed: mds 2 with the column {column} of --mds-column")
@@ -134,7 +143,8 @@ def documents_of(
 
     Raises InputError for an id outside the vocabulary, or where an end token is missing.
     """
-    waiting, num_waiting = [np.empty(0, dtype)], 0
+    waiting, num_waiting, has_end = [np.empty(0, dtype)], 0, ends == "added"
+    missing = f"without id {end}: give its --end-token, or for samples of MDS --append-end-token"
     for place, piece in pieces:
         lacks_end = ends != "kept" and piece[-1:].tolist() != [end]
         if lacks_end and ends == "needed":
@@ -152,12 +162,14 @@ def documents_of(
             if num_waiting >= _TOKENS_AT_A_TIME:
                 documents, rest = _split(np.concatenate(waiting), end)
                 yield documents
-                waiting, num_waiting = [rest], 0
+                waiting, num_waiting, has_end = [rest], 0, has_end or bool(documents)
                 if len(rest) > _LONGEST_DOCUMENT:
-                    raise InputError(f"--input {place}: {len(rest)} tokens without id {end}: give its --end-token")
+                    raise InputError(f"--input {place}: {len(rest)} tokens {missing}")
         if lacks_end:
             waiting.append(np.array([end], dtype))
     documents, rest = _split(np.concatenate(waiting), end)
+    if len(rest) and not (has_end or documents):
+        raise InputError(f"--input: all tokens are {missing}")
     yield [*documents, rest] if len(rest) else documents
 
 

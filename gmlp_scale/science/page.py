@@ -84,8 +84,10 @@ def _row(table: Table, model: str, part: str) -> str:
 def _sentences(table: Table) -> dict[Quantity, str]:
     """What the runs say about every quantity of the table's parts."""
     values = {quantity: table.values(quantity) for quantity in QUANTITIES if quantity.part in table.parts}
-    claims = [quantity for quantity in values if quantity.claim and len(values[quantity]) == table.num_seeds]
-    corrected = dict(zip(claims, holm([p_value(values[claim]) for claim in claims]), strict=True))
+    done = {quantity: len(found) == table.num_seeds for quantity, found in values.items()}
+    # A claim whose runs are not done counts too, or each one that is done would raise the others' p.
+    claims = {quantity: p_value(values[quantity]) if done[quantity] else 1.0 for quantity in values if quantity.claim}
+    corrected = dict(zip(claims, holm([*claims.values()]), strict=True))
     return {
         quantity: sentence(quantity, found, _counts(table, quantity), table.num_seeds, corrected.get(quantity, 1.0))
         for quantity, found in values.items()

@@ -90,17 +90,15 @@ class Table:
         return count_parameters(self.run(model, RATES[0], 0))
 
     def runs(self) -> Iterator[RunConfig]:
-        """Part by part and model by model: seed 0 at all rates but the lowest and then, once the rate is chosen, the
-        other seeds. The lowest rate, at which few models do best, comes last. What parts share comes again."""
-        tried = [(model, part) for part in PARTS if part in self.parts for model in PARTS[part][1]]
-        for model, part in tried:
-            for rate in rates_of(part)[1:]:
-                yield self.run(model, rate, 0)
-            if rate := self.chosen_rate(model, part):
-                for seed in range(1, self.num_seeds):
-                    yield self.run(model, rate, seed)
-        for model, part in tried:
-            yield self.run(model, rates_of(part)[0], 0)
+        """Part by part and model by model: seed 0 at all rates and then, once the rate is chosen, the other seeds. What
+        parts share comes again."""
+        for part in (part for part in PARTS if part in self.parts):
+            for model in PARTS[part][1]:
+                for rate in rates_of(part):
+                    yield self.run(model, rate, 0)
+                if rate := self.chosen_rate(model, part):
+                    for seed in range(1, self.num_seeds):
+                        yield self.run(model, rate, seed)
 
     def result(self, run: RunConfig) -> dict | None:
         """What a finished run gave; None if it is not done. ConfigError if the file is of another run."""
@@ -122,9 +120,9 @@ class Table:
         return {rate: result and result["loss"] for rate, result in results.items()}
 
     def chosen_rate(self, model: str, part: str) -> float | None:
-        """The rate with the lowest loss, once all but the lowest rate are done, which counts once it is."""
-        done = {rate: loss for rate, loss in self.grid(model, part).items() if loss is not None}
-        return min(done, key=done.__getitem__) if done.keys() >= set(rates_of(part)[1:]) else None
+        """The rate with the lowest loss, once all are done."""
+        grid = self.grid(model, part)
+        return None if None in grid.values() else min(grid, key=grid.__getitem__)
 
     def losses(self, model: str, part: str) -> dict[int, float]:
         """The loss of each finished seed at the chosen rate."""

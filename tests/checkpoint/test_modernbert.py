@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, ModernBertConfig, ModernBertForMaskedLM
 
 from gmlp_scale.checkpoint.trained import ExportError, TrainedModel, read_export
-from gmlp_scale.data.batch import PAD_ID
+from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer, train_tokenizer
 from gmlp_scale.errors import InputError
 from gmlp_scale.export import folder as folder_module
@@ -135,6 +135,9 @@ def test_a_modernbert_with_another_tokenizer_gives_its_states(modernbert):
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}},
             "needed: rope_type default",
         ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "found {'rope_scaling'"),
+        ({"sliding_window": 4}, "found {'sliding_window': 4}"),
+        ({"cls_token_id": 10_000}, "missing or of another type"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_attention_heads": 24}, "make a head's width even"),
         ({"intermediate_size": 40}, "not of config.json's model"),
@@ -146,6 +149,14 @@ def test_a_modernbert_that_our_blocks_are_not_is_refused(modernbert, change, nee
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
     with pytest.raises(ExportError, match=needle):
         read_export(modernbert[0])
+
+
+def test_special_tokens_of_other_names_are_found_by_their_ids(modernbert):
+    folder, theirs, _ = modernbert
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"cls_token_id": 7, "sep_token_id": 8}))
+    rows_VD, old_VD = read_export(folder).weights["embedding.weight"], theirs.model.embeddings.tok_embeddings.weight
+    assert torch.equal(rows_VD[[CLS_ID, SEP_ID, PAD_ID]], old_VD[[7, 8, 3]])
 
 
 def test_the_old_tokenizer_is_needed_whole_and_reads_no_padding(modernbert):

@@ -11,6 +11,7 @@ import zstandard
 from gmlp_scale.data.json_tokenizer import open_tokenizer
 from gmlp_scale.data.rows import RowLoader, Rows
 from gmlp_scale.data.shards import Manifest
+from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.token_files import documents_of, read_pieces
 from tests import json_tokenizers
 from tests.data_prep.corpora import contents, make_texts, run
@@ -85,7 +86,8 @@ def check_stream(out, documents) -> None:
     """The rows, one after the other, are the stream of the documents; only end tokens fill the last one up."""
     stream, found = np.concatenate(documents), all_rows(out, "train").reshape(-1)
     assert (found[: len(stream)] == stream).all() and len(found) - len(stream) < 32 and not found[len(stream) :].any()
-    assert report_of(out)["documents"] == report_of(out)["documents_read"] == (stream == 0).sum()
+    report = report_of(out)
+    assert report["documents"] == report["documents_read"] == (stream == 0).sum() and "tokens_per_byte" not in report
     assert "0 problems" in run("verify_shards.py", out)
 
 
@@ -120,7 +122,7 @@ def test_an_end_token_is_added_where_asked_for(documents, convert, tmp_path):
 
 def test_an_end_token_is_added_that_the_input_cannot_hold(tmp_path):
     write_megatron(tmp_path / "a", [np.array([1, 2]), np.array([3])], "uint8")
-    pieces = read_pieces(tmp_path / "a", "megatron", "", None)
+    pieces = read_pieces(tmp_path / "a", "megatron", "", None, 400)
     (documents,) = documents_of(pieces, 300, 400, np.dtype("<u2"), ends="added")
     assert [ids.tolist() for ids in documents] == [[1, 2], [3]]
 
@@ -231,6 +233,33 @@ def test_damaged_input_is_one_clear_error_and_leaves_nothing(documents, convert,
     write_mds(tmp_path / "none", [], {"tokens": "ndarray"})
     assert "--input holds no tokens" in convert("mds", tmp_path / "none", code=2)
     assert not out.exists()
+
+
+def test_tokens_of_another_width_are_refused(documents, convert, tmp_path):
+    stream = np.concatenate(documents)
+    assert "it seems to have uint32" in convert(
+        "nanogpt", write(tmp_path / "a.bin", stream.astype("<u4").tobytes()), code=2
+    )
+    write(tmp_path / "a.bin", stream.astype("<u2").tobytes())
+    with pytest.raises(InputError, match=r"it seems to have uint32, of a vocabulary of 70000"):
+        next(read_pieces(tmp_path / "a.bin", "nanogpt", "", None, 70_000))
+    write_mds(tmp_path / "mds", [{"tokens": stream.astype("<u4").tobytes()}], {"tokens": "bytes"})
+    assert "uint8 cannot hold a vocabulary of 400" in convert("mds", tmp_path / "mds", "--token-dtype", "uint8", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stream_without_an_end_token_is_refused(documents, convert, tmp_path):
+    samples = [{"tokens": ids[:-1].astype("<i8").tobytes()} for ids in documents]
+    write_mds(tmp_path / "mds", samples, {"tokens": "bytes"})
+    message = convert("mds", tmp_path / "mds", "--token-dtype", "int64", code=2)
+    assert "all tokens are without id 0: give its --end-token, or for samples of MDS --append-end-token" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_mds_that_another_program_compressed_is_said_to_be(documents, convert, tmp_path):
+    write_mds(tmp_path / "mds", [{"tokens": documents[0].tobytes()}], {"tokens": "bytes"}, compression="gz:9")
+    message = convert("mds", tmp_path / "mds", "--token-dtype", "int64", code=2)
+    assert "index.json has compression gz:9; needed: zstd, or none" in message
 
 
 def write(path, content: bytes):
