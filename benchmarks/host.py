@@ -5,9 +5,9 @@ python benchmarks/host.py --config configs/pretrain/gmlp_xlarge.yaml optimizer.k
 
 It trains a recipe's blocks at a width where even a CPU computes next to nothing. What remains is Python, torch's
 dispatch and the engines' hooks: as on a GPU, with a group of blocks as one graph, the fused gating and gradients' norms
-taken together. fsdp2 is rank 0 of 32 ranks that do not exist; zero and single are one. Only the launches of Triton's
-kernels are left out, so a GPU's host spends some microseconds more on each. With CUDA graphs every group's results are
-there already, as after a replay; the launch of each graph is left out.
+taken together. fsdp2 is rank 0 of 32 ranks that do not exist; zero and single are one. With CUDA graphs every group's
+results are there already, as after a replay. Left out are the launches of Triton's kernels and of graphs, torch's
+checks before a replay, NCCL, streams and events: a GPU's host spends some microseconds more on each.
 
 Figures are CPU time of one thread, the least of several rounds, as other programs only add to it. A step's is also a
 number of in-place additions to a tensor of four numbers. `device`: what launch/plan.py assumes for an H100.

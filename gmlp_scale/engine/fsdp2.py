@@ -147,7 +147,7 @@ def _shard(model: nn.Module, vectors: Vectors, config: Fsdp2Config, world: World
     # The rest: embeddings, the last LayerNorm, the head. It would find the blocks again, outside their groups.
     fully_shard(model, ignored_params=ignored | set(model.blocks.parameters()), **options)
     if not config.reshard_after_forward:
-        # CUDA graphs read parameters where the last gather put them. The peak, when all are gathered, stays.
+        # CUDA graphs read parameters where the last gather put them.
         for module in (model, *groups):
             for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
                 parameter.free_unsharded_param = lambda: None

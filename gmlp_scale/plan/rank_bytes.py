@@ -98,8 +98,8 @@ def _fsdp2_bytes(
 
     Two things are not sharded: the parameters that are gathered to compute with, and the gradients while micro-batches
     accumulate. All parameters are gathered or, with `reshard_after_forward`, two groups of blocks and what is outside
-    the blocks. Without accumulation a group's gathered parameters are freed before its gradients are kept, so gradients
-    count only as far as they take more than that.
+    the blocks. These are freed before the group's gradients are kept, if no micro-batches accumulate, so gradients
+    then count only as far as they take more than that.
 
     The buffers are one group's: its gradients before their reduction, what is being reduced (without accumulation, of
     the group before too), and what comes back. One rank reduces nothing.
@@ -110,7 +110,8 @@ def _fsdp2_bytes(
     num_gathered = num_outside + min(2 * num_in_group, num_in_blocks) if engine.reshard_after_forward else num
     gradients, buffer_bytes = num * 4, weight_bytes + 4 + 4 / world_size
     if not accumulates:
-        gradients = max(0, gradients / world_size - num_gathered * weight_bytes)
+        freed = num_gathered * weight_bytes if engine.reshard_after_forward else 0
+        gradients = max(0, gradients / world_size - freed)
         buffer_bytes += 4
     buffers = max(num_in_group, num_outside) * (buffer_bytes if world_size > 1 else 4)
     return num_gathered * weight_bytes, gradients, buffers

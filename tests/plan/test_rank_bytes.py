@@ -43,7 +43,7 @@ def states(engine, precision: str, world_size: int, accumulates: bool = False, o
         (ZeroConfig(stage=1), 8, [2, 4, 4 / 8, 8 / 8]),
         (ZeroConfig(stage=2), 8, [2, 4 / 8, 4 / 8, 8 / 8]),
         (ZeroConfig(stage=3), 8, [2 + 2 / 8, 4 / 8, 4 / 8, 8 / 8]),
-        (Fsdp2Config(), 8, [2, 0, 4 / 8, 8 / 8]),
+        (Fsdp2Config(), 8, [2, 4 / 8, 4 / 8, 8 / 8]),
     ],
     ids=str,
 )
@@ -55,14 +55,16 @@ def test_bytes_per_parameter_in_bf16(engine, world_size, wanted):
 
 def test_in_float32_the_parameters_are_the_masters_but_fsdp2_gathers_them_beside():
     assert states(ZeroConfig(stage=2), "float32", 4) == [4 * P, P, 0, 2 * P]
-    assert states(Fsdp2Config(), "float32", 4) == [4 * P, 0, P, 2 * P]
+    assert states(Fsdp2Config(), "float32", 4) == [4 * P, P, P, 2 * P]
 
 
-def test_fsdp2_frees_gathered_parameters_while_gradients_come_and_holds_them_whole_while_it_accumulates():
+def test_fsdp2_holds_gradients_whole_while_it_accumulates_and_frees_parameters_only_where_it_reshards():
     assert states(Fsdp2Config(), "bf16", 8, accumulates=True)[1] == 4 * P
     assert states(ZeroConfig(stage=2), "bf16", 8, accumulates=True)[1] == 4 * (P - V) / 8 + 4 * V
-    assert states(Fsdp2Config(), "bf16", 1)[1] == 4 * V + (4 - 2) * (P - V)
-    assert states(Fsdp2Config(), "bf16", 8)[1] == 4 * V
+    assert states(Fsdp2Config(), "bf16", 8)[1] == 4 * V + 4 * (P - V) / 8
+    all_blocks = Fsdp2Config(blocks_per_group=NUM_BLOCKS, reshard_after_forward=True)
+    assert states(all_blocks, "bf16", 1)[1] == 4 * V + (4 - 2) * (P - V)
+    assert states(all_blocks, "bf16", 8)[1] == 4 * V
 
 
 def test_fsdp2_that_reshards_gathers_two_groups_and_what_is_outside_of_blocks():
