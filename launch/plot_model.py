@@ -26,7 +26,7 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import read_image_run
 from gmlp_scale.storage.files import local_path
-from gmlp_scale.train.filters import draw_filters
+from gmlp_scale.train.filters import draw_filters, middle_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,7 +85,7 @@ def _draw(options: argparse.Namespace) -> tuple["Figure", int]:
     trained = _read(options)
     match options.picture:
         case "filters":
-            figure = draw_filters(pictures.filters_of(trained))
+            figure = draw_filters([middle_row(matrix_NN) for matrix_NN in pictures.spatial_matrices(trained)])
         case "matrices" | "image-filters":
             matrices = pictures.chosen_blocks(pictures.spatial_matrices(trained), options.blocks)
             draw = pictures.draw_matrices if options.picture == "matrices" else pictures.draw_image_filters

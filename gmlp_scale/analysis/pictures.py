@@ -19,9 +19,8 @@ from gmlp_scale.checkpoint.saved_run import read_recipe
 from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
 from gmlp_scale.models import kinds_with
-from gmlp_scale.models.layers import toeplitz
 from gmlp_scale.plan.describe import count_parameters
-from gmlp_scale.train.filters import figure_of
+from gmlp_scale.train.filters import figure_of, spatial_matrix
 from gmlp_scale.train.sinks import read_metrics
 
 if TYPE_CHECKING:
@@ -34,12 +33,7 @@ def spatial_matrices(trained: TrainedModel) -> list[np.ndarray]:
         kinds = kinds_with("has_spatial_filters")
         raise TrainedModelError(f"{trained.place} has no spatial projections: give a model of kind {kinds}")
     weights = [trained.weights[f"blocks.{number}.gating.weight"] for number in range(trained.config.num_blocks)]
-    return [(toeplitz(weight) if weight.ndim == 1 else weight).numpy() for weight in weights]
-
-
-def filters_of(trained: TrainedModel) -> list[np.ndarray]:
-    """The spatial filter_N of every block, the middle row of W. TrainedModelError if the model has none."""
-    return [matrix_NN[len(matrix_NN) // 2] for matrix_NN in spatial_matrices(trained)]
+    return [spatial_matrix(weight) for weight in weights]
 
 
 @torch.no_grad()

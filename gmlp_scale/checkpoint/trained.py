@@ -186,7 +186,7 @@ def read_export(folder: str | Path) -> TrainedModel:
             f"{model.vocab_size}: they are not of one export"
         )
     expected = expected_shapes(model, head, len(labels))
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    found = shapes_of(weights)
     if found != expected:
         raise ExportError(f"{folder}: the weights are not of config.json's model: {difference(found, expected)}")
     details = config.get("details", {})
@@ -243,8 +243,11 @@ def head_class(head: Head, num_classes: int, patch_size: int | None = None) -> C
 def expected_shapes(model: ModelConfig, head: Head, num_classes: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a model with its head, by name."""
     with torch.device("meta"):
-        parameters = build_model(model, head=head_class(head, num_classes)).named_parameters()
-    return {name: tuple(parameter.shape) for name, parameter in parameters}
+        return shapes_of(dict(build_model(model, head=head_class(head, num_classes)).named_parameters()))
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def sha256_of(path: Path) -> str:

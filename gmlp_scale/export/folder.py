@@ -40,6 +40,7 @@ from gmlp_scale.checkpoint.trained import (
     TrainedModel,
     expected_shapes,
     sha256_of,
+    shapes_of,
 )
 from gmlp_scale.data.batch import CLS_ID, MASK_ID, PAD_ID, SEP_ID
 from gmlp_scale.data.tokenizer import MODEL_NAME, Tokenizer
@@ -101,7 +102,7 @@ def write_export(
     trained = replace(trained, details=without_local_places(trained.details))
     tokenizer, model = Tokenizer(trained.tokenizer_folder), trained.config
     expected = expected_shapes(model, trained.head, len(trained.labels))
-    found = {name: tuple(tensor.shape) for name, tensor in trained.weights.items()}
+    found = shapes_of(trained.weights)
     assert found == expected, f"not the weights of this model and head: {difference(found, expected)}"
     config = transformers_config(trained, row_length=trained.row_length, **_SPECIAL)
     if document_stride:

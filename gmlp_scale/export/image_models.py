@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gmlp_scale.checkpoint.format import difference
 from gmlp_scale.checkpoint.saved_run import read_recipe, read_weights
-from gmlp_scale.checkpoint.trained import ExportError, TrainedModel, TrainedModelError
+from gmlp_scale.checkpoint.trained import ExportError, TrainedModel, TrainedModelError, shapes_of
 from gmlp_scale.data.augmentation import CENTRE_CROP
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
@@ -165,8 +165,8 @@ def from_timm(state: Mapping[str, Tensor]) -> tuple[GmlpConfig, int, dict[str, T
         raise TrainedModelError(f"the gMLP is for {model.sequence_length} patches; needed: those of a square image")
     with torch.device("meta"):
         ours = build_model(model, head=partial(ImageClassifier, patch_size=patch_size))
-    expected = _shapes(to_timm(model, dict(ours.named_parameters()), patch_size))
-    if (found := _shapes(state)) != expected:
+    expected = shapes_of(to_timm(model, dict(ours.named_parameters()), patch_size))
+    if (found := shapes_of(state)) != expected:
         raise TrainedModelError(f"the weights are not of timm's gMLP: {difference(found, expected)}")
     weights = {_renamed(name, _OURS): tensor.float() for name, tensor in state.items()}
     weights[_renamed(_STEM, _OURS)] = state[_STEM].float().flatten(1)
@@ -185,10 +185,6 @@ def to_timm(model: ModelConfig, weights: Mapping[str, Tensor], patch_size: int) 
     state = {_renamed(name, _THEIRS): tensor for name, tensor in weights.items()}
     state[_STEM] = state[_STEM].unflatten(1, (NUM_COLOURS, patch_size, patch_size))
     return state
-
-
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str:

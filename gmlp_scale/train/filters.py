@@ -28,9 +28,18 @@ def spatial_filters(weights: Iterable[tuple[str, Tensor]]) -> list[np.ndarray]:
     filters = {}
     for name, weight in weights:
         if found := _SPATIAL_WEIGHT.fullmatch(name):
-            weight_NN = toeplitz(weight) if weight.ndim == 1 else weight
-            filters[int(found[1])] = weight_NN[len(weight_NN) // 2].detach().numpy().copy()
+            filters[int(found[1])] = middle_row(spatial_matrix(weight)).copy()
     return [filters[number] for number in sorted(filters)]
+
+
+def spatial_matrix(weight: Tensor) -> np.ndarray:
+    """W_NN of a gating's weight, which is W itself or a Toeplitz W's vector."""
+    return (toeplitz(weight) if weight.ndim == 1 else weight).detach().numpy()
+
+
+def middle_row(matrix_NN: np.ndarray) -> np.ndarray:
+    """The spatial filter_N."""
+    return matrix_NN[len(matrix_NN) // 2]
 
 
 def draw_filters(filters: Sequence[np.ndarray]) -> "Figure":

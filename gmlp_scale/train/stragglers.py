@@ -10,12 +10,12 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from gmlp_scale.distributed.world import World
+from gmlp_scale.tasks.task import BatchLoader
 from gmlp_scale.train.step_reports import StepReport
 
 log = logging.getLogger(__name__)
@@ -26,17 +26,10 @@ NUM_SLOW_STEPS = 100
 """After this many slow steps in a row a rank is named."""
 
 
-class WaitClock(Protocol):
-    """A loader."""
-
-    wait_seconds: float
-    """How long the loop has waited for batches so far."""
-
-
 class Stragglers:
     """Every rank has one; rank 0's names the slow ones, each once until it is fast again."""
 
-    def __init__(self, world: World, module: nn.Module, loader: WaitClock):
+    def __init__(self, world: World, module: nn.Module, loader: BatchLoader):
         self.world, self.loader = world, loader
         self._head = HeadClock(module, world.device)
         self._wait_seconds, self._ended_at = loader.wait_seconds, time.perf_counter()

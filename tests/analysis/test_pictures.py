@@ -14,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gmlp_scale.analysis.pictures import (
     attention_maps,
-    filters_of,
     first_half_maximum,
     fit_power_law,
     run_sizes,
@@ -27,6 +26,7 @@ from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.export.folder import export_checkpoint, write_export
 from gmlp_scale.models import build_model
 from gmlp_scale.models.task_heads import SequenceClassifier
+from gmlp_scale.train.filters import middle_row
 from launch.plot_model import main
 from tests.analysis.conftest import SEQUENCE_LENGTH
 
@@ -43,7 +43,7 @@ PICTURES = [
 def test_filters_are_the_middle_rows_of_toeplitz_matrices(runs):
     trained = read_run(runs / "gmlp")
     matrices = spatial_matrices(trained)
-    filters = filters_of(trained)
+    filters = [middle_row(matrix_NN) for matrix_NN in matrices]
     n = SEQUENCE_LENGTH
     assert len(matrices) == len(filters) == NUM_BLOCKS
     for block, matrix_NN, filter_N in zip(trained.build().blocks, matrices, filters, strict=True):
