@@ -2,7 +2,7 @@
 
     z = relu(RMSNorm(x) U + b)^2                    # enricher, d_model -> d_ffn
     v, gate, bypass = split(z)                      # v and gate, of equal width, are the share that is mixed
-    static:   W is a free n x n matrix
+    static:   W is a free n x n matrix, or has one number per offset
     dynamic:  S[i, j] = cos(v_i, v_j),  W[i, j] = S[i, j] / sum over k of S[i, k]
     x + [(W v) * gate, bypass] V + c                # contextualizer and fuser
 
@@ -35,7 +35,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.fields import Positive
-from gmlp_scale.models.layers import FamilyConfig, NumBlocks, RMSNorm, VocabSize, Width, leading
+from gmlp_scale.models.layers import FamilyConfig, NumBlocks, RMSNorm, VocabSize, Width, spatial_part, toeplitz
 
 EPS = 1e-12
 """Of the norms, the cosines and the sums of rows."""
@@ -57,11 +57,13 @@ class AveyConfig(FamilyConfig):
     layers: Literal["alternate", "static", "dynamic"] = "alternate"
     """alternate: static and dynamic in turn, static first. static, dynamic: all alike. Dynamic ones alone do not know
     the order of the tokens."""
+    spatial: Literal["dense", "toeplitz"] = "dense"
+    """W of a static layer: a free n x n matrix (the authors' choice), or one number per offset (gMLP's for text)."""
     mixed_share: Positive = 0.5
     """The share of d_ffn that is mixed over positions, at most 1: half of it is mixed, half is its gate. The rest
     bypasses both. An odd width becomes the next even one. [fraction]"""
     sequence_length: Width
-    """Positions n that a static W is made for; shorter inputs take its leading part. [tokens]"""
+    """Positions n that a static W is made for; shorter inputs take a part of it. [tokens]"""
     vocab_size: VocabSize
     """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
@@ -94,7 +96,8 @@ class AveyConfig(FamilyConfig):
 
 
 class AveyBlock(nn.Module):
-    """One layer, x_BND -> x_BND. `index`, from 0, says whether it is static: with a W, `spatial_NN`."""
+    """One layer, x_BND -> x_BND. `index`, from 0, says whether it is static. Then `spatial` is its W, n x n, or that
+    W's 2n - 1 offsets."""
 
     def __init__(self, config: AveyConfig, dropout: float = 0.0, *, index: int):
         super().__init__()
@@ -102,7 +105,9 @@ class AveyBlock(nn.Module):
         self.widths = [g, g, config.d_ffn - 2 * g]
         self.norm = config.new_norm()
         self.expand = nn.Linear(config.d_model, config.d_ffn)
-        self.spatial_NN = nn.Parameter(torch.empty(n, n)) if config.is_static(index) else None
+        shape = (n, n) if config.spatial == "dense" else (2 * n - 1,)
+        self.spatial = nn.Parameter(torch.empty(shape)) if config.is_static(index) else None
+        self.sequence_length = n
         self.project = nn.Linear(config.d_ffn - g, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
@@ -111,10 +116,11 @@ class AveyBlock(nn.Module):
         v_BNG, gate_BNG, bypass_BNP = expanded_BNF.split(self.widths, dim=-1)
         if is_token_BN is not None:
             v_BNG = v_BNG * is_token_BN[:, :, None]
-        if self.spatial_NN is None:
+        if self.spatial is None:
             weight_BNN = similarities(v_BNG)
         else:
-            weight_NN = leading(leading(self.spatial_NN, x_BND.shape[1], 0), x_BND.shape[1], 1)
+            weight = spatial_part(self.spatial, x_BND.shape[1])
+            weight_NN = weight if weight.ndim == 2 else toeplitz(weight)
             weight_BNN = weight_NN.to(v_BNG.dtype).expand(x_BND.shape[0], *weight_NN.shape)
         gated_BNG = torch.bmm(weight_BNN, v_BNG) * gate_BNG
         return x_BND + self.dropout(self.project(torch.cat([gated_BNG, bypass_BNP], dim=-1)))
@@ -122,9 +128,9 @@ class AveyBlock(nn.Module):
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:
         """W from N(0, 1 / sqrt(n)), Glorot's normal distribution, as the authors' file has it."""
-        if self.spatial_NN is not None:
-            noise = torch.randn(self.spatial_NN.shape, generator=generator, device="cpu")
-            self.spatial_NN.copy_(noise / math.sqrt(len(self.spatial_NN)))
+        if self.spatial is not None:
+            noise = torch.randn(self.spatial.shape, generator=generator, device="cpu")
+            self.spatial.copy_(noise / math.sqrt(self.sequence_length))
 
 
 def similarities(v_BNG: Tensor) -> Tensor:

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from gmlp_scale.fields import FreeOnResume
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, RowOffsets, VocabSize, Width, leading, toeplitz
+from gmlp_scale.models.layers import (
+    FamilyConfig,
+    LayerNorm,
+    NumBlocks,
+    RowOffsets,
+    VocabSize,
+    Width,
+    spatial_part,
+    toeplitz,
+)
 
 Spatial = Literal["toeplitz", "dense", "dynamic_toeplitz"]
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
@@ -187,11 +196,8 @@ class SpatialGatingUnit(nn.Module):
         return weight_NN.tril() if self.causal else weight_NN, bias_N
 
     def central_part(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """`weight` and `bias` for the first m <= n positions: m offsets to each side, or the leading m x m part."""
-        n, m = self.sequence_length, num_positions
-        if self.spatial == "dense":
-            return leading(leading(self.weight, m, 0), m, 1), self.bias[:m]
-        return self.weight[n - m : n + m - 1], self.bias[:m]
+        """`weight` and `bias` for the first m <= n positions."""
+        return spatial_part(self.weight, num_positions), self.bias[:num_positions]
 
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:

@@ -104,6 +104,15 @@ def leading(tensor: Tensor, num_positions: int, dim: int) -> Tensor:
     return tensor.narrow(dim, 0, num_positions)
 
 
+def spatial_part(weight: Tensor, num_positions: int) -> Tensor:
+    """Of a W that is made for n positions, what the first m of them need: of 2n - 1 offsets the m to each side, of an
+    n x n matrix its leading part."""
+    if weight.ndim == 1:
+        n = (len(weight) + 1) // 2
+        return weight[n - num_positions : n + num_positions - 1]
+    return leading(leading(weight, num_positions, 0), num_positions, 1)
+
+
 def flatten_heads(attended_BHNK: Tensor) -> Tensor:
     """[B, N, H K]. The attention of an ONNX program has a memory layout of its own, which may allow no view."""
     attended_BNHK = attended_BHNK.transpose(1, 2)

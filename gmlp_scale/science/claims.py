@@ -26,8 +26,14 @@ MODELS: dict[str, tuple[str, ...]] = {
     "bert_2": ("compare_bert", "model.num_blocks=2"),
     "bert_8": ("compare_bert", "model.num_blocks=8"),
     "modern_transformer": ("compare_modern_transformer",),
-    "avey": ("compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=552"),
-    "avey_static": ("compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=520", "model.layers=static"),
+    "avey": ("compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=552", "model.spatial=dense"),
+    "avey_toeplitz": (
+        "compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=592", "model.spatial=toeplitz",
+    ),
+    "avey_static": (
+        "compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=592", "model.spatial=toeplitz",
+        "model.layers=static",
+    ),
     "avey_dynamic": (
         "compare_gmlp", "model.kind=avey", "model.num_blocks=6", "model.d_ffn=592", "model.layers=dynamic",
     ),
@@ -47,7 +53,8 @@ RATES = (1.5e-3, 3e-3, 6e-3)
 HIGHER_RATE = 1.2e-2
 """Of part f too, since most models of the others did best at the highest of RATES."""
 
-_SINCE = ("gmlp", "amlp", "bert", "modern_transformer", "avey", "avey_static", "avey_dynamic", "gmlp_dynamic")
+_AVEYS = ("avey", "avey_toeplitz", "avey_static", "avey_dynamic")
+_SINCE = ("gmlp", "amlp", "bert", "modern_transformer", *_AVEYS, "gmlp_dynamic")
 GMLP_DEPTHS, BERT_DEPTHS = ("gmlp_4", "gmlp", "gmlp_16"), ("bert_2", "bert", "bert_8")
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "b": ("Models (Tables 3 and 6)", ("gmlp", "amlp", "bert", "bert_absolute", "bert_relative_only", "mixer")),
@@ -156,11 +163,14 @@ QUANTITIES = (
     ),
     below("f", "avey", "gmlp", "Avey beats gMLP"),
     below("f", "avey", "amlp", "Avey beats aMLP"),
+    below("f", "avey_toeplitz", "avey", "In Avey's static layers a Toeplitz W beats the authors' dense one"),
+    below("f", "avey_toeplitz", "gmlp", "Avey with a Toeplitz W beats gMLP"),
+    below("f", "avey_toeplitz", "amlp", "Avey with a Toeplitz W beats aMLP"),
     below("f", "modern_transformer", "bert", "The modern Transformer beats BERT"),
     below("f", "modern_transformer", "gmlp", "The modern Transformer beats gMLP"),
     below("f", "modern_transformer", "amlp", "The modern Transformer beats aMLP"),
-    below("f", "avey", "avey_static", "Avey's alternation beats its static layers alone"),
-    below("f", "avey", "avey_dynamic", "Avey's alternation beats its dynamic layers alone"),
+    below("f", "avey_toeplitz", "avey_static", "Its alternation beats its static layers alone"),
+    below("f", "avey_toeplitz", "avey_dynamic", "Its alternation beats its dynamic layers alone"),
     below("f", "avey_static", "avey_dynamic", "Static layers alone beat dynamic ones, which do not know the order"),
     below("f", "gmlp_dynamic", "gmlp", "A Toeplitz W with a part from the input beats a fixed one"),
 )  # fmt: skip

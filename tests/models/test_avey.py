@@ -28,12 +28,13 @@ def layer_by_loops(p: dict[str, np.ndarray], x: np.ndarray, d_gate: int) -> np.n
     weights = np.empty((m, m))
     for i in range(m):
         for j in range(m):
-            if "spatial_NN" in p:
-                weights[i, j] = p["spatial_NN"][i, j]
+            if "spatial" in p:
+                W = p["spatial"]
+                weights[i, j] = W[i, j] if W.ndim == 2 else W[len(W) // 2 + j - i]
             else:
                 lengths = [math.sqrt(sum(value**2 for value in mixed[k]) + 1e-12) for k in (i, j)]
                 weights[i, j] = sum(mixed[i] * mixed[j]) / math.prod(lengths)
-        if "spatial_NN" not in p:
+        if "spatial" not in p:
             weights[i] /= sum(weights[i]) + 1e-12
     fused = [[*(sum(weights[i, j] * mixed[j] for j in range(m)) * gate[i]), *bypass[i]] for i in range(m)]
     return x + linear(np.array(fused), p["project.weight"], p["project.bias"])
@@ -41,9 +42,9 @@ def layer_by_loops(p: dict[str, np.ndarray], x: np.ndarray, d_gate: int) -> np.n
 
 @pytest.mark.parametrize("num_positions", [12, 5])
 @pytest.mark.parametrize("mixed_share", [0.5, 1.0, 0.2])
-@pytest.mark.parametrize("layers", ["static", "dynamic"])
-def test_layer_is_that_of_the_equations(layers, mixed_share, num_positions):
-    config = tiny_config("avey", layers=layers, mixed_share=mixed_share)
+@pytest.mark.parametrize("kind", ["avey", "avey-toeplitz", "avey-dynamic"])
+def test_layer_is_that_of_the_equations(kind, mixed_share, num_positions):
+    config = tiny_config(kind, mixed_share=mixed_share)
     block = perturb(build_model(config).blocks[0].double())
     x_BND = torch.randn(2, num_positions, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     d_gate = {0.5: 8, 1.0: 16, 0.2: 3}[mixed_share]
@@ -56,7 +57,7 @@ def test_model_is_that_of_the_equations_with_a_static_layer_first():
     batch = random_batch(num_rows=2)
     p = {name: array.astype(np.float64) for name, array in numbers(model).items()}
     blocks = [{name[9:]: array for name, array in p.items() if name.startswith(f"blocks.{i}.")} for i in range(3)]
-    assert ["spatial_NN" in block for block in blocks] == [True, False, True]
+    assert ["spatial" in block for block in blocks] == [True, False, True]
     for row, ids_N in enumerate(batch.token_ids_BN.tolist()):
         x = p["embedding.weight"][ids_N]
         for block in blocks:
@@ -66,9 +67,9 @@ def test_model_is_that_of_the_equations_with_a_static_layer_first():
         np.testing.assert_allclose(found, masked @ p["embedding.weight"].T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layers", ["static", "dynamic"])
-def test_gradients_are_right(layers):
-    block = tiny_model("avey", d_model=4, d_ffn=8, sequence_length=3, layers=layers).blocks[0].double()
+@pytest.mark.parametrize("kind", ["avey", "avey-toeplitz", "avey-dynamic"])
+def test_gradients_are_right(kind):
+    block = tiny_model(kind, d_model=4, d_ffn=8, sequence_length=3).blocks[0].double()
     check_gradients(perturb(block, scale=0.6), d_model=4)
 
 
@@ -89,9 +90,11 @@ def test_positions_without_any_feature_are_alike_to_none(dtype):
     torch.testing.assert_close(weight_BNN[0], expected.to(dtype), rtol=tolerance, atol=0)
 
 
-def test_a_static_w_starts_by_glorots_rule():
-    (block,) = build_model(AveyConfig(num_blocks=1, d_model=8, d_ffn=16, sequence_length=128, vocab_size=9)).blocks
-    assert block.spatial_NN.std().item() == pytest.approx(1 / math.sqrt(128), rel=0.05)
+@pytest.mark.parametrize("spatial", ["dense", "toeplitz"])
+def test_a_static_w_starts_by_glorots_rule(spatial):
+    sizes = {"num_blocks": 1, "d_model": 8, "d_ffn": 16, "sequence_length": 512, "vocab_size": 9}
+    (block,) = build_model(AveyConfig(**sizes, spatial=spatial)).blocks
+    assert block.spatial.std().item() == pytest.approx(1 / math.sqrt(512), rel=0.05)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 4])

@@ -68,7 +68,18 @@ def started(trained: TrainedModel, shards, **changes):
 
 @pytest.mark.parametrize("length", [12, 7, 20])
 @pytest.mark.parametrize(
-    "kind", ["gmlp", "gmlp-dense", "amlp", "bert-absolute", "bert-relative", "mlp-attention", "modern", "avey"]
+    "kind",
+    [
+        "gmlp",
+        "gmlp-dense",
+        "amlp",
+        "bert-absolute",
+        "bert-relative",
+        "mlp-attention",
+        "modern",
+        "avey",
+        "avey-toeplitz",
+    ],
 )
 def test_short_rows_have_the_same_logits_at_any_length(kind, length, shards):
     trained = trained_model(kind, shards)
@@ -84,7 +95,7 @@ def test_what_is_new_in_a_longer_w_is_zero(shards):
     assert (weight[:8] == 0).all() and (weight[-8:] == 0).all() and (weight[8:-8] != 0).all()
     assert (bias[12:] == 1).all()
 
-    weight = started(trained_model("avey", shards), shards, sequence_length=20).blocks[0].spatial_NN
+    weight = started(trained_model("avey", shards), shards, sequence_length=20).blocks[0].spatial
     assert (weight[12:] == 0).all() and (weight[:, 12:] == 0).all() and (weight[:12, :12] != 0).all()
 
 
