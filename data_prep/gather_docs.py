@@ -68,7 +68,8 @@ def find_files(folder: Path) -> list[str]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _PASSED_OVER]
         paths = [os.path.join(parent, name) for name in names if not _LICENCE_NAME.search(name)]
-        found += [os.path.relpath(path, folder) for path in paths if path.endswith(_SUFFIXES)]
+        readable = [path for path in paths if os.path.isfile(path) and os.access(path, os.R_OK)]
+        found += [os.path.relpath(path, folder) for path in readable if path.endswith(_SUFFIXES)]
     return found
 
 

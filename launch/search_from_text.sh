@@ -16,7 +16,7 @@ trap 'exit 130' INT TERM # a pretraining that is stopped saves and leaves with 0
 PS4='$ '
 set -x
 
-[[ -d data/$name/tokenizer ]] ||
+[[ -f data/$name/tokenizer/tokenizer.model ]] ||
     python data_prep/train_tokenizer.py --input "$text" --vocab-size 8192 --sample-bytes 20000000 --output "data/$name/tokenizer"
 python data_prep/tokenize_corpus.py --input "$text" --tokenizer "data/$name/tokenizer" --sequence-length 128 \
     --heldout-fraction 0.01 --output "data/$name/shards"

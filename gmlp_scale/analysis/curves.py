@@ -69,9 +69,9 @@ def y_axis(values: Sequence[float], *, is_log: bool, from_zero: bool) -> Axis:
     return Axis(low if from_zero and low == 0.0 else low - margin, high + margin, BOTTOM, TOP)
 
 
-def stretches(values: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[Point]:
-    """Divides the (step, value) pairs into at most `most` stretches of equal length; one pair each if they are few."""
-    length = math.ceil(len(values) / most)
+def stretches(values: Sequence[tuple[int, float]]) -> list[Point]:
+    """Divides the (step, value) pairs into at most MOST_POINTS stretches of equal length; one each if they are few."""
+    length = math.ceil(len(values) / MOST_POINTS)
     points = []
     for first in range(0, len(values), length):
         inside = [value for _, value in values[first : first + length]]

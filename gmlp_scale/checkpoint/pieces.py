@@ -9,6 +9,7 @@ ranks are one entry. So FSDP2 needs one or two entries for a tensor on any numbe
 """
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -28,7 +29,6 @@ from gmlp_scale.engine import Engine, Piece
 
 FILE_BYTES = 128 * 2**20  # so that a rank has several files and hashes one while it writes another
 NUM_WRITER_THREADS = 3
-READ_BYTES = 2**20  # small enough to stay in a core's cache from the read to the hash
 PIECE_FILE = re.compile(r"rank_(\d{5})_(\d{3,})\.safetensors")
 
 
@@ -196,11 +196,8 @@ def file_problem(path: Path, record: FileRecord, shapes: dict[str, tuple[int, ..
 
 
 def file_checksum(path: Path) -> str:
-    checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
-        while num_read := file.readinto(buffer):
-            checksum.update(buffer[:num_read])
-    return checksum.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def fsync(path: Path) -> None:

@@ -35,7 +35,8 @@ class SkipCorruptShards:
     has the rows of a run that never stopped, on any number of ranks, if the shards were corrupt when they were first
     read. One that was sound until some step, or failed for one rank only, is skipped at the repeated steps by all.
 
-    prefix: stands before the names in the record, so that a mixture's sources differ.
+    prefix: stands before the names in the record, so that a mixture's sources differ. The first source has none, so a
+    run that gets more sources knows its shards again.
     """
 
     def __init__(self, record: Path, max_shards: int, prefix: str = ""):
@@ -196,7 +197,7 @@ class Source(OpenShards):
         """Decides the order and the masks of its rows."""
         shards, skip_corrupt = manifest.splits.train, None
         if config.on_corrupt_shard == "skip":
-            prefix = f"{self.config.name}/" if config.is_mixture else ""
+            prefix = f"source_{place}/" if place else ""  # its name may change when sources are added, its place not
             skip_corrupt = SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards, prefix)
         self._order = RowOrder.of_shards(shards, group_bytes=config.shuffle_group_bytes, seed=self.seed)
         files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)

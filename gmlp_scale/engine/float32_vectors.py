@@ -57,6 +57,3 @@ class Vectors:
         self.world.sum_on_device(self.flat)
         self.flat_gradients /= self.world.size
         return (self.flat[-1] + self.flat_gradients.square().sum()).sqrt()
-
-    def clear_gradients(self) -> None:
-        self.flat.zero_()

@@ -98,7 +98,7 @@ class Masters:
             )
         for master in self.others.values():
             master.tensor.grad = None
-        self.vectors.clear_gradients()
+        self.vectors.flat.zero_()
 
     def state(self) -> Iterator[tuple[str, Piece]]:
         """What this rank gives to a checkpoint."""

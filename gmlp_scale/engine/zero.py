@@ -17,8 +17,9 @@ from gmlp_scale.engine.masters import MOMENTUM, Masters, Piece, ReadSlice, load,
 from gmlp_scale.engine.muon import Muon, muon_matrices
 from gmlp_scale.engine.optimizer import OptimizerConfig
 from gmlp_scale.engine.train_config import TrainConfig
-from gmlp_scale.engine.zero_settings import deepspeed_settings
+from gmlp_scale.engine.zero_settings import deepspeed_settings, read_own
 from gmlp_scale.engine.zero_sharding import ShardedModel
+from gmlp_scale.errors import InputError
 from gmlp_scale.fields import OfOneMachine, Timeout
 
 
@@ -42,7 +43,12 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
         return 1 if self.stage == 3 else BLOCKS_PER_GROUP
 
     def mistakes(self, train: TrainConfig) -> Iterator[str]:
-        """What stage 3 cannot do of a `train` section."""
+        """What is wrong with the DeepSpeed file by itself, and what stage 3 cannot do of a `train` section."""
+        if self.deepspeed_config:
+            try:
+                read_own(self.deepspeed_config)
+            except InputError as error:
+                yield f"engine.deepspeed_config: {error}"
         if self.stage < 3:
             return
         if train.compile:

@@ -57,10 +57,22 @@ def deepspeed_settings(
         # With round_robin_gradients DeepSpeed says of masters that they are other parameters'.
         "zero_optimization": {"stage": stage, "round_robin_gradients": False},
     }
-    own = json.loads(own_file.read_text(encoding="utf-8")) if own_file else {}
+    own = read_own(own_file) if own_file else {}
     if mistakes := [*_mistakes(own, optimizer), *_contradictions(own, required)]:
         raise InputError(f"{own_file} contradicts the recipe; take out:\n  " + "\n  ".join(mistakes))
     return _merged(_merged(defaults, own), required)
+
+
+def read_own(file: Path) -> dict:
+    """The user's file. InputError if it is none, or not JSON as DeepSpeed takes it."""
+    try:
+        own = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file} cannot be read as JSON: {error}") from error
+    sections = [own, own.get("zero_optimization", {})] if isinstance(own, dict) else [own]
+    if not all(isinstance(section, dict) for section in sections):
+        raise InputError(f"{file}: needed is an object of DeepSpeed's fields; zero_optimization is one too")
+    return own
 
 
 def _mistakes(own: dict, optimizer: OptimizerConfig) -> Iterator[str]:

@@ -56,13 +56,8 @@ _LOCAL = Publication()
 _TEXT, _IMAGES = "modeling_gmlp", "modeling_gmlp_images"
 _CLASS_OF_IMAGES = "GmlpScaleForImageClassification"
 _AUTO_CLASSES = {
-    _TEXT: {
-        "AutoModel": "GmlpScaleModel",
-        "AutoModelForMaskedLM": "GmlpScaleForMaskedLM",
-        "AutoModelForSequenceClassification": "GmlpScaleForSequenceClassification",
-        "AutoModelForTokenClassification": "GmlpScaleForTokenClassification",
-        "AutoModelForQuestionAnswering": "GmlpScaleForQuestionAnswering",
-    },
+    _TEXT: {"AutoModel": "GmlpScaleModel"}
+    | {name.replace("GmlpScaleFor", "AutoModelFor"): name for name in CLASS_OF_HEAD.values()},
     _IMAGES: {"AutoModelForImageClassification": _CLASS_OF_IMAGES},
 }
 _SPECIAL = {"pad_token_id": PAD_ID, "cls_token_id": CLS_ID, "sep_token_id": SEP_ID, "mask_token_id": MASK_ID}

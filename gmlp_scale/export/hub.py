@@ -62,7 +62,7 @@ def _errors_of_the_hub(name: str) -> Iterator[None]:
             raise _refusal(name, found) from error
         raise ConnectionError(
             f"the Hub was not reached to write {name} ({type(found).__name__}: {found}): check that this machine has a "
-            "network, and HF_ENDPOINT if it is set; the same command goes on"
+            "network, and HF_ENDPOINT if it is set. Then export again, to another --output if it was given"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """FinetuneConfig: a recipe of finetuning; see configs/finetune."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -13,7 +14,8 @@ from gmlp_scale.engine.optimizer import AdamwConfig
 from gmlp_scale.fields import Count, FreeOnResume, NotNegative, Positive, Share
 from gmlp_scale.models.layers import Recompute
 from gmlp_scale.recipe.checks import stop_mistakes
-from gmlp_scale.recipe.config import ConfigError, Recipe, plain_path
+from gmlp_scale.recipe.config import ConfigError, Recipe
+from gmlp_scale.storage.files import plain_place
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.tagging import TaggingTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
@@ -118,7 +120,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
 
     task: str
     """One of tasks.table.TASKS."""
-    model: FreeOnResume[Annotated[str, BeforeValidator(plain_path)]]
+    model: FreeOnResume[Annotated[str, BeforeValidator(plain_place)]]
     """A folder that launch/export.py wrote, or one at a URL."""
     pretrained: bool = True
     """false: take the export's model and tokenizer, but random weights, as a baseline without pretraining."""
@@ -181,9 +183,14 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
             if data.source(part) and part not in TASKS[self.task].data_set.parts:
                 yield f"data.{part}: found {data.source(part)}; {self.task} has no such part, so leave it null"
         has_entities = isinstance(TASKS[self.task], TaggingTask)
+        least = 1 + 2 * TASKS[self.task].num_texts
+        if data.sequence_length < least:
+            yield f"data.sequence_length: found {data.sequence_length}; needed: at least {least}"
         if has_entities != bool(data.entity_types):
             needed = "the TYPEs of the files' tags B-TYPE" if has_entities else "null, as only tagging has them"
             yield f"data.entity_types: found {data.entity_types}; needed: {needed}"
+        if repeated := [kind for kind, number in Counter(data.entity_types or ()).items() if number > 1]:
+            yield f"data.entity_types: found {', '.join(repeated)} more than once; needed: each type once"
         if not TASKS[self.task].has_windows:
             if data.document_stride:
                 yield f"data.document_stride: found {data.document_stride}; {self.task} has no windows: leave it null"

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, flatten_heads
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, Width, flatten_heads
 
 
 class AttentionConfig(FamilyConfig):
-    """A family of AttentionBlocks: with d_model and num_heads."""
+    """A family of AttentionBlocks."""
 
     masks_padding: Literal[True] = True
     """No position attends to <pad>. These families always did so."""
+    num_heads: Width
+    """Heads of each layer's attention; d_model is a multiple of it. [heads]"""
 
     @model_validator(mode="after")
     def _whole_heads(self):

@@ -35,7 +35,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.fields import Positive
-from gmlp_scale.models.layers import FamilyConfig, NumBlocks, RMSNorm, VocabSize, Width, spatial_part, toeplitz
+from gmlp_scale.models.layers import FamilyConfig, RMSNorm, Width, spatial_part, toeplitz
 
 EPS = 1e-12
 """Of the norms, the cosines and the sums of rows."""
@@ -48,10 +48,6 @@ class AveyConfig(FamilyConfig):
     """Avey-B's layers, within one chunk."""
     masks_padding: Literal[True] = True
     """No position reads <pad>."""
-    num_blocks: NumBlocks
-    """Layers, static and dynamic together. [blocks]"""
-    d_model: Width
-    """Width of the residual stream. [channels]"""
     d_ffn: Width
     """Width after the channel expansion, before the split. [channels]"""
     layers: Literal["alternate", "static", "dynamic"] = "alternate"
@@ -62,10 +58,6 @@ class AveyConfig(FamilyConfig):
     mixed_share: Positive = 0.5
     """The share of d_ffn that is mixed over positions, at most 1: half of it is mixed, half is its gate. The rest
     bypasses both. An odd width becomes the next even one. [fraction]"""
-    sequence_length: Width
-    """Positions n that a static W is made for; shorter inputs take a part of it. [tokens]"""
-    vocab_size: VocabSize
-    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @model_validator(mode="after")
     def _fits_the_share(self):

@@ -23,9 +23,7 @@ from gmlp_scale.models.attention import SelfAttention
 from gmlp_scale.models.layers import (
     FamilyConfig,
     LayerNorm,
-    NumBlocks,
     RowOffsets,
-    VocabSize,
     Width,
     spatial_part,
     toeplitz,
@@ -47,10 +45,6 @@ class GmlpConfig(FamilyConfig):
     has_spatial_filters: ClassVar[bool] = True
     kind: Literal["gmlp"] = "gmlp"
     """gMLP: the Spatial Gating Unit alone mixes the positions."""
-    num_blocks: NumBlocks
-    """gMLP blocks; each is one layer (36 at the size of BERT base). [blocks]"""
-    d_model: Width
-    """Width of the residual stream. [channels]"""
     d_ffn: Width
     """Width after the channel expansion, before any split. [channels]"""
     spatial: Spatial = "toeplitz"
@@ -58,10 +52,6 @@ class GmlpConfig(FamilyConfig):
     the first, to which each row adds offsets of its own, from its content (Hydra's)."""
     gating: Gating = "multiplicative_split"
     """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
-    sequence_length: Width
-    """Positions n that the spatial projection is made for; shorter inputs take its central part. [tokens]"""
-    vocab_size: VocabSize
-    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
     kernels: FreeOnResume[Literal["auto", "torch", "triton"]] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
     gating multiplicative_split, a W that is not dynamic, no causal mask and a CUDA device. auto: the kernels in

@@ -56,6 +56,15 @@ class FamilyConfig(BaseModel, frozen=True, extra="forbid"):
     """true: no position reads <pad>, so a text has the same logits with any padding and with none. false, as in all
     models made before this field: <pad> is read like a token, so rows must be as long as in training. A run on packed
     rows computes the same with either."""
+    num_blocks: NumBlocks
+    """Layers. A Transformer's has attention and feed-forward: 12 for what the paper writes as 12+12. [blocks]"""
+    d_model: Width
+    """Width of the residual stream. [channels]"""
+    sequence_length: Width
+    """The longest input, n. What has a weight for each position or offset is made for it; shorter inputs take a part.
+    [tokens]"""
+    vocab_size: VocabSize
+    """Rows of the embedding, as many as the tokenizer has pieces or the text has characters. [pieces]"""
 
     def new_norm(self) -> nn.Module:
         """What normalises after the last block."""

@@ -13,25 +13,17 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gmlp_scale.models.layers import FamilyConfig, LayerNorm, NumBlocks, VocabSize, Width, leading
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, Width, leading
 
 
 class MixerConfig(FamilyConfig):
     display_name: ClassVar[str] = "MLP-Mixer"
     kind: Literal["mixer"] = "mixer"
     """MLP-Mixer: a two-layer network over positions, then one over channels."""
-    num_blocks: NumBlocks
-    """Mixer layers, each mixing positions and then channels. [blocks]"""
-    d_model: Width
-    """Width of the residual stream. [channels]"""
     d_spatial: Width
     """Hidden width of the two-layer network over positions. [channels]"""
     d_ffn: Width
     """Hidden width of the two-layer network over channels. [channels]"""
-    sequence_length: Width
-    """Positions n that the network over positions is made for; shorter inputs take its leading part. [tokens]"""
-    vocab_size: VocabSize
-    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @property
     def multiply_adds_per_block(self) -> int:

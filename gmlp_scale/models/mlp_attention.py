@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention, attention_mask
 from gmlp_scale.models.backbone import INIT_STD
-from gmlp_scale.models.layers import NumBlocks, VocabSize, Width, flatten_heads, leading
+from gmlp_scale.models.layers import Width, flatten_heads, leading
 
 
 class MlpAttentionConfig(AttentionConfig):
@@ -28,22 +28,12 @@ class MlpAttentionConfig(AttentionConfig):
     can_be_causal: ClassVar[bool] = True
     kind: Literal["mlp_attention"] = "mlp_attention"
     """MLP-Attention, whose attention takes its weights from a multi-layer perceptron."""
-    num_blocks: NumBlocks
-    """Layers, attention and feed-forward together. [blocks]"""
-    d_model: Width
-    """Width of the residual stream. [channels]"""
     d_ffn: Width
     """Width of the feed-forward part's hidden layer. [channels]"""
-    num_heads: Width
-    """Heads of each layer's attention; d_model is a multiple of it. [heads]"""
     scores: Literal["mlp", "dot_product"] = "mlp"
     """Where the attention's weights come from. dot_product is the Transformer that the paper compares with."""
     d_scores: Width | None = None
     """Width of the hidden layer that computes a head's scores; for `mlp` only. [channels]"""
-    sequence_length: Width
-    """Longest input; `mlp` has a score for each of its positions. [tokens]"""
-    vocab_size: VocabSize
-    """Rows of the embedding, as many as the tokenizer has pieces or the text has characters. [pieces]"""
 
     @model_validator(mode="after")
     def _fits_the_scores(self):

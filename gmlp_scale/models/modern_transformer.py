@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gmlp_scale.fields import Count, Positive
 from gmlp_scale.models.attention import AttentionConfig, SelfAttention
-from gmlp_scale.models.layers import LayerNorm, NumBlocks, RMSNorm, VocabSize, Width
+from gmlp_scale.models.layers import LayerNorm, RMSNorm, Width
 
 
 class ModernTransformerConfig(AttentionConfig):
@@ -28,10 +28,6 @@ class ModernTransformerConfig(AttentionConfig):
     blocks_differ: ClassVar[bool] = True
     kind: Literal["modern_transformer"] = "modern_transformer"
     """ModernBERT's layers: rotary positions, GeGLU, local attention, no biases."""
-    num_blocks: NumBlocks
-    """Layers, attention and feed-forward together. [blocks]"""
-    d_model: Width
-    """Width of the residual stream. [channels]"""
     d_ffn: Width
     """Width of the feed-forward part's hidden layer, whose gate is as wide again. [channels]"""
     num_heads: Width
@@ -47,10 +43,6 @@ class ModernTransformerConfig(AttentionConfig):
     160,000 for longer ones. [no unit]"""
     local_theta: Positive = 10_000.0
     """The base of the rotary angles in local layers. [no unit]"""
-    sequence_length: Width
-    """Longest input. [tokens]"""
-    vocab_size: VocabSize
-    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @model_validator(mode="after")
     def _even_heads(self):

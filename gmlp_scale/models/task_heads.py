@@ -48,9 +48,9 @@ class SequenceClassifier(Backbone):
         """Float32 logits_BC."""
         return self.logits(self.norm(self.encode(batch.token_ids_BN)[:, 0]))
 
-    def logits(self, x_BD: Tensor) -> Tensor:
-        """Float32 logits_BC from <cls> after the final LayerNorm."""
-        return self.classifier(self.dropout(x_BD)).float()
+    def logits(self, x: Tensor) -> Tensor:
+        """Float32 logits [..., C] of x [..., D], what the final LayerNorm gives."""
+        return self.classifier(self.dropout(x)).float()
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,8 @@ class TaggedBatch(Batch):
     """int64 [B, N]; IGNORED elsewhere."""
 
 
-class TokenTagger(Backbone):
-    """TaggedBatch -> scalar float32 loss. A Linear reads the last layer at every position."""
-
-    def __init__(self, *, num_classes: int, **backbone):
-        super().__init__(**backbone)
-        self.classifier = nn.Linear(self.embedding.embedding_dim, num_classes)
+class TokenTagger(SequenceClassifier):
+    """TaggedBatch -> scalar float32 loss. The same Linear reads the last layer at every position."""
 
     def forward(self, batch: TaggedBatch) -> Tensor:
         """Cross-entropy in nats: the mean over the rows of each row's mean over its labels, 0 for a row without any."""
@@ -79,10 +75,6 @@ class TokenTagger(Backbone):
     def predict(self, batch: TaggedBatch) -> Tensor:
         """Float32 logits_BNC."""
         return self.logits(self.norm(self.encode(batch.token_ids_BN)))
-
-    def logits(self, x_BND: Tensor) -> Tensor:
-        """Float32 logits_BNC from the positions after the final LayerNorm."""
-        return self.classifier(self.dropout(x_BND)).float()
 
 
 @dataclass(frozen=True)

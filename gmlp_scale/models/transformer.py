@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gmlp_scale.models.attention import AttentionBlock, AttentionConfig, SelfAttention
-from gmlp_scale.models.layers import NumBlocks, VocabSize, Width, toeplitz
+from gmlp_scale.models.layers import Width, toeplitz
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
@@ -29,21 +29,11 @@ class TransformerConfig(AttentionConfig):
     display_name: ClassVar[str] = "Transformer"
     kind: Literal["transformer"] = "transformer"
     """BERT's layers, with LayerNorm before each part."""
-    num_blocks: NumBlocks
-    """Transformer layers, attention and feed-forward together: 12 for what the paper writes as 12+12. [blocks]"""
-    d_model: Width
-    """Width of the residual stream. [channels]"""
     d_ffn: Width
     """Width of the feed-forward part's hidden layer. [channels]"""
-    num_heads: Width
-    """Heads of each layer's attention; d_model is a multiple of it. [heads]"""
     positions: Literal["absolute", "relative", "relative_only"]
     """absolute: learned embeddings, added to the tokens'. relative: T5's biases in the softmax, per layer and head.
     relative_only: those biases alone, without queries and keys (third line of Table 3)."""
-    sequence_length: Width
-    """Longest input. [tokens]"""
-    vocab_size: VocabSize
-    """Rows of the embedding, as many as the tokenizer has pieces. [pieces]"""
 
     @property
     def has_absolute_positions(self) -> bool:

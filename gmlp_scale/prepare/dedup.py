@@ -100,11 +100,15 @@ def drop_contaminated(options: JobOptions, data: Iterator[Document], rank: int, 
     """Drops documents that share 13 words in a row with a text of --decontaminate, such as the dev set of a task."""
     hashes = [np.empty(0, np.uint64)]
     for file in options.files_to_avoid:
+        num_before = sum(map(len, hashes))
         for record in options.reader(file):
             if not isinstance(record, Record):
                 raise InputError(f"--decontaminate {file.url}, line {record.line}: {record.reason}")
             lines = record.text.splitlines() if file.kind in ("text", "table") else [record.text]
             hashes += [_ngram_hashes(line) for line in lines]
+        if sum(map(len, hashes)) == num_before:
+            needed = f"a text of {_NGRAM_WORDS} words or more; in a text file each line is a text"
+            raise InputError(f"--decontaminate {file.url} has nothing that a document could share; needed: {needed}")
     banned = np.unique(np.concatenate(hashes))
     for document in data:
         if not np.isin(_ngram_hashes(document.text), banned).any():

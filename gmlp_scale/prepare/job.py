@@ -229,12 +229,13 @@ class JobOptions:
         """Everything that the output's bytes depend on."""
         names = (
             "sequence_length", "heldout_fraction", "packing", "text_field", "shard_bytes", "max_record_bytes",
-            "dedup", "decontaminate",
+            "dedup",
         )  # fmt: skip
         settings = {name: getattr(self, name) for name in names} | {
             "tasks": self.num_tasks,
             "tokenizer_sha256": tokenizer.sha256,
             "inputs": [[file.url, file.num_bytes] for file in self.files] or self.input,
+            "decontaminate": [[file.url, file.num_bytes] for file in self.files_to_avoid],
         }
         special = self.special_ids(tokenizer)
         return settings | ({"special_ids": asdict(special)} if isinstance(tokenizer, JsonTokenizer) else {})

@@ -112,10 +112,14 @@ def _hub_records(options: JobOptions, rank: int, num_tasks: int) -> Iterator[tup
     line = 0
     with damage_as(lambda reason: InputError(f"--input {options.input[0]} cannot be read after {line} rows: {reason}")):
         for rows in data_set.iter(_HUB_ROWS_AT_A_TIME):
-            reason = "empty text" if field in rows else f"no text in field {field!r}"
-            for text in rows.get(field) or [""] * len(next(iter(rows.values()))):
+            for text in rows.get(field) or [None] * len(next(iter(rows.values()))):
                 line += 1
-                yield options.input[0], Record(text, line) if text else BadRecord(line, reason, ", ".join(rows)), 0
+                if isinstance(text, str) and not text.isspace() and text:
+                    record = Record(text, line)
+                else:
+                    reason = "empty text" if isinstance(text, str) else f"no text in field {field!r}"
+                    record = BadRecord(line, reason, ", ".join(rows))
+                yield options.input[0], record, 0
 
 
 def _redact_task_log() -> None:

@@ -28,7 +28,7 @@ from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.checks import change_mistakes, pretraining_mistakes, rank_mistakes, recipe_mistakes
-from gmlp_scale.storage.files import is_url, redacted
+from gmlp_scale.storage.files import is_url, plain_place, redacted
 
 
 class ConfigError(InputError):
@@ -41,11 +41,6 @@ class ConfigError(InputError):
         super().__init__("\n".join(filter(None, lines)))
 
 
-def plain_path(place: Any) -> Any:
-    """A path in its one plain form: a/b for ./a//b/. A URL, or what is no place at all, stays as it is."""
-    return str(Path(place)) if isinstance(place, str | Path) and not is_url(place) else place
-
-
 class Recipe(BaseModel, frozen=True, extra="forbid"):
     """What the recipes of pretraining and finetuning share. Both also have train, optimizer, engine and checkpoint."""
 
@@ -56,7 +51,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     name: FreeOnResume[str] = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
-    output_dir: OfOneMachine[Annotated[str, BeforeValidator(plain_path)]] = "outputs"
+    output_dir: OfOneMachine[Annotated[str, BeforeValidator(plain_place)]] = "outputs"
     """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
     seed: Annotated[CountFrom0, Field(lt=2**32)]
     """For the initial weights, the order of the rows, the masks and dropout. [no unit]"""
@@ -159,7 +154,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     purpose: ClassVar[str] = "pretraining on text"
     batch_printer: ClassVar[str] = "data_prep/inspect_batch.py"
 
-    init_from: FreeInBranch[Annotated[str | None, BeforeValidator(plain_path)]] = None
+    init_from: FreeInBranch[Annotated[str | None, BeforeValidator(plain_place)]] = None
     """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and
     the vocabulary may differ. A path or a URL. RUN is recorded as RUN@STEP, with the step of its newest checkpoint."""
     model: ModelConfig

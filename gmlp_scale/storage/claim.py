@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from gmlp_scale.errors import UserError
 from gmlp_scale.storage.files import create_file, open_filesystem, read_json, redacted, with_retries, write_file
@@ -37,7 +38,8 @@ def hold_folder(output: str, claims: str) -> Iterator[Callable[[], bool]]:
     Yields a function that returns whether we still hold it: while this process stood still, another job may have taken
     the folder. Raises ClaimedError naming the other job that holds it.
     """
-    mine = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex, "beats": 0, "ended": False}
+    mine = {"host": socket.gethostname(), "process": os.getpid(), "processes": _processes(), "id": uuid.uuid4().hex}
+    mine |= {"beats": 0, "ended": False}
     number = _take(claims, output, mine)
 
     def rewrite(**changes) -> None:
@@ -91,14 +93,16 @@ def _newest(url: str) -> int:
 def _wait_until_gone(name: str, output: str) -> None:
     """Return when the claim's job is gone. Raises ClaimedError as soon as the claim changes.
 
-    Returns at once where the claim says that its job ended, or the job was a process of this machine that is no more.
+    Returns at once where the claim says that its job ended, or the job was a process that this one would see and does
+    not.
     """
     deadline = time.monotonic() + _GONE_AFTER_SECONDS
     first = None
     while time.monotonic() < deadline:
         holder = read_json(name)
         first = first or holder
-        if holder["ended"] or (holder["host"] == socket.gethostname() and not _is_other_process(holder["process"])):
+        is_near = holder.get("processes") == _processes()
+        if holder["ended"] or (is_near and not _is_other_process(holder["process"])):
             return
         if holder != first:
             by = f"process {holder['process']} on {holder['host']}"
@@ -113,6 +117,14 @@ def _wait_until_gone(name: str, output: str) -> None:
     )
 
 
+def _processes() -> str:
+    """What processes that see one another share: the start of the machine, and the container's set of processes. The
+    host's name does not tell: a container may have that of its machine."""
+    start = Path("/proc/sys/kernel/random/boot_id")
+    processes = Path("/proc/self/ns/pid")
+    return f"{start.read_text().strip()} {processes.readlink()}" if processes.is_symlink() else socket.gethostname()
+
+
 def _is_other_process(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -120,7 +132,7 @@ def _is_other_process(process: int) -> bool:
         return False
     except PermissionError:
         pass
-    return process != os.getpid()  # after a restart of its container, a job may have the number of the one before
+    return process != os.getpid()  # a number is given again
 
 
 def json_names(url: str) -> list[str]:

@@ -82,11 +82,24 @@ def is_url(place: str | Path) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|.*://|pipe:", str(place)))
 
 
+def plain_place(place: Any) -> Any:
+    """A path or URL in its one plain form: a/b for ./a//b/, and the home folder for ~. What is no place stays as it is.
+
+    A store takes a//b for another key than a/b.
+    """
+    if not isinstance(place, str | Path):
+        return place
+    if not is_url(place):
+        return str(Path(os.path.expanduser(place)))
+    address, mark, query = str(place).partition("?")
+    return re.sub("(?<=[^:/])/+(?=/|$)", "", address) + mark + query
+
+
 def local_path(text: str) -> Path:
     """For argparse: a place that must be on this machine. Path alone would make a folder s3: of s3://bucket."""
     if is_url(text):
         raise argparse.ArgumentTypeError(f"found {redacted(text)}; needed: a path of this machine, not a URL")
-    return Path(text)
+    return Path(plain_place(text))
 
 
 def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
@@ -97,7 +110,7 @@ def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
             "data.shards=..., or a copy on this machine"
         )
     try:
-        return fsspec.url_to_fs(str(url))
+        return fsspec.url_to_fs(plain_place(url))
     except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
         raise PlaceError(redacted(f"{url} cannot be opened: {error}")) from error
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, PAD_ID, SEP_ID
+from gmlp_scale.data.shards import row_dtype
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.task_heads import LabelledBatch, SequenceClassifier, label_loss
 from gmlp_scale.tasks.records import DataError, DataSet, read_records, require_columns, text_mistake
@@ -55,6 +56,11 @@ class ClassificationTask:
     label_dtype = np.int64
     head_name = "sequence_classification"
     has_windows = False
+
+    @property
+    def num_texts(self) -> int:
+        """In an example."""
+        return len(self.text_columns[0])
 
     @property
     def main_score(self) -> str:
@@ -140,8 +146,10 @@ def read_examples(task: ClassificationTask, source: str, part: str) -> list[Exam
     for number, record in enumerate(read_records(source, part, task.data_set)):
         if not text_columns:
             text_columns = require_columns(source, record, task.text_columns)
-            if not part.startswith("test") or not record.fields.keys().isdisjoint(task.label_columns):
-                (label_column,) = require_columns(source, record, [(column,) for column in task.label_columns])
+        if label_column is None and not (
+            part.startswith("test") and record.fields.keys().isdisjoint(task.label_columns)
+        ):
+            (label_column,) = require_columns(source, record, [(column,) for column in task.label_columns])
         written = record.fields.get(label_column)
         if written == NO_CONSENSUS:
             num_left_out += 1
@@ -178,7 +186,7 @@ class ClassificationRows:
         self.num_examples = self.num_rows = len(examples)
         self.has_labels = examples[0].label is not None
         self.summary_size = len(task.class_names)
-        self.token_ids_RN = np.full((len(examples), sequence_length), PAD_ID, np.uint16)
+        self.token_ids_RN = np.full((len(examples), sequence_length), PAD_ID, row_dtype(tokenizer.vocab_size))
         labels = [example.label for example in examples] if self.has_labels else [HIDDEN[0]] * len(examples)
         self.labels_R = np.array(labels, task.label_dtype)
         columns = zip(*(example.texts for example in examples), strict=True)

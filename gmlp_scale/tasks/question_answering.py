@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gmlp_scale.data.shards import row_dtype
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.task_heads import SpanBatch, SpanPredictor
 from gmlp_scale.tasks.records import DataError, DataSet, Record, read_records, require_columns, text_mistake
@@ -81,6 +83,12 @@ def read_questions(source: str, part: str, data_set: DataSet, has_unanswerable: 
             num_left_out += 1
             continue
         questions.append(Question(fields["id"], fields["question"], fields["context"], placed))
+    numbers = Counter(question.id for question in questions)
+    mistakes += [
+        f"id {id} stands there {number} times: give each question its own"
+        for id, number in numbers.items()
+        if number > 1
+    ]
     if mistakes:
         raise DataError(source, mistakes)
     if not questions:
@@ -119,7 +127,7 @@ def _record_mistakes(record: Record, has_unanswerable: bool) -> list[str]:
 
 def _placed(answer: Answer, context: str) -> Answer:
     """The answer at its offset, else where the context holds it nearest to that, else without a place."""
-    if answer.text.strip() and context.startswith(answer.text, answer.start):
+    if answer.text.strip() and answer.start >= 0 and context.startswith(answer.text, answer.start):
         return answer
     places = []
     start = context.find(answer.text) if answer.text.strip() else -1
@@ -140,6 +148,7 @@ class QuestionTask:
     head_name = "question_answering"
     class_names = ()
     has_windows = True
+    num_texts = 2
 
     def head(self, **backbone) -> SpanPredictor:
         return SpanPredictor(**backbone)
@@ -183,7 +192,7 @@ class QuestionRows:
         self.rows: list[_Row] = []
         self.token_ranges: list[np.ndarray] = []
         """For each question, the characters of the context that each token holds, [T, 2]."""
-        token_ids, answers = [], []
+        token_ids, answers, dtype = [], [], row_dtype(tokenizer.vocab_size)
         encode_context = functools.lru_cache(maxsize=8)(lambda context: _encode_context(tokenizer, context))
         encoded_questions = tokenizer.encode_batch([question.question.strip() for question in questions])
         for question_index, (question, question_ids) in enumerate(zip(questions, encoded_questions, strict=True)):
@@ -193,7 +202,7 @@ class QuestionRows:
             answer = placed and answer_tokens(token_ranges, placed.start, placed.start + len(placed.text))
             position, of_question = window_rows(question_ids, context_ids, sequence_length, document_stride)
             for window, ids in of_question:
-                token_ids.append(ids.astype(np.uint16))
+                token_ids.append(ids.astype(dtype))
                 self.rows.append(_Row(question_index, window, position))
                 is_inside = answer is not None and window.first <= answer[0] and answer[1] < window.stop
                 answers.append([token - window.first + position for token in answer] if is_inside else [0, 0])

@@ -61,7 +61,7 @@ class Record:
 
 
 def read_records(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
-    """The records of a file, or of a hub name or local folder that `datasets` loads.
+    """The records of a file, or of a hub name or its copy in a folder, which `datasets` loads.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -121,9 +121,12 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def _read_tsv(path: Path, part: str, data_set: DataSet) -> Iterator[Record]:
     """Tab-separated values. Quotes mean nothing, as in GLUE's files."""
-    columns, broken = (), []
+    columns, broken, last_number = (), [], 0
     for number, line in lines_of(path):
         values = line.split("\t")
+        if len(columns) == 1 and number != last_number + 1:
+            raise DataError(str(path), [f"line {number - 1} is empty: give the text, or take the line out"])
+        last_number = number
         if not columns:
             has_header = not data_set.tsv_columns or not set(values).isdisjoint(data_set.tsv_columns)
             columns = tuple(values) if has_header else data_set.tsv_columns
@@ -173,9 +176,12 @@ def _read_hub(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
     configuration, split = data_set.configuration, data_set.splits[part]
     try:
         rows = datasets.load_dataset(source, configuration, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        message = " ".join(str(error).split())
-        raise DataError(source, [f"datasets cannot load {configuration} split {split}: {message}"]) from error
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        found = f"datasets cannot load {configuration} split {split}: {' '.join(str(error).split())}"
+        where = (
+            "" if Path(source).exists() else f". There is no such file here, of which {', '.join(_SUFFIXES)} are read"
+        )
+        raise DataError(source, [f"{found}{where}"]) from error
     yield from (Record(f"{split} row {number}", fields) for number, fields in enumerate(rows, start=1))
 
 

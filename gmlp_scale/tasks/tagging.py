@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmlp_scale.data.batch import CLS_ID, IGNORED, PAD_ID, SEP_ID
+from gmlp_scale.data.shards import row_dtype
 from gmlp_scale.data.tokenizer import Tokenizer
 from gmlp_scale.models.task_heads import TaggedBatch, TokenTagger
 from gmlp_scale.tasks.records import DataError, DataSet, lines_of
@@ -75,6 +76,7 @@ class TaggingTask:
     main_score = "f1"
     head_name = "token_classification"
     has_windows = True
+    num_texts = 1
     official_sizes = {}  # noqa: RUF012 - the paper has no scores of it
 
     @property
@@ -112,7 +114,7 @@ class TaggedRows:
                 here = (window.first_maximal <= first_tokens) & (first_tokens < window.stop_maximal)
                 places += [(len(rows), token - window.first + 1) for token in first_tokens[here]]
                 rows.append(row + [PAD_ID] * (length - len(row)))
-        self.num_rows, self.token_ids_RN = len(rows), np.array(rows, np.uint16)
+        self.num_rows, self.token_ids_RN = len(rows), np.array(rows, row_dtype(tokenizer.vocab_size))
         self.rows_W, self.positions_W = np.array(places).T
         """Where the first token of each word is that counts."""
         self.labels_RN = np.full(self.token_ids_RN.shape, IGNORED, np.int64)

@@ -42,19 +42,17 @@ def cut_windows(num_tokens: int, capacity: int, stride: int) -> list[Window]:
     while bounds[-1][1] < num_tokens:
         first = bounds[-1][0] + min(stride, capacity)
         bounds.append((first, min(first + capacity, num_tokens)))
-    tokens = np.arange(num_tokens)
-    chosen = np.argmax([_contexts(tokens, first, stop) for first, stop in bounds], axis=0)  # the first of equals
+    greatest, chosen = np.full(num_tokens, -np.inf), np.zeros(num_tokens, int)
+    for number, (first, stop) in enumerate(bounds):
+        places = np.arange(stop - first)
+        contexts = np.minimum(places, places[::-1]) + 0.01 * (stop - first)
+        is_greater = contexts > greatest[first:stop]  # the first of equals stays
+        greatest[first:stop][is_greater], chosen[first:stop][is_greater] = contexts[is_greater], number
     windows = []
     for number, (first, stop) in enumerate(bounds):
-        maximal = np.flatnonzero(chosen == number)
+        maximal = first + np.flatnonzero(chosen[first:stop] == number)
         windows.append(Window(first, stop, *((maximal[0], maximal[-1] + 1) if len(maximal) else (first, first))))
     return windows
-
-
-def _contexts(tokens: np.ndarray, first: int, stop: int) -> np.ndarray:
-    """The context of each token in the window [first, stop), -inf for tokens outside."""
-    context = np.minimum(tokens - first, stop - 1 - tokens) + 0.01 * (stop - first)
-    return np.where((first <= tokens) & (tokens < stop), context, -np.inf)
 
 
 def window_rows(
@@ -106,10 +104,6 @@ class WindowScores:
     summary: np.ndarray
     """What `summarize` gives of the window's row."""
 
-    @property
-    def null_logit(self) -> float:
-        return float(self.summary[-1])
-
 
 @dataclass(frozen=True)
 class Span:
@@ -137,7 +131,7 @@ def best_answer(windows: list[WindowScores], context: str, token_ranges: np.ndar
     The characters are without the blanks around them. The odds are the least null logit of all windows minus the span's
     logit. If there is no span, the answer is (0, 0) with odds 0, since "" already says that there is no answer.
     """
-    null_logit = min(window.null_logit for window in windows)
+    null_logit = min(float(window.summary[-1]) for window in windows)
     for span in spans(windows):
         start, stop = int(token_ranges[span.first, 0]), int(token_ranges[span.last, 1])
         if text := context[start:stop].strip():

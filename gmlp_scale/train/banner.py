@@ -13,16 +13,15 @@ from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.schedule import Schedule
 
 
-def banner(task: Task, world: World, schedule: Schedule, checkpoint: Checkpoint | None) -> str:
+def banner(task: Task, world: World, schedule: Schedule, checkpoint: Checkpoint | None, num_parameters: int) -> str:
     """The run's name and a line for each thing. All ranks call it together.
 
     Args:
         task: after its open_loader().
         checkpoint: the one that the run resumes from, or branches off.
+        num_parameters: the model's.
     """
     config, train = task.config, task.train
-    with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in task.build_model().parameters())
     stop = f"; this start stops after step {train.stop_after_step:,}" if train.stop_after_step else ""
     if train.time_budget_seconds:
         stop = f"; at most {train.time_budget_seconds:,.0f} s{stop}"

@@ -74,9 +74,8 @@ class Metrics:
     ):
         self.task, self.world, self.start_up = task, world, start_up
         self._train, self._loader, self._schedule = task.train, loader, schedule
-        self.peak_tflops_per_device = task.train.peak_tflops_per_device
-        if self.peak_tflops_per_device is None:
-            self.peak_tflops_per_device = peak_tflops(world.device, task.train.precision)
+        given = task.train.peak_tflops_per_device
+        self.peak_tflops_per_device = given or peak_tflops(world.device, task.train.precision)
         self.checkpoint_stall_seconds = 0.0
         self.evaluation_seconds = 0.0
         """How long the last evaluation took; 0 before the first."""

@@ -69,7 +69,8 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         checkpoint = starting_point(config, task.fingerprint, newest, model, world)
         start_up.finish("checkpoint")
         schedule = build_schedule(task.train, task.optimizer, newest.details if newest else {})
-        log.info(banner(task, world, schedule, checkpoint))
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        log.info(banner(task, world, schedule, checkpoint, num_parameters))
 
         engine = build_engine_of(task, world, is_new=checkpoint is None)
         stack.callback(engine.close)

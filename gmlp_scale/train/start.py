@@ -85,6 +85,7 @@ def starting_point(
     """
     if newest:
         check_continues(config, fingerprint, newest, model)
+        _check_lasts(config, newest.step, f"at least the step of {newest.path}")
         return newest
     if not isinstance(config, PretrainingRecipe) or config.branch_from is None:
         return None
@@ -93,10 +94,14 @@ def starting_point(
     verified = world.on_main(lambda: open_checkpoint(checkpoints, step).path.name)
     checkpoint = Checkpoint.open(checkpoints.directory / verified, verify_files=False)
     check_continues(config, fingerprint, checkpoint, model, is_branch=True)
-    if config.train.num_steps <= checkpoint.step:
-        found = f"found {config.train.num_steps}; needed: more than the step of {config.branch_from}"
-        raise ConfigError(config.name, [f"train.num_steps: {found}"])
+    _check_lasts(config, checkpoint.step + 1, f"more than the step of {config.branch_from}")
     return checkpoint
+
+
+def _check_lasts(config: Recipe, num_steps: int, needed: str) -> None:
+    """Raises ConfigError if the run has fewer steps."""
+    if isinstance(config, PretrainingRecipe) and config.train.num_steps < num_steps:
+        raise ConfigError(config.name, [f"train.num_steps: found {config.train.num_steps}; needed: {needed}"])
 
 
 def check_packages(name: str, train: TrainConfig) -> None:

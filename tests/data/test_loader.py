@@ -187,6 +187,8 @@ def test_settings_without_effect_are_refused():
     with pytest.raises(ValueError, match="cache_max_bytes=5 without a cache_dir"):
         DataConfig(shards="x", cache_max_bytes=5)
     assert DataConfig(shards="x", cache_dir="y", cache_max_bytes=5).cache_max_bytes == 5
+    with pytest.raises(ValueError, match="cache_dir=s3://bucket/cache: needed is a folder of this machine"):
+        DataConfig(shards="x", cache_dir="s3://bucket/cache")
 
 
 def test_a_fingerprint_changes_with_the_data(write_shards, make_loader, tmp_path, trials):
@@ -248,6 +250,23 @@ def test_a_resumed_run_skips_recorded_shards_that_were_repaired(write_shards, ma
     (tmp_path / "run" / "corrupt_shards.jsonl").write_text("")  # as the warning says
     anew = make_loader(folder, data=SKIP)
     assert not all(same(join(anew.micro_batches(step)), batches[step]) for step in range(20))
+
+
+def test_a_source_keeps_its_skipped_shards_when_others_join(write_shards, make_loader, tmp_path):
+    folder, _ = write_shards([20] * 4, folder=tmp_path / "one")
+    other, _ = write_shards([20] * 4, folder=tmp_path / "two")
+    whole = {path: path.read_bytes() for path in folder.glob("train/*.tar")}
+    names = corrupt(folder, 1, 2)
+    alone = make_loader(folder, data=SKIP)
+    batches = [join(alone.micro_batches(step)) for step in range(10)]
+    both = [{"shards": str(folder), "weight": 1}, {"shards": str(other), "weight": 1, "from_step": 10}]
+    for state in ("corrupt", "repaired"):
+        if state == "repaired":
+            for path, content in whole.items():
+                path.write_bytes(content)
+        resumed = make_loader(data=SKIP | {"shards": both})
+        assert all(same(join(resumed.micro_batches(step)), batches[step]) for step in range(10)), state
+        assert recorded(tmp_path / "run") == set(names)
 
 
 def test_a_record_that_cannot_be_written_is_written_at_a_later_step(write_shards, make_loader, tmp_path):

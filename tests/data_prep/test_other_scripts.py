@@ -143,6 +143,7 @@ def test_gather_docs(tmp_path):
         "\nOnce more there are enough words in this paragraph to be kept as a part of the corpus.\n"
     )
     (package / "LICENSE.txt").write_text(sentence)
+    (package / "gone.py").symlink_to("nowhere.py")
     for name in ("a", "b"):
         run("gather_docs.py", "--folder", tmp_path / "packages", "--output", tmp_path / f"{name}.jsonl")
     documents = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]

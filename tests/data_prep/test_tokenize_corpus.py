@@ -166,6 +166,19 @@ def test_contaminated_documents_are_dropped_and_counted(corpus, tokenize, tmp_pa
     assert report_of(tmp_path / "out")["decontaminate"] == {"read": 902, "kept": 901, "dropped": 1}
 
 
+def test_files_to_avoid_that_change_or_hold_no_text_are_refused(corpus, tokenize, tmp_path):
+    long = " ".join(f"Eval{number}," for number in range(30))
+    write_jsonl(tmp_path / "dev.jsonl", [long])
+    tokenize(f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.jsonl")
+    write_jsonl(tmp_path / "dev.jsonl", [long, "more " + long])
+    assert "decontaminate" in tokenize(
+        f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.jsonl", code=2
+    )
+    (tmp_path / "wrapped.txt").write_text(long.replace("Eval10,", "Eval10,\n").replace("Eval20,", "Eval20,\n"))
+    found = tokenize(f"{corpus}/*", tmp_path / "new", "--decontaminate", tmp_path / "wrapped.txt", code=2)
+    assert "has nothing that a document could share; needed: a text of 13 words or more" in found
+
+
 def test_a_data_set_of_the_hub_is_streamed(corpus, tokenize, tmp_path):
     """From a folder, which `datasets` reads by the same path as a name on the hub."""
     write_jsonl(corpus / "bad.jsonl", ["", " fine "])

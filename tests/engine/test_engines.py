@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from gmlp_scale.distributed.world import start_world
 from gmlp_scale.engine import EngineConfig, Fsdp2Config, SingleConfig, ZeroConfig
 from gmlp_scale.errors import InputError
+from gmlp_scale.recipe.config import ConfigError
+from gmlp_scale.recipe.reader import load_run_config
 from tests.engine.trained_engines import AMLP, ENGINES, GMLP, MUON, Run, micro_batches_of, start_engine, train
 from tests.gloo_ranks import run_ranks
 from tests.triton_interpreter import run_interpreted
@@ -97,6 +99,21 @@ def test_muon_updates_each_of_stage_3s_sub_groups(tmp_path):
     assert num_whole == 1 < num_parts
     assert in_parts.losses == pytest.approx(whole.losses, rel=1e-6)
     assert in_parts.norms == pytest.approx(whole.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{,}", "cannot be read as JSON"),
+        ("[]", "needed is an object"),
+        ('{"zero_optimization": true}', "needed is an object"),
+    ],
+)
+def test_a_file_that_is_not_deepspeeds_is_a_mistake_of_the_recipe(tmp_path, text, found):
+    (tmp_path / "own.json").write_text(text)
+    overrides = ["engine.kind=zero", f"engine.deepspeed_config={tmp_path}/own.json"]
+    with pytest.raises(ConfigError, match=f"engine.deepspeed_config: .*{found}"):
+        load_run_config("smoke", overrides)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

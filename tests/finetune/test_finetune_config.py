@@ -87,8 +87,17 @@ def test_tagging_s_types_are_its_own():
     assert mistakes("tagging", "data.entity_types=null") == [
         "data.entity_types: found None; needed: the TYPEs of the files' tags B-TYPE"
     ]
+    (found,) = mistakes("tagging", "data.entity_types=[PER, LOC, PER]")
+    assert found == "data.entity_types: found PER more than once; needed: each type once"
     (found,) = mistakes("mnli", "data.entity_types=[PER]")
     assert found == "data.entity_types: found ['PER']; needed: null, as only tagging has them"
+
+
+@pytest.mark.parametrize(("task", "least"), [("sst2", 3), ("mnli", 5), ("tagging", 3)])
+def test_a_row_has_room_for_a_token_of_each_text(task, least):
+    assert load(task, f"data.sequence_length={least}").data.sequence_length == least
+    (found,) = mistakes(task, f"data.sequence_length={least - 1}")
+    assert found == f"data.sequence_length: found {least - 1}; needed: at least {least}"
 
 
 def test_tasks_and_squads_needs():

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.input_files import find_inputs
 from gmlp_scale.prepare.job import JobFolder, JobOptions
-from gmlp_scale.prepare.read_documents import read_documents
+from gmlp_scale.prepare.read_documents import check_bad_records, read_documents
 from gmlp_scale.prepare.read_records import FileReader, Record
 from gmlp_scale.prepare.write_shards import write_shards
 from gmlp_scale.storage.files import write_file
@@ -33,6 +33,19 @@ def test_a_wrong_field_is_reported_before_all_is_read(kind, tmp_path):
     )
     with pytest.raises(InputError, match=r"10000 of 10000 records are bad \(10000 no text in field 'body'\), "):
         list(read_documents(options, "tokenizing", None, 0, 1))
+
+
+def test_a_value_of_the_hub_that_is_no_text_is_a_bad_record(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.jsonl").write_text('{"text": "good", "label": 0}\n{"text": "  ", "label": 1}\n')
+    for field, bad in (("text", "1 of 2 records are bad (1 empty text)"), ("label", "(2 no text in field 'label')")):
+        options = JobOptions(
+            input=(f"hf:{tmp_path}/corpus:default:train",), tokenizer="x", sequence_length=8,
+            output=str(tmp_path / field), text_field=field,
+        )  # fmt: skip
+        with pytest.raises(InputError, match=re.escape(bad)):
+            list(read_documents(options, "tokenizing", None, 0, 1))
+            check_bad_records(options, options.job.total_counts("read"), "")
 
 
 @pytest.fixture

@@ -62,14 +62,21 @@ def test_a_second_job_is_refused_once_the_first_shows_life(quick, tmp_path, tria
     trials("two jobs on one folder", 1)
 
 
-@pytest.mark.parametrize("host", [os.uname().nodename, "another machine"])
-def test_a_claim_that_stands_still_blocks_nobody(quick, monkeypatch, tmp_path, caplog, host):
+@pytest.mark.parametrize(
+    ("host", "process"),
+    [
+        (os.uname().nodename, os.getppid()),
+        (os.uname().nodename, 2**22 + 1),  # none of this container, but a job's in another one may have the number
+        ("another machine", os.getppid()),
+    ],
+)
+def test_a_claim_that_stands_still_blocks_nobody(quick, monkeypatch, tmp_path, caplog, host, process):
     monkeypatch.setattr(claim, "_GONE_AFTER_SECONDS", 0.1)
     (tmp_path / "claims").mkdir()
-    left = {"host": host, "process": os.getppid(), "id": "x", "beats": 3, "ended": False}
+    left = {"host": host, "process": process, "processes": "others", "id": "x", "beats": 3, "ended": False}
     (tmp_path / "claims/000007.json").write_text(json.dumps(left))
     with hold_folder("OUTPUT", str(tmp_path / "claims")) as is_held:
-        assert f"OUTPUT was held by process {os.getppid()} on {host}, which has shown no sign for" in caplog.text
+        assert f"OUTPUT was held by process {process} on {host}, which has shown no sign for" in caplog.text
         assert is_held()
         assert [claim["id"] == "x" for claim in claims(tmp_path / "claims")] == [True, False]
 
@@ -78,7 +85,7 @@ def test_a_killed_process_of_this_machine_blocks_nobody_at_once(monkeypatch, tmp
     monkeypatch.setattr(claim, "_LOOK_EVERY_SECONDS", -1.0)  # which time.sleep refuses
     (tmp_path / "claims").mkdir()
     for number, process in ((1, 2**22 + 1), (3, os.getpid())):  # more than Linux gives; a container's old number
-        left = {"host": os.uname().nodename, "process": process, "id": "x", "beats": 0, "ended": False}
+        left = {"process": process, "processes": claim._processes(), "id": "x", "beats": 0, "ended": False}
         (tmp_path / f"claims/{number:06d}.json").write_text(json.dumps(left))
         with hold_folder("OUTPUT", str(tmp_path / "claims")):
             assert (tmp_path / f"claims/{number + 1:06d}.json").exists()

@@ -105,6 +105,16 @@ def test_a_local_folder_of_the_hubs_form(tmp_path, monkeypatch):
     )
     assert [(e.texts, e.label) for e in read_examples(SST2, str(folder), "dev")] == [(("good",), 1)]
     assert "datasets cannot load sst2 split train" in mistakes_of(SST2, str(folder), "train")[0]
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").write_text("")  # which datasets 4 refuses by a RuntimeError
+    assert "scripts are no longer supported" in mistakes_of(SST2, str(tmp_path / "scripted"), "train")[0]
+
+
+def test_what_is_taken_for_a_name_on_the_hub_may_be_a_file_that_is_not_there(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    (found,) = mistakes_of(SST2, "nowhere/train.csv", "train")
+    assert found.endswith("There is no such file here, of which .tsv, .json, .jsonl, .parquet are read")
 
 
 NO_SCORES = ("5.1", "-0.5", "nan", "much")
@@ -135,6 +145,9 @@ NO_LABEL = "; mnli has entailment, neutral, contradiction"
         (SST2, "test", "a.tsv", ["sentence\tlabel", "good\tyes", "bad\t0"], ["line 2: label is 'yes'; sst2 has 0, 1"]),
         (SST2, "test", "a.tsv", ["sentence\tlabel", "good\t1", "bad\t-1", "dull\t-1"],
          ["2 of 3 labels are missing or -1; give all labels, or none"]),
+        (SST2, "test", "a.jsonl", ['{"sentence": "x"}', '{"sentence": "y", "label": 1}'],
+         ["1 of 2 labels are missing or -1; give all labels, or none"]),
+        (SST2, "test", "a.tsv", ["sentence", "good", "", "bad"], ["line 3 is empty: give the text, or take the line"]),
         (STSB, "dev", "a.tsv", ["sentence1\tsentence2\tscore", *(f"a\tb\t{score}" for score in NO_SCORES)],
          [f"line {n}: score is '{score}'; stsb has 0 to 5" for n, score in enumerate(NO_SCORES, start=2)]),
     ],

@@ -195,6 +195,16 @@ def test_a_start_that_was_killed_before_its_first_save_takes_the_newest_step_aga
     assert resolve.with_decided_start(run, lone_world()).init_from == f"{folder / 'trunk'}@6"
 
 
+def test_a_schedule_that_ends_before_the_checkpoint_is_refused(trunk):
+    """Each start said that the same command resumes, and a Job of Kubernetes began it again without end."""
+    folder, train = trunk
+    fields = ["name=shortened", "train.global_batch_size=4"]
+    train(*fields)
+    fields += ["train.num_steps=5", "train.allow_changed_on_resume=[train.num_steps]"]
+    with pytest.raises(ConfigError, match="train.num_steps: found 5; needed: at least the step of .*step_000000006"):
+        train(*fields)
+
+
 def test_a_run_that_did_not_record_the_step_goes_on(trunk):
     folder, train = trunk
     with pytest.MonkeyPatch.context() as before:

@@ -62,16 +62,17 @@ def test_answers_not_at_their_offset(write_squad, caplog):
         ("nowhere", [("Saxons", 3)]),
         ("one of two", [("Saxons", 3), ("France", 53)]),
         ("empty", [("", 3)]),
+        ("before the start", [("France.", -7)]),  # Python would count from the end
     ]
     path = write_squad("train.json", [(NORMANS, questions)])
     with caplog.at_level(logging.WARNING, logger="gmlp_scale"):
         kept = read(path)
     starts = {question.question: question.answers[-1].start for question in kept}
-    assert starts == {"near the second": 65, "near the first": 4, "one of two": 53}
-    moved = "2 answers stand elsewhere than at their offset; first 'Title' paragraph 1 question q0: 'Normans'"
+    assert starts == {"near the second": 65, "near the first": 4, "one of two": 53, "before the start": 53}
+    moved = "3 answers stand elsewhere than at their offset; first 'Title' paragraph 1 question q0: 'Normans'"
     assert moved in caplog.text
     assert "3 answers are not in their context, so 2 questions were left out; first" in caplog.text
-    assert len(read(path, part="dev")) == 5  # each counts for scoring
+    assert len(read(path, part="dev")) == 6  # each counts for scoring
 
 
 def test_every_bad_record_is_named_and_v1_has_no_question_without_answer(write_squad):
@@ -80,6 +81,12 @@ def test_every_bad_record_is_named_and_v1_has_no_question_without_answer(write_s
     assert mistakes_of(path) == [f"{first}the context is empty", f"{second}the question is empty"]
     path = write_squad("b.json", [(NORMANS, [("Who?", [])])], version="1.1")
     assert mistakes_of(path, V1) == [f"{first}no answer; only task squad_v2 has such questions"]
+
+
+def test_questions_of_one_id_are_refused_since_scores_go_by_it(write_squad):
+    path = write_squad("a.json", [(NORMANS, [("Who?", [("Normans", 4)]), ("What?", [("Normans", 4)])])])
+    path.write_text(path.read_text().replace('"q1"', '"q0"'))
+    assert mistakes_of(path) == ["id q0 stands there 2 times: give each question its own"]
 
 
 def flat(answers: str, id: str = '"x"') -> str:
