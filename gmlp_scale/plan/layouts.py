@@ -62,9 +62,9 @@ class HostTime(NamedTuple):
     eager: float
     """For the forward and the backward pass of a micro-batch."""
     compiled: float
-    """The same."""
+    """The same, with compiled blocks."""
     graphs: float
-    """The same with CUDA graphs, without their launches."""
+    """The same, with CUDA graphs and without their launches."""
     update: float
 
     def of_micro_batch(self, compile: bool | str) -> float:

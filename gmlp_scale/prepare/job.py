@@ -37,7 +37,7 @@ from gmlp_scale.prepare.input_files import InputFile, find_inputs
 from gmlp_scale.prepare.read_records import FileReader
 from gmlp_scale.storage.claim import hold_folder, json_names
 from gmlp_scale.storage.damage import damage_as
-from gmlp_scale.storage.files import is_local, open_filesystem, read_file, redacted, with_retries, write_text
+from gmlp_scale.storage.files import is_local, open_filesystem, read_json, redacted, with_retries, write_text
 
 
 class JobFolder:
@@ -101,7 +101,7 @@ class JobFolder:
 
     def read(self, name: str) -> dict | None:
         try:
-            return json.loads(read_file(f"{self.url}/{name}"))
+            return read_json(f"{self.url}/{name}")
         except FileNotFoundError:
             return None
 

@@ -18,7 +18,7 @@ _STORES = ("s3", "s3a", "gs", "gcs", "memory")
 
 
 def recipe_mistakes(run: "Recipe") -> Iterable[str]:
-    """Of every recipe."""
+    """What may be wrong with any recipe."""
     train = run.train
     yield from _place_mistakes(run.output_dir)
     batch, micro_batch = Piecewise(train.global_batch_size), train.micro_batch_size
@@ -36,7 +36,7 @@ def recipe_mistakes(run: "Recipe") -> Iterable[str]:
 
 
 def rank_mistakes(run: "Recipe", world_size: int) -> Iterable[str]:
-    """Of every recipe, on this number of ranks."""
+    """What may be wrong with any recipe on this number of ranks."""
     batch, micro_batch = Piecewise(run.train.global_batch_size), run.train.micro_batch_size
     if world_size > 1 and not run.engine.needs_process_group:
         needed = f"use {SHARDED_KINDS}, or start one process"
@@ -52,7 +52,7 @@ def rank_mistakes(run: "Recipe", world_size: int) -> Iterable[str]:
 
 
 def pretraining_mistakes(run: "PretrainingRecipe") -> Iterable[str]:
-    """Of every pretraining recipe, beside `recipe_mistakes`."""
+    """What may be wrong with a recipe of pretraining, beside `recipe_mistakes`."""
     train = run.train
     if run.branch_from and (is_url(run.branch_from) or not re.fullmatch(r".+@\d+", run.branch_from)):
         yield f"branch_from: found {run.branch_from!r}; needed: RUN@STEP, a run folder that every host sees"

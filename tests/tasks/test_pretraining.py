@@ -197,11 +197,11 @@ def test_a_start_that_was_killed_before_its_first_save_takes_the_newest_step_aga
 
 def test_a_schedule_that_ends_before_the_checkpoint_is_refused(trunk):
     """Each start said that the same command resumes, and a Job of Kubernetes began it again without end."""
-    folder, train = trunk
+    _, train = trunk
     fields = ["name=shortened", "train.global_batch_size=4"]
     train(*fields)
     fields += ["train.num_steps=5", "train.allow_changed_on_resume=[train.num_steps]"]
-    with pytest.raises(ConfigError, match="train.num_steps: found 5; needed: at least the step of .*step_000000006"):
+    with pytest.raises(ConfigError, match=r"train\.num_steps: found 5; needed: at least the step of .*step_000000006"):
         train(*fields)
 
 
