@@ -26,7 +26,7 @@ from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.report import finish_job
 from gmlp_scale.prepare.token_files import TOKEN_DTYPES, documents_of, read_pieces
 from gmlp_scale.prepare.write_shards import write_rows
-from gmlp_scale.storage.files import redacted
+from gmlp_scale.storage.files import plain_place, redacted
 
 
 class ConversionOptions(JobOptions):
@@ -46,7 +46,7 @@ def main() -> int:
     add("--end-token", metavar="TOKEN", help="stands behind each document (default: the tokenizer's own)")
     add("--append-end-token", action="store_true", help="to documents of Megatron or samples of MDS that have none")
     add("--sequence-length", type=int, required=True, help="tokens in a row")
-    add("--output", required=True, metavar="SHARDS_DIR", help="a new folder, or that of the same job")
+    add("--output", type=plain_place, required=True, metavar="SHARDS_DIR", help="a new folder, or that of the same job")
     add("--heldout-fraction", type=float, default=0.0, help=f"of the documents, chosen by their tokens {default}")
     add("--mds-column", default="tokens", help=f"holds the tokens of MDS {default}")
     add("--token-dtype", choices=TOKEN_DTYPES, help="of an MDS column of bytes (default: none)")

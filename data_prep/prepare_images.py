@@ -30,7 +30,7 @@ from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
 from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
 from gmlp_scale.prepare.job import JobFolder, pool_of_workers
-from gmlp_scale.storage.files import read_file, write_file, write_text
+from gmlp_scale.storage.files import plain_place, read_file, write_file, write_text
 
 _ORDER_SEED = 0
 _BAD_IMAGES_SHOWN = 3
@@ -44,7 +44,13 @@ def main() -> int:
     heldout = parser.add_mutually_exclusive_group(required=True)
     heldout.add_argument("--heldout", metavar="SOURCE", help="the images to evaluate on, of the same classes")
     heldout.add_argument("--heldout-fraction", type=float, help="of the images of --input, chosen by chance")
-    add("--output", required=True, metavar="SHARDS_DIR", help="a path or a URL: new, or of the same job")
+    add(
+        "--output",
+        type=plain_place,
+        required=True,
+        metavar="SHARDS_DIR",
+        help="a path or a URL: new, or of the same job",
+    )
     add("--images-per-shard", type=int, default=128, help=default)
     add("--max-bad-images", type=int, default=0, help=f"that may be left out {default}")
     add("--workers", type=int, default=1, help=f"processes {default}")

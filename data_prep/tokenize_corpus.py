@@ -20,7 +20,7 @@ from gmlp_scale.prepare.job import JobOptions
 from gmlp_scale.prepare.report import estimate, finish_job, print_table
 from gmlp_scale.prepare.run_job import run_passes
 from gmlp_scale.prepare.write_shards import PACKINGS
-from gmlp_scale.storage.files import redacted
+from gmlp_scale.storage.files import plain_place, redacted
 
 
 def parse_options() -> JobOptions:
@@ -34,7 +34,13 @@ def parse_options() -> JobOptions:
     folder = "that train_tokenizer.py wrote, or one of Hugging Face with tokenizer.json"
     add("--tokenizer", required=True, metavar="TOKENIZER_DIR", help=folder)
     add("--sequence-length", type=int, required=True, help="tokens in a row")
-    add("--output", required=True, metavar="SHARDS_DIR", help="a new folder, or that of the same job to go on with")
+    add(
+        "--output",
+        type=plain_place,
+        required=True,
+        metavar="SHARDS_DIR",
+        help="a new folder, or that of the same job to go on with",
+    )
     end_token = "stands behind each document; for a tokenizer.json (default: its template's or its eos_token)"
     add("--end-token", metavar="TOKEN", help=end_token)
     add("--heldout-fraction", type=float, help=f"of the documents, chosen by their text {default}")

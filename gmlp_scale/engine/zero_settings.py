@@ -69,9 +69,10 @@ def read_own(file: Path) -> dict:
         own = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file} cannot be read as JSON: {error}") from error
-    sections = [own, own.get("zero_optimization", {})] if isinstance(own, dict) else [own]
-    if not all(isinstance(section, dict) for section in sections):
-        raise InputError(f"{file}: needed is an object of DeepSpeed's fields; zero_optimization is one too")
+    zero = own.get("zero_optimization", {}) if isinstance(own, dict) else None
+    if not isinstance(zero, dict) or not isinstance(zero.get("offload_optimizer", {}), dict | None):
+        needed = "an object of DeepSpeed's fields; zero_optimization and its offload_optimizer are objects too"
+        raise InputError(f"{file}: needed is {needed}")
     return own
 
 

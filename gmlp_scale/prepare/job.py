@@ -116,16 +116,21 @@ class JobFolder:
 
 
 def _change(name: str, before: object, now: object) -> str:
-    """What has changed, in words; of the input files, [name, bytes] each, the first that differs."""
-    if name != "inputs" or not before or not now or not all(isinstance(item, list) for item in before + now):
+    """What has changed, in words; of files, [name, bytes] each, the first that differs."""
+    if (
+        name not in ("inputs", "decontaminate")
+        or not before
+        or not now
+        or not all(isinstance(item, list) for item in before + now)
+    ):
         before, now = (text if len(text := json.dumps(value)) <= 80 else f"{text[:77]}..." for value in (before, now))
         return f"{name} was {before}, is {now}"
     before, now = dict(before), dict(now)
     for file in {**before, **now}:
         if file not in now:
-            return f"{file} is no longer an input"
+            return f"{file} is no longer in {name}"
         if file not in before:
-            return f"{file} is a new input"
+            return f"{file} is new in {name}"
         if before[file] != now[file]:
             return f"{file} had {before[file]:,} bytes, has {now[file]:,}"
     return "the inputs are in another order"

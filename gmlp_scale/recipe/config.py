@@ -116,7 +116,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     A dry run asks it for build_model() and num_rows(), the training rows of an epoch.
     """
 
-    branch_from: FreeInBranch[str | None] = None
+    branch_from: FreeInBranch[Annotated[str | None, BeforeValidator(plain_place)]] = None
     """RUN@STEP: a new run goes on from this checkpoint of another run, with its weights, moments, step and rows. The
     optimizer section and train.num_steps may differ, as for a decay of its own. A path that every host sees."""
 

@@ -169,8 +169,8 @@ QUANTITIES = (
     below("f", "modern_transformer", "bert", "The modern Transformer beats BERT"),
     below("f", "modern_transformer", "gmlp", "The modern Transformer beats gMLP"),
     below("f", "modern_transformer", "amlp", "The modern Transformer beats aMLP"),
-    below("f", "avey_toeplitz", "avey_static", "Its alternation beats its static layers alone"),
-    below("f", "avey_toeplitz", "avey_dynamic", "Its alternation beats its dynamic layers alone"),
+    below("f", "avey_toeplitz", "avey_static", "With a Toeplitz W Avey's alternation beats its static layers alone"),
+    below("f", "avey_toeplitz", "avey_dynamic", "With a Toeplitz W Avey's alternation beats its dynamic layers alone"),
     below("f", "avey_static", "avey_dynamic", "Static layers alone beat dynamic ones, which do not know the order"),
     below("f", "gmlp_dynamic", "gmlp", "A Toeplitz W with a part from the input beats a fixed one"),
 )  # fmt: skip

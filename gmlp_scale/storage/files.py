@@ -83,16 +83,11 @@ def is_url(place: str | Path) -> bool:
 
 
 def plain_place(place: Any) -> Any:
-    """A path or URL in its one plain form: a/b for ./a//b/, and the home folder for ~. What is no place stays as it is.
-
-    A store takes a//b for another key than a/b.
-    """
-    if not isinstance(place, str | Path):
+    """A path or URL in its plain form: a/b for ./a//b/, the home folder for ~, a URL without slashes at its end. What
+    is no place stays as it is."""
+    if not place or not isinstance(place, str | Path):
         return place
-    if not is_url(place):
-        return str(Path(os.path.expanduser(place)))
-    address, mark, query = str(place).partition("?")
-    return re.sub("(?<=[^:/])/+(?=/|$)", "", address) + mark + query
+    return re.sub("(?<=[^:/])/+$", "", str(place)) if is_url(place) else str(Path(os.path.expanduser(place)))
 
 
 def local_path(text: str) -> Path:
@@ -110,7 +105,7 @@ def open_filesystem(url: str | Path) -> tuple[AbstractFileSystem, str]:
             "data.shards=..., or a copy on this machine"
         )
     try:
-        return fsspec.url_to_fs(plain_place(url))
+        return fsspec.url_to_fs(str(url))
     except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
         raise PlaceError(redacted(f"{url} cannot be opened: {error}")) from error
 

@@ -105,8 +105,10 @@ def start_from(trained: TrainedModel, model: Backbone, run: RunConfig) -> None:
     _check_alike(trained, run)
     old_ids, new_ids = _ids_of_both(trained, run)
     for name, parameter in model.named_parameters():
-        if name not in trained.weights:  # a finetuned export has the trunk alone
-            continue
+        if name not in trained.weights:
+            if name.startswith("blocks."):
+                raise ConfigError(run.name, [f"init_from: {trained.place} has no {name}, so it is of an older version"])
+            continue  # a finetuned export has the trunk alone
         old = trained.weights[name]
         if name == "embedding.weight":
             parameter[new_ids] = old[old_ids]

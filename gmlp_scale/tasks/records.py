@@ -179,7 +179,7 @@ def _read_hub(source: str, part: str, data_set: DataSet) -> Iterator[Record]:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         found = f"datasets cannot load {configuration} split {split}: {' '.join(str(error).split())}"
         where = (
-            "" if Path(source).exists() else f". There is no such file here, of which {', '.join(_SUFFIXES)} are read"
+            "" if Path(source).exists() else f". Nor is there such a file here; a file ends in {', '.join(_SUFFIXES)}"
         )
         raise DataError(source, [f"{found}{where}"]) from error
     yield from (Record(f"{split} row {number}", fields) for number, fields in enumerate(rows, start=1))

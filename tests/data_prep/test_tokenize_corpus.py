@@ -82,12 +82,12 @@ def test_other_settings_on_one_output_are_refused(corpus, tokenize, tmp_path):
     first, second, third = sorted(corpus.iterdir())
     size = third.stat().st_size
     message = tokenize(f"{corpus}/part-[12]*", tmp_path / "out", "--tasks", 3, code=2)
-    assert f"settings ({first} is no longer an input): give another --output, or the old" in message
+    assert f"settings ({first} is no longer in inputs): give another --output, or the old" in message
     message = tokenize(first, tmp_path / "out", "--input", first, third, second, code=2)
     assert "(the inputs are in another order)" in message
     write_jsonl(corpus / "part-3.jsonl.gz", make_texts(9))
     message = tokenize(f"{corpus}/*.gz", tmp_path / "out", "--tasks", 3, code=2)
-    assert f"{corpus}/part-3.jsonl.gz is a new input" in message
+    assert f"{corpus}/part-3.jsonl.gz is new in inputs" in message
     (corpus / "part-3.jsonl.gz").unlink()
     write_jsonl(third, make_texts(9))
     message = tokenize(f"{corpus}/*.gz", tmp_path / "out", code=2)
@@ -171,9 +171,8 @@ def test_files_to_avoid_that_change_or_hold_no_text_are_refused(corpus, tokenize
     write_jsonl(tmp_path / "dev.jsonl", [long])
     tokenize(f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.jsonl")
     write_jsonl(tmp_path / "dev.jsonl", [long, "more " + long])
-    assert "decontaminate" in tokenize(
-        f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.jsonl", code=2
-    )
+    found = tokenize(f"{corpus}/*", tmp_path / "out", "--decontaminate", tmp_path / "dev.jsonl", code=2)
+    assert f"settings ({tmp_path}/dev.jsonl had " in found
     (tmp_path / "wrapped.txt").write_text(long.replace("Eval10,", "Eval10,\n").replace("Eval20,", "Eval20,\n"))
     found = tokenize(f"{corpus}/*", tmp_path / "new", "--decontaminate", tmp_path / "wrapped.txt", code=2)
     assert "has nothing that a document could share; needed: a text of 13 words or more" in found

@@ -106,7 +106,7 @@ def test_muon_updates_each_of_stage_3s_sub_groups(tmp_path):
     [
         ("{,}", "cannot be read as JSON"),
         ("[]", "needed is an object"),
-        ('{"zero_optimization": true}', "needed is an object"),
+        ('{"zero_optimization": {"offload_optimizer": "cpu"}}', "needed is an object"),
     ],
 )
 def test_a_file_that_is_not_deepspeeds_is_a_mistake_of_the_recipe(tmp_path, text, found):

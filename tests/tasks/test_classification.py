@@ -114,7 +114,7 @@ def test_what_is_taken_for_a_name_on_the_hub_may_be_a_file_that_is_not_there(mon
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     (found,) = mistakes_of(SST2, "nowhere/train.csv", "train")
-    assert found.endswith("There is no such file here, of which .tsv, .json, .jsonl, .parquet are read")
+    assert found.endswith("Nor is there such a file here; a file ends in .tsv, .json, .jsonl, .parquet")
 
 
 NO_SCORES = ("5.1", "-0.5", "nan", "much")
