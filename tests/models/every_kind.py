@@ -28,8 +28,7 @@ KINDS = {  # every block family, and every variant of a block
     "modern": {"kind": "modern_transformer", "num_heads": 2, "window": 6},
     "modern-rms": {"kind": "modern_transformer", "num_heads": 2, "window": None, "norm": "rms_norm"},
     "avey": {"kind": "avey"},
-    "avey-toeplitz": {"kind": "avey", "spatial": "toeplitz"},
-    "avey-static": {"kind": "avey", "layers": "static", "mixed_share": 1.0},
+    "avey-static": {"kind": "avey", "layers": "static", "spatial": "toeplitz", "mixed_share": 1.0},
     "avey-dynamic": {"kind": "avey", "layers": "dynamic"},
 }
 FAMILIES = list({fields["kind"]: kind for kind, fields in reversed(KINDS.items())}.values())

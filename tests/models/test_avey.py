@@ -42,7 +42,7 @@ def layer_by_loops(p: dict[str, np.ndarray], x: np.ndarray, d_gate: int) -> np.n
 
 @pytest.mark.parametrize("num_positions", [12, 5])
 @pytest.mark.parametrize("mixed_share", [0.5, 1.0, 0.2])
-@pytest.mark.parametrize("kind", ["avey", "avey-toeplitz", "avey-dynamic"])
+@pytest.mark.parametrize("kind", ["avey", "avey-static", "avey-dynamic"])
 def test_layer_is_that_of_the_equations(kind, mixed_share, num_positions):
     config = tiny_config(kind, mixed_share=mixed_share)
     block = perturb(build_model(config).blocks[0].double())
@@ -67,7 +67,7 @@ def test_model_is_that_of_the_equations_with_a_static_layer_first():
         np.testing.assert_allclose(found, masked @ p["embedding.weight"].T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["avey", "avey-toeplitz", "avey-dynamic"])
+@pytest.mark.parametrize("kind", ["avey", "avey-static", "avey-dynamic"])
 def test_gradients_are_right(kind):
     block = tiny_model(kind, d_model=4, d_ffn=8, sequence_length=3).blocks[0].double()
     check_gradients(perturb(block, scale=0.6), d_model=4)

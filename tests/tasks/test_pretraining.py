@@ -78,7 +78,7 @@ def started(trained: TrainedModel, shards, **changes):
         "mlp-attention",
         "modern",
         "avey",
-        "avey-toeplitz",
+        "avey-static",
     ],
 )
 def test_short_rows_have_the_same_logits_at_any_length(kind, length, shards):
