@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Tag, model_validator
 
 from gmlp_scale.data.batch import PAD_ID, num_masked_positions
 from gmlp_scale.data.manifest import ShardError
@@ -12,7 +12,7 @@ from gmlp_scale.data.mixture import SourceConfig, changing_steps, with_names
 from gmlp_scale.data.shards import Manifest
 from gmlp_scale.fields import Count, CountFrom0, FreeOnResume, OfOneMachine
 from gmlp_scale.piecewise import Piecewise, number_or_pieces
-from gmlp_scale.storage.files import is_url, plain_place
+from gmlp_scale.storage.files import Place, is_url
 
 _CACHE_MAX_BYTES = 500_000_000_000
 _OF_ALL = ("tokenizer_sha256", "sequence_length", "vocab_size", "packing")
@@ -30,14 +30,13 @@ def _is_fraction(value: Any) -> bool:
 class DataConfig(BaseModel, frozen=True, extra="forbid"):
     shards: FreeOnResume[
         Annotated[
-            Annotated[str, BeforeValidator(plain_place), Tag("folder")]
-            | Annotated[tuple[SourceConfig, ...], Tag("list")],
+            Annotated[Place[str], Tag("folder")] | Annotated[tuple[SourceConfig, ...], Tag("list")],
             Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "folder"),
         ]
     ]
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens. Or a mixture: a list of
     {shards, weight}, of which each may have a name, from_step and until_step."""
-    cache_dir: OfOneMachine[Annotated[str | None, BeforeValidator(plain_place)]] = None
+    cache_dir: OfOneMachine[Place[str | None]] = None
     """Local folder that shards are copied to when they are first read; a URL needs one. With room for all shards a node
     fetches each once, else most of them in every epoch."""
     cache_max_bytes: OfOneMachine[Count] = _CACHE_MAX_BYTES

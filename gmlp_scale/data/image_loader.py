@@ -11,11 +11,11 @@ from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
 from threading import Thread
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BaseModel
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,7 +28,7 @@ from gmlp_scale.data.order import RowOrder
 from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.errors import UserError
 from gmlp_scale.fields import Count, CountFrom0, FreeOnResume, OfOneMachine
-from gmlp_scale.storage.files import plain_place, print_error
+from gmlp_scale.storage.files import Place, print_error
 
 _FAILURES = (CorruptShardError, OSError)
 """A worker returns these errors as values, since the DataLoader would pass on the text alone of an error raised."""
@@ -129,9 +129,9 @@ def _end_with_parent() -> None:
 
 
 class ImageDataConfig(BaseModel, frozen=True, extra="forbid"):
-    shards: FreeOnResume[Annotated[str, BeforeValidator(plain_place)]]
+    shards: FreeOnResume[Place[str]]
     """Folder that data_prep/prepare_images.py wrote: a path or a URL that fsspec opens."""
-    cache_dir: OfOneMachine[Annotated[str | None, BeforeValidator(plain_place)]] = None
+    cache_dir: OfOneMachine[Place[str | None]] = None
     """Local folder that shards are copied to when they are first read; a URL needs one."""
     shuffle_group_bytes: Count = 200_000_000
     """Rows are shuffled within groups of shards of about this size. [bytes]"""

@@ -11,15 +11,15 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import gcd, lcm
-from typing import Annotated, Self
+from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, model_serializer
+from pydantic import BaseModel, Field, model_serializer
 
 from gmlp_scale.data.hashing import hash64
 from gmlp_scale.fields import Count, CountFrom0, Positive
 from gmlp_scale.piecewise import Piecewise
-from gmlp_scale.storage.files import plain_place
+from gmlp_scale.storage.files import Place
 
 _SOURCES = 4  # the first word of a source's key; order.py and masking.py begin their keys with 1, 2 and 3
 _LONGEST_PATTERN = 1_000_000  # takes under a second to find, and 16 MB
@@ -28,7 +28,7 @@ _LONGEST_PATTERN = 1_000_000  # takes under a second to find, and 16 MB
 class SourceConfig(BaseModel, frozen=True, extra="forbid"):
     """One of several folders of shards that a run draws from."""
 
-    shards: Annotated[str, BeforeValidator(plain_place)]
+    shards: Place[str]
     """Folder that data_prep/tokenize_corpus.py wrote: a path or a URL that fsspec opens."""
     weight: Positive
     """The source's share of a step's rows is this weight over the sum of the weights of the step's sources. The shares

@@ -4,9 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.engine import EngineConfig, TrainConfig
@@ -15,7 +15,7 @@ from gmlp_scale.fields import Count, FreeOnResume, NotNegative, Positive, Share
 from gmlp_scale.models.layers import Recompute
 from gmlp_scale.recipe.checks import stop_mistakes
 from gmlp_scale.recipe.config import ConfigError, Recipe
-from gmlp_scale.storage.files import plain_place
+from gmlp_scale.storage.files import Place
 from gmlp_scale.tasks.table import TASKS, FinetuneTask
 from gmlp_scale.tasks.tagging import TaggingTask
 from gmlp_scale.tasks.windows import MAX_QUESTION_TOKENS
@@ -120,7 +120,7 @@ class FinetuneConfig(Recipe, frozen=True, extra="forbid"):
 
     task: str
     """One of tasks.table.TASKS."""
-    model: FreeOnResume[Annotated[str, BeforeValidator(plain_place)]]
+    model: FreeOnResume[Place[str]]
     """A folder that launch/export.py wrote, or one at a URL."""
     pretrained: bool = True
     """false: take the export's model and tokenizer, but random weights, as a baseline without pretraining."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
 from gmlp_scale.checkpoint.config import CheckpointConfig
 from gmlp_scale.data.batch import num_masked_positions
@@ -28,7 +28,7 @@ from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.checks import change_mistakes, pretraining_mistakes, rank_mistakes, recipe_mistakes
-from gmlp_scale.storage.files import is_url, plain_place, redacted
+from gmlp_scale.storage.files import Place, is_url, redacted
 
 
 class ConfigError(InputError):
@@ -51,7 +51,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
 
     name: FreeOnResume[str] = Field(pattern=r"^\w[\w.-]*$")
     """The run folder is output_dir/name."""
-    output_dir: OfOneMachine[Annotated[str, BeforeValidator(plain_place)]] = "outputs"
+    output_dir: OfOneMachine[Place[str]] = "outputs"
     """A local path, or a URL that fsspec opens, such as s3://bucket/runs."""
     seed: Annotated[CountFrom0, Field(lt=2**32)]
     """For the initial weights, the order of the rows, the masks and dropout. [no unit]"""
@@ -116,7 +116,7 @@ class PretrainingRecipe(Recipe, frozen=True, extra="forbid"):
     A dry run asks it for build_model() and num_rows(), the training rows of an epoch.
     """
 
-    branch_from: FreeInBranch[Annotated[str | None, BeforeValidator(plain_place)]] = None
+    branch_from: FreeInBranch[Place[str | None]] = None
     """RUN@STEP: a new run goes on from this checkpoint of another run, with its weights, moments, step and rows. The
     optimizer section and train.num_steps may differ, as for a decay of its own. A path that every host sees."""
 
@@ -154,7 +154,7 @@ class RunConfig(PretrainingRecipe, frozen=True, extra="forbid"):
     purpose: ClassVar[str] = "pretraining on text"
     batch_printer: ClassVar[str] = "data_prep/inspect_batch.py"
 
-    init_from: FreeInBranch[Annotated[str | None, BeforeValidator(plain_place)]] = None
+    init_from: FreeInBranch[Place[str | None]] = None
     """EXPORT, RUN or RUN@STEP: a new run starts from these weights, at step 0 and with a new optimizer. The length and
     the vocabulary may differ. A path or a URL. RUN is recorded as RUN@STEP, with the step of its newest checkpoint."""
     model: ModelConfig

@@ -18,12 +18,13 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import fsspec
 import xxhash
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import BeforeValidator
 
 from gmlp_scale.errors import InputError
 
@@ -88,6 +89,10 @@ def plain_place(place: Any) -> Any:
     if not place or not isinstance(place, str | Path):
         return place
     return re.sub("(?<=[^:/])/+$", "", str(place)) if is_url(place) else str(Path(os.path.expanduser(place)))
+
+
+Place = Annotated[T, BeforeValidator(plain_place)]
+"""A recipe's field that names a path or URL: Place[str], or Place[str | None]."""
 
 
 def local_path(text: str) -> Path:
