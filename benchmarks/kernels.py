@@ -38,7 +38,7 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.models import AmlpConfig, GmlpConfig
-from gmlp_scale.models.gmlp import FUSED_GATING, GmlpBlock
+from gmlp_scale.models.gmlp import FUSED_FORM, GmlpBlock
 from gmlp_scale.models.layers import diagonal_sums
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import local_path
@@ -67,10 +67,8 @@ def main() -> int:
         raise InputError("--device cpu needs TRITON_INTERPRET=1 in the environment, other devices need it unset")
     tiny = load_measurable(options.config, [*options.overrides, *TINY])
     run = tiny if options.device == "cpu" else load_measurable(options.config, options.overrides)
-    if not isinstance(run.model, GmlpConfig) or run.model.gating != FUSED_GATING:
-        raise InputError(f"{options.config}: the fused kernels are for gMLP and aMLP with gating {FUSED_GATING}")
-    if run.model.spatial == "dynamic_toeplitz":
-        raise InputError(f"{options.config}: the fused kernels are for model.spatial toeplitz or dense")
+    if not isinstance(run.model, GmlpConfig) or not run.model.has_kernels:
+        raise InputError(f"{options.config}: the fused kernels are for gMLP and aMLP with {FUSED_FORM}")
     if run.train.precision == "auto":
         raise InputError(f"{options.config}: train.precision: found auto; needed: float32 or bf16, the one timed here")
     report_as_measured(options.device, measure(run, tiny, options.device, options.rounds), options.output)

@@ -21,7 +21,6 @@ from gmlp_scale.data.batch import MaskedBatch
 from gmlp_scale.distributed.world import World
 from gmlp_scale.engine.optimizer import AdamwConfig, MuonConfig
 from gmlp_scale.models import AmlpConfig, GmlpConfig, with_kernels
-from gmlp_scale.models.gmlp import FUSED_GATING
 from gmlp_scale.plan.describe import count_parameters, meta_model
 from gmlp_scale.plan.rank_bytes import count_in_matrices
 from gmlp_scale.recipe.config import RunConfig
@@ -145,8 +144,7 @@ def variants(run: RunConfig, device: torch.device) -> dict[str, RunConfig]:
     if isinstance(run.optimizer, MuonConfig):
         fields = run.optimizer.model_dump(include=set(AdamwConfig.model_fields) - {"kind"})
         forms["adamw"] = run.model_copy(update={"optimizer": AdamwConfig(**fields)})
-    is_fused = isinstance(run.model, GmlpConfig) and run.model.gating == FUSED_GATING and run.model.kernels != "torch"
-    is_fused = is_fused and run.model.spatial != "dynamic_toeplitz"
+    is_fused = isinstance(run.model, GmlpConfig) and run.model.has_kernels and run.model.kernels != "torch"
     if is_fused and device.type == "cuda":
         forms["plain_compiled"] = plain(run, compile=True)
     return {name: form for name, form in forms.items() if form != run}
@@ -174,7 +172,7 @@ def matrix_calls(run: RunConfig, device: torch.device) -> dict[str, tuple[Callab
     shapes = {"square": (square, square, square)}
     if isinstance(run.model, GmlpConfig):
         shapes["expand"] = (tokens, run.model.d_model, run.model.d_ffn)
-        shapes["contract"] = (tokens, run.model.d_gate, run.model.d_model)
+        shapes["contract"] = (tokens, run.model.d_gated, run.model.d_model)
     calls = {}
     for name, (m, k, n) in shapes.items():
         a, b = (torch.randn(shape, device=device, dtype=DTYPES[run.train.precision]) for shape in ((m, k), (k, n)))

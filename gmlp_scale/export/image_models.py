@@ -26,7 +26,7 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
 from gmlp_scale.export.folder import json_text, new_export, transformers_config, without_local_places
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
-from gmlp_scale.models.gmlp import FUSED_GATING, GmlpConfig
+from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.image_classifier import NUM_COLOURS, ImageClassifier
 from gmlp_scale.storage.files import create_file, local_path
 from gmlp_scale.tasks.images import ImagesConfig
@@ -179,9 +179,10 @@ def to_timm(model: ModelConfig, weights: Mapping[str, Tensor], patch_size: int) 
     Raises:
         TrainedModelError: timm has no such model.
     """
-    if model.kind != "gmlp" or (model.spatial, model.gating) != ("dense", FUSED_GATING):
-        needed = f"a gMLP with a free W and the split gate: train with model.spatial=dense model.gating={FUSED_GATING}"
-        raise TrainedModelError(f"timm has only {needed}")
+    form = {"spatial": "dense", "gating": "multiplicative_split", "mixed_share": 1.0}
+    if model.kind != "gmlp" or any(getattr(model, field) != value for field, value in form.items()):
+        fields = " ".join(f"model.{field}={value}" for field, value in form.items())
+        raise TrainedModelError(f"timm has only a gMLP with a free W and the split gate: train with {fields}")
     state = {_renamed(name, _THEIRS): tensor for name, tensor in weights.items()}
     state[_STEM] = state[_STEM].unflatten(1, (NUM_COLOURS, patch_size, patch_size))
     return state

@@ -30,8 +30,8 @@ def fused_gating(
     """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else y_BND.dtype
     is_their_case = y_BND.is_cuda and dtype == torch.bfloat16
-    if kernels == "torch" or gating.offsets is not None or (kernels == "auto" and not is_their_case):
-        return None  # the kernels take one W for all rows
+    if kernels == "torch" or (kernels == "auto" and not is_their_case):
+        return None
     if type(expand) is nn.Linear:  # and no adapter: the kernels sum its bias's gradient on their way
         expand_bias_F = expand.bias
         expanded_BNF = F.linear(y_BND, expand.weight, expand_bias_F.detach())

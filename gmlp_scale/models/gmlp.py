@@ -6,7 +6,10 @@
     gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions, none at <pad>; only aMLP has the attention
     x + (z1 * gate) V
 
-Shape suffixes: B batch, N positions, D width, F expanded width, G gate width (F / 2 if split, else F), K head width.
+With mixed_share below 1 the gating takes the first channels of z, and the rest of z goes to V as it is.
+
+Shape suffixes: B batch, N positions, D width, F expanded width, S its share that the gating takes, P its part that
+bypasses the gating, G gate width (S / 2 if split, else S), K head width.
 """
 
 import math
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from gmlp_scale.fields import FreeOnResume
+from gmlp_scale.fields import FreeOnResume, Positive
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
 from gmlp_scale.models.layers import (
@@ -31,8 +34,8 @@ from gmlp_scale.models.layers import (
 
 Spatial = Literal["toeplitz", "dense", "dynamic_toeplitz"]
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
-FUSED_GATING: Gating = "multiplicative_split"
-"""The only variant that has fused kernels."""
+FUSED_FORM = "gating multiplicative_split, a W that is not dynamic and mixed_share 1"
+"""The only form that has fused kernels."""
 SPATIAL_INIT_SCALE = 0.002
 """std(W) * sqrt(n) at the start. The paper says "near-zero" and gives no number. The normalised operand has unit
 variance, so this is also the root mean square of W LayerNorm(Z). The additive gating adds that to the hidden layer,
@@ -52,31 +55,52 @@ class GmlpConfig(FamilyConfig):
     the first, to which each row adds offsets of its own, from its content (Hydra's)."""
     gating: Gating = "multiplicative_split"
     """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
+    mixed_share: Positive = 1.0
+    """The share of d_ffn that the gating takes, at most 1 (as in the paper). The rest bypasses it. [fraction]"""
     kernels: FreeOnResume[Literal["auto", "torch", "triton"]] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
-    gating multiplicative_split, a W that is not dynamic, no causal mask and a CUDA device. auto: the kernels in
-    bfloat16 on a CUDA device where they can run, else PyTorch."""
+    gating multiplicative_split, a W that is not dynamic, mixed_share 1, no causal mask and a CUDA device. auto: the
+    kernels in bfloat16 on a CUDA device where they can run, else PyTorch."""
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
-        if self.d_gate < self.d_ffn and self.d_ffn % 2:
-            raise ValueError(f"d_ffn is {self.d_ffn}: gating {self.gating} halves it, so make it even")
-        if self.kernels == "triton" and (self.gating != FUSED_GATING or self.spatial == "dynamic_toeplitz"):
-            found = f"gating {self.gating} and spatial {self.spatial}: set it to auto"
-            raise ValueError(f"kernels triton is for gating {FUSED_GATING} and a W that is not dynamic, not {found}")
+        if not 0 < self.d_mixed <= self.d_ffn:
+            found = f"d_ffn is {self.d_ffn} and mixed_share {self.mixed_share}"
+            raise ValueError(f"{found}: the gating would take {self.d_mixed} channels; needed: from 1 to d_ffn")
+        if self.d_gate < self.d_mixed and self.d_mixed % 2:
+            name = "d_ffn" if self.d_mixed == self.d_ffn else "d_ffn * mixed_share"
+            raise ValueError(f"{name} is {self.d_mixed}: gating {self.gating} halves it, so make it even")
+        if self.kernels == "triton" and not self.has_kernels:
+            found = f"gating {self.gating}, spatial {self.spatial} and mixed_share {self.mixed_share}: set it to auto"
+            raise ValueError(f"kernels triton is for {FUSED_FORM}, not {found}")
         return self
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether the block has FUSED_FORM."""
+        return self.gating == "multiplicative_split" and self.spatial != "dynamic_toeplitz" and self.mixed_share == 1
+
+    @property
+    def d_mixed(self) -> int:
+        """Width of what the gating takes."""
+        return round(self.d_ffn * self.mixed_share)
+
+    @property
     def d_gate(self) -> int:
-        """Width of u and v, which are the halves of z if the gating splits it; else both are z."""
-        return self.d_ffn // 2 if self.gating.endswith("_split") else self.d_ffn
+        """Width of u and v, which are the halves of what the gating takes if it splits it; else both are that."""
+        return self.d_mixed // 2 if self.gating.endswith("_split") else self.d_mixed
+
+    @property
+    def d_gated(self) -> int:
+        """Width of the gating's result and of what bypasses it, side by side."""
+        return self.d_gate + self.d_ffn - self.d_mixed
 
     @property
     def multiply_adds_per_block(self) -> int:
-        """For one forward pass of one sequence: n (d f + g d) + n^2 g, and 2 n g for dynamic offsets."""
+        """For one forward pass of one sequence: n (d f + (g + p) d) + n^2 g, and 2 n g for dynamic offsets."""
         n = self.sequence_length
         width = n + 2 if self.spatial == "dynamic_toeplitz" else n
-        return n * self.d_model * (self.d_ffn + self.d_gate) + n * width * self.d_gate
+        return n * self.d_model * (self.d_ffn + self.d_gated) + n * width * self.d_gate
 
 
 class AmlpConfig(GmlpConfig):
@@ -98,17 +122,18 @@ class GmlpBlock(nn.Module):
 
     def __init__(self, config: GmlpConfig, dropout: float = 0.0, causal: bool = False):
         super().__init__()
-        self.kernels = config.kernels if config.gating == FUSED_GATING and not causal else "torch"
+        self.kernels = config.kernels if config.has_kernels and not causal else "torch"
         self.norm = LayerNorm(config.d_model)
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         self.gating = SpatialGatingUnit(
-            config.d_ffn, config.sequence_length, spatial=config.spatial, gating=config.gating, causal=causal
+            config.d_mixed, config.sequence_length, spatial=config.spatial, gating=config.gating, causal=causal
         )
+        self.d_mixed = config.d_mixed
         self.attention = None
         if isinstance(config, AmlpConfig):
             widths = {"d_attn": config.d_attn, "d_out": config.d_gate}
             self.attention = SelfAttention(config.d_model, 1, dropout, causal=causal, **widths)
-        self.project = nn.Linear(config.d_gate, config.d_model)
+        self.project = nn.Linear(config.d_gated, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
@@ -116,7 +141,12 @@ class GmlpBlock(nn.Module):
         gated_BNG = fused_gating(self.expand, y_BND, is_token_BN, self.gating, self.attention, self.kernels)
         if gated_BNG is None:  # the kernels are not for this case
             attended_BNG = None if self.attention is None else self.attention(y_BND, is_token_BN)
-            gated_BNG = self.gating(F.gelu(self.expand(y_BND)), attended_BNG, is_token_BN)
+            z_BNF = F.gelu(self.expand(y_BND))
+            if self.d_mixed == z_BNF.shape[-1]:
+                gated_BNG = self.gating(z_BNF, attended_BNG, is_token_BN)
+            else:
+                z_BNS, bypass_BNP = z_BNF.tensor_split([self.d_mixed], dim=-1)
+                gated_BNG = torch.cat([self.gating(z_BNS, attended_BNG, is_token_BN), bypass_BNP], dim=-1)
         return x_BND + self.dropout(self.project(gated_BNG))
 
     def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:

@@ -21,21 +21,24 @@ GATINGS, SPATIALS = get_args(Gating), get_args(Spatial)
 N = 6
 
 
-def make_block(gating, *, spatial="toeplitz", d_attn=None, n=N, d_model=4, d_ffn=6, dtype=torch.float64) -> GmlpBlock:
+def make_block(gating, *, d_attn=None, n=N, d_model=4, d_ffn=6, dtype=torch.float64, **fields) -> GmlpBlock:
     """Initialised as a model initialises it."""
     sizes = {"num_blocks": 1, "d_model": d_model, "d_ffn": d_ffn, "sequence_length": n, "vocab_size": 8}
     if d_attn is None:
-        config = GmlpConfig(**sizes, spatial=spatial, gating=gating)
+        config = GmlpConfig(**sizes, gating=gating, **fields)
     else:
-        config = AmlpConfig(**sizes, spatial=spatial, gating=gating, d_attn=d_attn)
+        config = AmlpConfig(**sizes, gating=gating, d_attn=d_attn, **fields)
     return build_model(config, head=Backbone).blocks[0].to(dtype)
 
 
-def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial: str) -> np.ndarray:
-    """Equations 1 to 4 and Figure 6 for one row, W by a double loop."""
+def block_by_loops(
+    p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial: str, num_mixed: int | None = None
+) -> np.ndarray:
+    """Equations 1 to 4 and Figure 6 for one row, W by a double loop. Channels after num_mixed bypass the gating."""
     m, n = len(x), len(p["gating.bias"])
     y = layer_norm(x, p["norm.weight"], p["norm.bias"])
     z = gelu(linear(y, p["expand.weight"], p["expand.bias"]))
+    z, past_the_gating = np.split(z, [num_mixed or z.shape[1]], axis=1)
     half = z.shape[1] // 2
     bypass, operand = (z[:, :half], z[:, half:]) if gating.endswith("_split") else (z, z)
     operand = layer_norm(operand, p["gating.norm.weight"], p["gating.norm.bias"])
@@ -60,7 +63,8 @@ def block_by_loops(p: dict[str, np.ndarray], x: np.ndarray, gating: str, spatial
         "multiplicative": bypass * gate,
         "multiplicative_split": bypass * gate,
     }
-    return x + linear(s[gating], p["project.weight"], p["project.bias"])
+    projected = np.concatenate([s[gating], past_the_gating], axis=1)
+    return x + linear(projected, p["project.weight"], p["project.bias"])
 
 
 @pytest.mark.parametrize("num_positions", [N, 4])
@@ -72,6 +76,36 @@ def test_block_is_that_of_the_equations(gating, spatial, d_attn, num_positions):
     x_BND = torch.randn(2, num_positions, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = [block_by_loops(numbers(block), row, gating, spatial) for row in x_BND.numpy()]
     np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("d_attn", [None, 3])
+@pytest.mark.parametrize("gating", GATINGS)
+def test_the_rest_of_the_hidden_layer_bypasses_the_gating(gating, d_attn):
+    block = perturb(make_block(gating, d_attn=d_attn, d_ffn=10, mixed_share=0.4))
+    x_BND = torch.randn(2, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected = [block_by_loops(numbers(block), row, gating, "toeplitz", num_mixed=4) for row in x_BND.numpy()]
+    np.testing.assert_allclose(block(x_BND).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mixed_share": 1.5}, "mixed_share 1.5: the gating would take 15 channels; needed: from 1 to d_ffn"),
+        ({"mixed_share": 0.01}, "mixed_share 0.01: the gating would take 0 channels"),
+        ({"mixed_share": 0.5}, r"d_ffn \* mixed_share is 5: gating multiplicative_split halves it, so make it even"),
+        ({"mixed_share": 0.4, "kernels": "triton"}, "kernels triton is for .* mixed_share 1, not .* mixed_share 0.4"),
+    ],
+)
+def test_a_share_that_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        make_block("multiplicative_split", d_ffn=10, **fields)
+
+
+@pytest.mark.parametrize("fields", [{"gating": "linear"}, {"spatial": "dynamic_toeplitz"}, {"mixed_share": 0.5}])
+def test_forms_without_kernels_are_computed_by_pytorch(fields):
+    """Where the kernels can run, auto must not choose them."""
+    assert make_block(**{"gating": "multiplicative_split", "d_ffn": 8} | fields).kernels == "torch"
+    assert make_block("multiplicative_split").kernels == "auto"
 
 
 @pytest.mark.parametrize("d_attn", [None, 3])
@@ -161,12 +195,10 @@ def test_a_causal_dynamic_w_sees_no_later_position():
 
 
 def test_a_dynamic_w_has_no_kernels():
-    sizes = {"num_blocks": 1, "d_model": 4, "d_ffn": 6, "sequence_length": N, "vocab_size": 8}
-    with pytest.raises(ValidationError, match=r"kernels triton is for .* spatial dynamic_toeplitz: set it"):
-        GmlpConfig(**sizes, spatial="dynamic_toeplitz", kernels="triton")
-    block = make_block("multiplicative_split", spatial="dynamic_toeplitz")
-    block.kernels = "triton"  # as auto becomes on a GPU
-    assert block(torch.randn(1, N, 4, dtype=torch.float64)).isfinite().all()  # the kernels would refuse to run here
+    with pytest.raises(
+        ValidationError, match=r"kernels triton is for .* spatial dynamic_toeplitz and .*: set it to auto"
+    ):
+        make_block("multiplicative_split", spatial="dynamic_toeplitz", kernels="triton")
 
 
 def test_a_split_needs_an_even_width():
