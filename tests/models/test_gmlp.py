@@ -104,7 +104,10 @@ def test_a_share_that_does_not_fit_is_refused(fields, message):
 @pytest.mark.parametrize("fields", [{"gating": "linear"}, {"spatial": "dynamic_toeplitz"}, {"mixed_share": 0.5}])
 def test_forms_without_kernels_are_computed_by_pytorch(fields):
     """Where the kernels can run, auto must not choose them."""
-    assert make_block(**{"gating": "multiplicative_split", "d_ffn": 8} | fields).kernels == "torch"
+    form = {"gating": "multiplicative_split", "d_ffn": 8} | fields
+    assert make_block(**form).kernels == "torch"
+    with pytest.raises(ValidationError, match=r"kernels triton is for .*, not .*: set it to auto"):
+        make_block(**form, kernels="triton")
     assert make_block("multiplicative_split").kernels == "auto"
 
 
@@ -192,13 +195,6 @@ def test_a_causal_dynamic_w_sees_no_later_position():
     for position in range(N):
         (grad_BND,) = torch.autograd.grad(block(x_BND)[0, position].sum(), x_BND)
         assert not grad_BND[0, position + 1 :].any() and grad_BND[0, : position + 1].all()
-
-
-def test_a_dynamic_w_has_no_kernels():
-    with pytest.raises(
-        ValidationError, match=r"kernels triton is for .* spatial dynamic_toeplitz and .*: set it to auto"
-    ):
-        make_block("multiplicative_split", spatial="dynamic_toeplitz", kernels="triton")
 
 
 def test_a_split_needs_an_even_width():
