@@ -131,11 +131,11 @@ class Checkpointer:
         states: JSON-able, by name. This checkpoint's details have them beside those of all checkpoints.
         kept_step: the checkpoint after this step is not deleted.
 
-        Raises InputError if the run folder is gone, and OtherRankError on the other ranks.
+        Raises InputError if the run folder is gone, ClaimedError if another job has taken it over; and OtherRankError
+        on the other ranks.
         """
         began = time.monotonic()
-        if self.checkpoints.is_shared:
-            self.world.on_main(self.checkpoints.check_run_folder)
+        self.world.on_main(self.checkpoints.check_run_folder)
         if step == self._newest_step:
             return 0.0
         assert self._newest_step is None or step > self._newest_step, f"step {step} after step {self._newest_step}"

@@ -39,6 +39,7 @@ from gmlp_scale.storage.files import (
     write_file,
     write_text,
 )
+from gmlp_scale.storage.run_folder import RemoteFolder
 
 logger = logging.getLogger("gmlp_scale")
 
@@ -140,13 +141,13 @@ class RemoteCheckpoints:
     Args:
         place: the URL.
         directory: the staging folder.
-        before_publish: called before a DONE is uploaded; what it raises fails the save.
+        run_folder: the folder of the run that saves here, which this process or its rank 0 holds.
     """
 
     is_shared = False
 
-    def __init__(self, place: str, directory: Path, before_publish: Callable[[], None] = lambda: None):
-        self.place, self.directory, self.before_publish = place, directory, before_publish
+    def __init__(self, place: str, directory: Path, run_folder: RemoteFolder | None = None):
+        self.place, self.directory, self.run_folder = place, directory, run_folder
 
     def names(self) -> list[str]:
         """The folders with a DONE."""
@@ -177,7 +178,8 @@ class RemoteCheckpoints:
         return receipt
 
     def publish(self, name: str, attempt: str, done: str) -> None:
-        self.before_publish()
+        if self.run_folder:
+            self.run_folder.before_publish()
         write_file(f"{self.place}/{name}/DONE", done.encode())
 
     def set_aside(self, name: str, suffix: str) -> None:
@@ -194,6 +196,11 @@ class RemoteCheckpoints:
         for name, files in self._folders().items():
             if not any(file.startswith("DONE.") for file in files) and not self._has_done(name, files):
                 self.delete(name)
+
+    def check_run_folder(self) -> None:
+        """Raises ClaimedError once another job was seen to hold the run folder."""
+        if self.run_folder:
+            self.run_folder.check_claim()
 
     def _has_done(self, name: str, files: list[str]) -> bool:
         """Some stores list a new file late, so a DONE that is not listed is asked for."""

@@ -83,7 +83,7 @@ class RemoteFolder:
     def __init__(self, url: str, local: Path):
         self.url, self.local = url, local
         self._pushed: dict[str, tuple[int, int]] = {}
-        self._is_pushing, self._is_failing = threading.Lock(), False
+        self._is_pushing, self._is_failing, self._is_lost = threading.Lock(), False, False
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -122,8 +122,13 @@ class RemoteFolder:
     def before_publish(self) -> None:
         """To call before a checkpoint is published: only the job that holds the folder may, after all metrics up to
         its step."""
-        self._check_claim()
+        self._look_at_claim()
         self._try_push()
+
+    def check_claim(self) -> None:
+        """Raises ClaimedError once another job was seen to hold the folder. Asks the store nothing."""
+        if self._is_lost:
+            raise ClaimedError(f"another job has taken {self.url} over, since this one stood still: this one ends")
 
     def _push(self) -> None:
         """Copies what changed to the URL in the order in which it was written: what comes last speaks of the rest."""
@@ -131,7 +136,7 @@ class RemoteFolder:
             states = self._states()
             changed = [name for name, state in states.items() if self._pushed.get(name) != state]
             if changed:
-                self._check_claim()
+                self._look_at_claim()
             for name in sorted(changed, key=states.get):
                 try:
                     upload_file(self.local / name, f"{self.url}/{name}")
@@ -165,9 +170,9 @@ class RemoteFolder:
                     states[str(path.relative_to(self.local))] = _state(path)
         return states
 
-    def _check_claim(self) -> None:
-        if not self._is_held():
-            raise ClaimedError(f"another job has taken {self.url} over, since this one stood still: end this one")
+    def _look_at_claim(self) -> None:
+        self._is_lost = self._is_lost or not self._is_held()
+        self.check_claim()
 
 
 def _state(path: Path) -> tuple[int, int]:

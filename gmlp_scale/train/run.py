@@ -133,7 +133,7 @@ def _hold_run_folder(config: Recipe, world: World, stack: ExitStack) -> Checkpoi
     world.on_main(lambda: hold(remote.held()))
     is_first_of_host = world.local_rank == 0 and not world.is_main
     world.on_all(lambda: hold(remote.local_folder()) if is_first_of_host else None)
-    return RemoteCheckpoints(f"{remote.url}/checkpoints", remote.local / "checkpoints", remote.before_publish)
+    return RemoteCheckpoints(f"{remote.url}/checkpoints", remote.local / "checkpoints", remote)
 
 
 def build_engine_of(task: Task, world: World, *, is_new: bool) -> Engine:

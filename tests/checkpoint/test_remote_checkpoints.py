@@ -14,7 +14,9 @@ from gmlp_scale.checkpoint import checkpointer as checkpointer_module
 from gmlp_scale.checkpoint.format import CheckpointError
 from gmlp_scale.checkpoint.stores import RemoteCheckpoints, newest_of
 from gmlp_scale.storage import files
+from gmlp_scale.storage.claim import ClaimedError
 from gmlp_scale.storage.files import list_files, read_file, write_file
+from gmlp_scale.storage.run_folder import RemoteFolder
 from tests.checkpoint.fake_engine import FakeEngine, FakeWorld, alone, assert_holds, checkpointer_on, names_in, on_ranks
 from tests.forked import fork
 
@@ -172,13 +174,16 @@ def test_an_unreachable_store_is_no_damage(memory, tmp_path, monkeypatch):
     assert copies(tmp_path / "third", memory).names() == ["step_000000001", "step_000000002"]
 
 
-def test_only_the_holder_of_the_claim_publishes(memory, tmp_path):
-    def lost() -> None:
-        raise OSError("another job has the folder")
-
-    checkpointer = alone(RemoteCheckpoints(memory, tmp_path, lost))
-    checkpointer.world.is_stop_signalled = True
-    checkpointer.save(FakeEngine(seed=1), 1)
-    with pytest.raises(CheckpointError, match="another job has the folder"):
+def test_a_run_whose_folder_another_job_took_publishes_nothing_and_ends_at_the_next_save(quick, memory, tmp_path):
+    url = memory.removesuffix("/checkpoints")
+    folder = RemoteFolder(url, tmp_path / "local")
+    with pytest.raises(ClaimedError, match=f"another job has taken {url} over"), folder.held():
+        checkpointer = alone(RemoteCheckpoints(memory, folder.local / "checkpoints", folder))
+        checkpointer.save(FakeEngine(seed=1), 1)
         checkpointer.wait()
-    assert RemoteCheckpoints(memory, tmp_path).names() == []
+        write_file(f"{url}/claims/000002.json", b"{}")  # as while this process stood still
+        checkpointer.save(FakeEngine(seed=2), 2)
+        checkpointer._settle()
+        checkpointer.save(FakeEngine(seed=3), 3)
+    assert RemoteCheckpoints(memory, tmp_path).names() == ["step_000000001"]
+    assert "another job has taken" in checkpointer.last_error

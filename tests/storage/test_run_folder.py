@@ -96,8 +96,11 @@ def test_a_second_job_is_refused_and_one_that_lost_its_claim_writes_nothing(fold
             RemoteFolder(URL, tmp_path / "other").held().__enter__()
         write_file(f"{URL}/claims/000002.json", b"{}")  # as while this process stood still
         (folder.local / "metrics.jsonl").write_text("late")
+        folder.check_claim()
         with pytest.raises(ClaimedError, match=lost):
             folder.before_publish()
+        with pytest.raises(ClaimedError, match=lost):
+            folder.check_claim()
     assert contents() == {}
 
 
