@@ -26,7 +26,7 @@ from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World
-from gmlp_scale.storage.files import write_text
+from gmlp_scale.storage.files import plain_place, write_text
 from gmlp_scale.tasks.table import TASKS
 
 
@@ -34,7 +34,7 @@ from gmlp_scale.tasks.table import TASKS
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
+    model.add_argument("--run", type=plain_place, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
     model.add_argument("--export", metavar="HF_DIR_OR_URL", help="a folder that launch/export.py wrote")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")

@@ -22,13 +22,15 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.export.card import Publication
 from gmlp_scale.export.folder import check_is_free, export_checkpoint, write_modernbert
 from gmlp_scale.export.hub import open_repository, push
-from gmlp_scale.storage.files import local_path
+from gmlp_scale.storage.files import local_path, plain_place
 
 
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
+    parser.add_argument(
+        "--run", required=True, type=plain_place, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py"
+    )
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     steps.add_argument("--every-step", action="store_true", help="every complete checkpoint, each in HF_DIR/step_...")

@@ -10,12 +10,15 @@ from gmlp_scale.analysis.predictions import MASK, describe, fill
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
+from gmlp_scale.storage.files import plain_place
 
 
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
+    parser.add_argument(
+        "--run", required=True, type=plain_place, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py"
+    )
     parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     parser.add_argument("--top", type=int, default=5, help="candidates for each sentence (default: %(default)s)")
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE", help=f"text with one {MASK} or more")

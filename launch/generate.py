@@ -8,13 +8,14 @@ import sys
 
 from gmlp_scale.analysis.predictions import generate, read_model
 from gmlp_scale.distributed.logs import command
+from gmlp_scale.storage.files import plain_place
 
 
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recipe = "a run of a recipe with task: characters"
-    parser.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help=recipe)
+    parser.add_argument("--run", required=True, type=plain_place, metavar="RUN_DIR_OR_URL", help=recipe)
     parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     parser.add_argument("--prompt", default="\n", help="what the text begins with (default: a line break)")
     parser.add_argument("--length", type=int, default=500, help="characters to write (default: %(default)s)")

@@ -12,14 +12,14 @@ from gmlp_scale.analysis.curves import is_drawable
 from gmlp_scale.analysis.run_records import curve
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.storage.files import local_path
+from gmlp_scale.storage.files import local_path, plain_place
 from gmlp_scale.train.sinks import read_metrics
 
 
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")
+    parser.add_argument("--runs", nargs="+", required=True, type=plain_place, metavar="RUN_DIR_OR_URL")
     parser.add_argument("--tag", default="eval/perplexity", help="a key of metrics.jsonl (default: %(default)s)")
     parser.add_argument("--output", type=local_path, required=True, metavar="FILE.png")
     options = parser.parse_args()

@@ -25,7 +25,7 @@ from gmlp_scale.checkpoint.trained import TrainedModel, read_export
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import read_image_run
-from gmlp_scale.storage.files import local_path
+from gmlp_scale.storage.files import local_path, plain_place
 from gmlp_scale.train.filters import draw_filters, middle_row
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--tensorboard", metavar="DIR_OR_URL", help=board)
     model = argparse.ArgumentParser(add_help=False, parents=[output])
     place = model.add_mutually_exclusive_group(required=True)
-    place.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
+    place.add_argument("--run", type=plain_place, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py")
     place.add_argument("--export", metavar="HF_DIR_OR_URL", help="an export, pretrained or finetuned")
     model.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
 
@@ -65,13 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--text-b", required=True)
     attention.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks, from 0 (default: the first half)")
     images = names.add_parser("image-filters", parents=[output])
-    images.add_argument("--run", required=True, metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
+    images.add_argument(
+        "--run", required=True, type=plain_place, metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images"
+    )
     images.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     for picture in (matrices, images):
         picture.add_argument("--blocks", type=int, nargs="+", required=True, help="numbers of blocks, from 0")
     scaling = names.add_parser("scaling", parents=[output])
     scaling.set_defaults(run=None)
-    scaling.add_argument("--runs", nargs="+", required=True, metavar="RUN_DIR_OR_URL")
+    scaling.add_argument("--runs", nargs="+", required=True, type=plain_place, metavar="RUN_DIR_OR_URL")
     return parser
 
 

@@ -16,14 +16,14 @@ from gmlp_scale.checkpoint.saved_run import read_weights
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import USER_ERRORS
 from gmlp_scale.models import FAMILIES
-from gmlp_scale.storage.files import redacted, write_text
+from gmlp_scale.storage.files import plain_place, redacted, write_text
 from gmlp_scale.train.filters import spatial_filters
 
 
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR_OR_URL")
+    parser.add_argument("runs", nargs="+", type=plain_place, metavar="RUN_DIR_OR_URL")
     parser.add_argument("--output", required=True, metavar="FILE.html")
     parser.add_argument(
         "--no-filters",

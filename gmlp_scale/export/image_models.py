@@ -28,7 +28,7 @@ from gmlp_scale.export.folder import json_text, new_export, transformers_config,
 from gmlp_scale.models import ModelConfig, build_model, with_kernels
 from gmlp_scale.models.gmlp import GmlpConfig
 from gmlp_scale.models.image_classifier import NUM_COLOURS, ImageClassifier
-from gmlp_scale.storage.files import create_file, local_path
+from gmlp_scale.storage.files import create_file, local_path, plain_place
 from gmlp_scale.tasks.images import ImagesConfig
 
 _BICUBIC = 3  # Pillow's number
@@ -51,7 +51,7 @@ _STEM = "stem.proj.weight"
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """--run, --step and --timm, for read_chosen."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
+    source.add_argument("--run", type=plain_place, metavar="RUN_DIR_OR_URL", help="a run of a recipe with task: images")
     source.add_argument("--timm", type=local_path, metavar="FILE.safetensors", help="the weights of a gMLP of timm")
     parser.add_argument("--step", type=int, help="the run's checkpoint after this step (default: the newest good one)")
 

@@ -25,15 +25,15 @@ class FinetuneDataConfig(BaseModel, frozen=True, extra="forbid"):
     """Each part is a file (.tsv, .jsonl, .parquet, SQuAD's .json; CoNLL for tagging) or a name that `datasets` loads
     (nyu-mll/glue)."""
 
-    train: str
+    train: Place[str]
     """The examples to learn from."""
-    dev: str
+    dev: Place[str]
     """The development set, which decides which weights are the best."""
-    dev_mismatched: str | None = None
+    dev_mismatched: Place[str | None] = None
     """MNLI's second development set."""
-    test: str | None = None
+    test: Place[str | None] = None
     """Scored once, at the end, if it has labels. Its predictions are written in any case."""
-    test_mismatched: str | None = None
+    test_mismatched: Place[str | None] = None
     """MNLI's second test set."""
     sequence_length: Count
     """The greatest length of a row, in training and in evaluation; at most the model's. A micro-batch is as long as its

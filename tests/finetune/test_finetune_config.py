@@ -48,6 +48,13 @@ def test_glues_recipe_is_berts_and_needs_a_task():
     assert [mistake.split(":")[0] for mistake in mistakes("glue")] == ["task", "data.train", "data.dev"]
 
 
+def test_files_may_be_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    parts = TASKS["mnli"].data_set.splits
+    data = load("mnli", *(f"data.{part}=~/{part}" for part in parts)).data
+    assert len(parts) == 5 and all(data.source(part) == f"/home/x/{part}" for part in parts)
+
+
 def test_every_mistake_is_found_at_once():
     found = mistakes(
         "sst2", "train.num_steps=3", "train.micro_batch_size=5", "data.dev_mismatched=x.tsv", "data.document_stride=3",

@@ -87,14 +87,14 @@ def _read_by_every_script(shards: Path, tmp_path: Path) -> None:
     dry = script("launch/pretrain.py", "--config", SMOKE, *recipe, "--dry-run")
     assert f"would resume from       {run}/checkpoints/step_000000009" in dry
     curve = tmp_path / "curve.json"
-    arguments = ["--run", run, "--all-steps", "--shards", shards, "--rows", 10, "--output", curve]
+    arguments = ["--run", f"{run}/", "--all-steps", "--shards", shards, "--rows", 10, "--output", curve]
     printed = script("launch/evaluate.py", *arguments)
     assert printed.startswith(f"{run}: ")
     assert [of["place"] for of in json.loads(curve.read_text())["models"]] == [
         f"{run}/checkpoints/step_{step:09d}" for step in (6, 8, 9)
     ]
     assert any(name.startswith("tensorboard/evaluation/") for name in list_files(run))
-    printed = script("launch/export.py", "--run", run, "--step", 8, "--output", tmp_path / "export")
+    printed = script("launch/export.py", "--run", f"{run}/", "--step", 8, "--output", tmp_path / "export")
     assert f"holds {run}/checkpoints/step_000000008" in printed
     details = json.loads((tmp_path / "export" / "config.json").read_text())["details"]
     assert details["step"] == 8 and details["heldout"]["step"] == 8
