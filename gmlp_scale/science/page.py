@@ -75,7 +75,7 @@ def _row(table: Table, model: str, part: str) -> str:
     chosen, losses = table.chosen_rate(model, part), [*table.losses(model, part).values()]
     grid = {rate: "not run" if loss is None else f"{loss:.3f}" for rate, loss in table.grid(model, part).items()}
     tried = ", ".join(f"**{text}**" if rate == chosen else text for rate, text in grid.items())
-    shown = f"not run ({len(losses)} of {table.num_seeds} seeds are done) | |"
+    shown = f"{len(losses)} of {table.num_seeds} seeds are done | |"
     if len(losses) == table.num_seeds:
         shown = f"{spread(losses)} | {math.exp(np.mean(losses)):.1f} |"
     return f"| {model} | {table.num_parameters(model):,} | {tried} | {shown}"

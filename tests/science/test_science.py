@@ -137,7 +137,7 @@ def test_runs_that_another_process_holds_or_that_diverge_stop_no_other(shards, t
     assert f"{first} is in use by" in log and log.count("counts as infinitely bad") == len(done(tmp_path)) > 4
     assert first not in done(tmp_path)
     start(tmp_path, "--table", tmp_path / "science.md", "optimizer.weight_decay=1e30")
-    assert "inf, not run, inf | not run (0 of 2 seeds" in (tmp_path / "science.md").read_text()
+    assert "inf, not run, inf | 0 of 2 seeds" in (tmp_path / "science.md").read_text()
 
 
 def test_overrides_that_would_make_different_models_alike_are_refused():
@@ -214,7 +214,11 @@ def test_models_are_of_one_size_but_for_the_depths_and_every_part_s_quantities_a
         assert table.num_parameters(model) == pytest.approx(table.num_parameters("gmlp"), rel=0.001)
     for quantity in QUANTITIES:
         assert set(quantity.models) <= set(PARTS[quantity.part][1])
-    assert {run.tokens_per_step.before(run.train.num_steps) for run in table.runs()} == {16_384_000}
+    tokens = {run.name: run.tokens_per_step.before(run.train.num_steps) for run in table.runs()}
+    assert set(tokens.values()) == {16_384_000, 40_001_536}
+    large = {model for model in MODELS if tokens[f"{model}_rate_{RATES[1]:g}_seed_0"] > 16_384_000}
+    assert large == set(PARTS["g"][1])
+    assert all(table.num_parameters(model) == pytest.approx(5.67e6, rel=0.02) for model in large)
 
 
 def test_the_page_in_docs_is_written_from_the_results_beside_it():
