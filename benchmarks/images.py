@@ -36,6 +36,7 @@ from gmlp_scale.data.image_loader import ImageLoader
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.distributed.logs import command
+from gmlp_scale.fields import count
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import local_path, write_file, write_text
@@ -55,15 +56,17 @@ IMAGES_PER_SHARD = 128
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe with task: images")
-    parser.add_argument("--images", type=int, default=4096, help="a multiple of the micro-batch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each loader (default: %(default)s)")
+    parser.add_argument(
+        "--images", type=count, default=4096, help="a multiple of the micro-batch (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each loader (default: %(default)s)")
     parser.add_argument("--output", type=local_path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     run = load_config(ImagesConfig, options.config, options.overrides)
     size = run.train.micro_batch_size
-    if options.images < 1 or options.images % size or options.rounds < 1:
-        parser.error(f"--images must be a multiple of train.micro_batch_size={size}, and --rounds at least 1")
+    if options.images % size:
+        parser.error(f"--images must be a multiple of train.micro_batch_size={size}")
     figures = measure_image_loading(run, options.images, options.rounds)
     report_as_measured("cpu", [{run.name: figures}], options.output)
     return 0

@@ -36,6 +36,7 @@ from benchmarks.step import DTYPES, copy_call, matrix_calls
 from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_FORM, GmlpBlock
@@ -55,12 +56,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe of a gMLP or aMLP, whose micro-batch is timed")
     parser.add_argument("--device", choices=["cuda", "cpu", "none"], default="cuda", help="none: times no kernel")
-    parser.add_argument("--rounds", type=int, default=7, help="timed turns of each form (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=7, help="timed turns of each form (default: %(default)s)")
     parser.add_argument("--output", type=local_path, metavar="FILE.json", help="also write the report to this file")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
-    if options.rounds < 1:
-        parser.error("--rounds is a positive number")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("there is no CUDA device: run it on a GPU, or with --device none or cpu")
     if (options.device == "cpu") != is_interpreted():

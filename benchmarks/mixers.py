@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks.timing import time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import start_world
+from gmlp_scale.fields import count
 from gmlp_scale.science.claims import PARTS, RATES
 from gmlp_scale.science.page import spread
 from gmlp_scale.science.runs import Table
@@ -36,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="f", choices=PARTS, help="(default: %(default)s)")
     parser.add_argument("--output", default="docs/science", metavar="DIR", help="has results/ (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed turns of each model (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=9, help="timed turns of each model (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of every run")
     options = parser.parse_intermixed_args()
     table = Table(options.output, (options.part,), 3, tuple(options.overrides))

@@ -32,6 +32,7 @@ from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import local_path
 from gmlp_scale.train.resolve import with_decided_precision
@@ -49,15 +50,13 @@ def main() -> int:
     what.add_argument("--table", type=local_path, metavar="FILE.json", help="only print this report as Markdown tables")
     usual, known = ",".join(USUAL_PARTS), ",".join(PARTS)
     parser.add_argument("--parts", default=usual, help=f"parts of {known} (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed turns of each contender (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=7, help="timed turns of each contender (default: %(default)s)")
     parser.add_argument("--no-peers", action="store_true", help="leave out other people's models")
     parser.add_argument("--output", type=local_path, metavar="FILE.json", help="also write the report to this file")
     worse = "name what is over 5 %% worse than in it; exit 1"
     parser.add_argument("--compare", type=local_path, metavar="FILE.json", help=worse)
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
-    if options.rounds < 1:
-        parser.error("--rounds is a positive number")
     if options.table:
         print(table(read_report(options.table)))
         return 0

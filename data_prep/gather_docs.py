@@ -21,6 +21,7 @@ from pathlib import Path
 
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count
 from gmlp_scale.storage.files import write_file
 
 _SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
@@ -50,7 +51,7 @@ def main() -> int:
     packages, default = Path(sysconfig.get_paths()["purelib"]), "(default: %(default)s)"
     parser.add_argument("--output", required=True, metavar="FILE", help="of JSON lines")
     parser.add_argument("--folder", type=Path, default=packages, help=f"of packages {default}")
-    parser.add_argument("--bytes", type=int, default=5_000_000, help=f"stop when there is so much text {default}")
+    parser.add_argument("--bytes", type=count, default=5_000_000, help=f"stop when there is so much text {default}")
     options = parser.parse_args()
     files = find_files(options.folder)
     if not files:

@@ -18,6 +18,7 @@ from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.source import read_rows
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count
 from gmlp_scale.recipe.reader import load_run_config
 
 
@@ -28,11 +29,9 @@ def main() -> int:
     parser.add_argument(
         "--step", type=int, required=True, help="finished steps before it; the first batch is of step 0"
     )
-    parser.add_argument("--rows", type=int, help="print only so many (default: all)")
+    parser.add_argument("--rows", type=count, help="print only so many (default: all)")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_intermixed_args()
-    if options.rows is not None and options.rows < 1:
-        parser.error(f"--rows is {options.rows}; it must be at least 1")
     run = load_run_config(options.config, options.overrides)
     if not 0 <= options.step < run.train.num_steps:
         raise InputError(f"--step is {options.step}; the run has the steps 0 to {run.train.num_steps - 1}")

@@ -19,15 +19,17 @@ from collections.abc import Callable
 from concurrent.futures import as_completed
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import xxhash
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from gmlp_scale.data.hashing import permutation
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count, count_from_0, option
 from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
 from gmlp_scale.prepare.job import JobFolder, pool_of_workers
 from gmlp_scale.storage.files import plain_place, read_file, write_file, write_text
@@ -43,7 +45,11 @@ def main() -> int:
     add("--input", required=True, metavar="SOURCE", help="the training images")
     heldout = parser.add_mutually_exclusive_group(required=True)
     heldout.add_argument("--heldout", metavar="SOURCE", help="the images to evaluate on, of the same classes")
-    heldout.add_argument("--heldout-fraction", type=float, help="of the images of --input, chosen by chance")
+    heldout.add_argument(
+        "--heldout-fraction",
+        type=option(Annotated[float, Field(gt=0, lt=1)]),
+        help="of the images of --input, chosen by chance",
+    )
     add(
         "--output",
         type=plain_place,
@@ -51,16 +57,10 @@ def main() -> int:
         metavar="SHARDS_DIR",
         help="a path or a URL: new, or of the same job",
     )
-    add("--images-per-shard", type=int, default=128, help=default)
-    add("--max-bad-images", type=int, default=0, help=f"that may be left out {default}")
-    add("--workers", type=int, default=1, help=f"processes {default}")
+    add("--images-per-shard", type=count, default=128, help=default)
+    add("--max-bad-images", type=count_from_0, default=0, help=f"that may be left out {default}")
+    add("--workers", type=count, default=1, help=f"processes {default}")
     options = parser.parse_args()
-    if options.max_bad_images < 0:
-        parser.error(f"--max-bad-images is {options.max_bad_images}; it must be at least 0")
-    if options.images_per_shard < 1 or options.workers < 1:
-        parser.error("--images-per-shard and --workers must be at least 1")
-    if options.heldout_fraction is not None and not 0 < options.heldout_fraction < 1:
-        parser.error(f"--heldout-fraction is {options.heldout_fraction}; it must be between 0 and 1")
     splits = _splits(options)
     listed = [tuple(ref) for source in splits.values() for ref in source.images]
     settings = {name: getattr(options, name) for name in ("input", "heldout", "heldout_fraction", "images_per_shard")}

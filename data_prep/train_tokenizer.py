@@ -16,11 +16,15 @@ import os
 import sys
 import time
 from tempfile import TemporaryDirectory
+from typing import Annotated
+
+from pydantic import Field
 
 from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import MODEL_NAME, NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count, count_from_0, option
 from gmlp_scale.prepare.input_files import find_inputs
 from gmlp_scale.prepare.read_records import FileReader, Record, records_before_fault
 from gmlp_scale.storage.claim import repeating
@@ -36,19 +40,18 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--input", nargs="+", required=True, metavar="GLOB_OR_URL", help="files of documents")
-    add("--vocab-size", type=int, default=32_000, help=f"pieces {default}")
+    add(
+        "--vocab-size",
+        type=option(Annotated[int, Field(ge=_SMALLEST_VOCABULARY, le=1 << 16)]),
+        default=32_000,
+        help=f"pieces {default}",
+    )
     add("--output", required=True, metavar="TOKENIZER_DIR", help="a new folder")
     add("--text-field", default="text", help=f"of each record {default}")
-    add("--sample-bytes", type=int, default=20_000_000, help=f"of text to train on {default}")
-    add("--seed", type=int, default=0, help=f"of the sample {default}")
-    add("--max-bad-files", type=int, default=0, help=f"more broken files are an error {default}")
+    add("--sample-bytes", type=count, default=20_000_000, help=f"of text to train on {default}")
+    add("--seed", type=option(Annotated[int, Field(ge=0, lt=1 << 64)]), default=0, help=f"of the sample {default}")
+    add("--max-bad-files", type=count_from_0, default=0, help=f"more broken files are an error {default}")
     options = parser.parse_args()
-    if options.sample_bytes < 1:
-        parser.error(f"--sample-bytes is {options.sample_bytes}; it must be at least 1")
-    if not 0 <= options.seed < 1 << 64:
-        parser.error(f"--seed is {options.seed}; it must be at least 0 and below 2**64")
-    if not _SMALLEST_VOCABULARY <= options.vocab_size <= 1 << 16:
-        parser.error(f"--vocab-size is {options.vocab_size}; it must be between {_SMALLEST_VOCABULARY} and 65536")
     return options
 
 

@@ -26,6 +26,7 @@ from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World
+from gmlp_scale.fields import count
 from gmlp_scale.storage.files import plain_place, write_text
 from gmlp_scale.tasks.table import TASKS
 
@@ -41,15 +42,13 @@ def main() -> int:
     steps.add_argument("--all-steps", action="store_true", help="every complete checkpoint of the run")
     parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="shards with held-out rows")
     rows = "how many held-out rows, from the first on (default: train.num_evaluation_rows, as in training)"
-    parser.add_argument("--rows", type=int, help=rows)
+    parser.add_argument("--rows", type=count, help=rows)
     parser.add_argument("--output", metavar="FILE_OR_URL.json", help="also write the figures to this file")
     parser.add_argument("--finetune-probe", choices=TASKS, metavar="TASK", help=f"one of {', '.join(TASKS)}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of the probe's recipe")
     options = parser.parse_intermixed_args()
     if options.export and (options.step is not None or options.all_steps or options.finetune_probe):
         parser.error("--step, --all-steps and --finetune-probe need --run")
-    if options.rows is not None and options.rows < 1:
-        parser.error("--rows is a positive number")
     if options.overrides and not options.finetune_probe:
         parser.error(f"{options.overrides[0]}: only --finetune-probe takes such fields")
     with single_process("launch/evaluate.py") as world:

@@ -20,6 +20,7 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import add_model_options, read_chosen
+from gmlp_scale.fields import count, count_from_0
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import write_text
 from gmlp_scale.tasks.images import evaluate_images
@@ -31,12 +32,12 @@ def main() -> int:
     add_model_options(parser)
     parser.add_argument("--shards", required=True, metavar="SHARDS_DIR", help="a folder that prepare_images.py wrote")
     parser.add_argument("--cache-dir", metavar="DIR", help="keeps copies of the shards; needed for shards at a URL")
-    parser.add_argument("--batch-size", type=int, default=64, help="images in a forward pass (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="processes that decode images (default: %(default)s)")
+    parser.add_argument("--batch-size", type=count, default=64, help="images in a forward pass (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=count_from_0, default=2, help="processes that decode images (default: %(default)s)"
+    )
     parser.add_argument("--output", metavar="FILE_OR_URL.json", help="also write the scores to this file")
     options = parser.parse_args()
-    if options.batch_size < 1 or options.workers < 0:
-        parser.error("--batch-size must be at least 1, and --workers not negative")
     trained = read_chosen(options)
     with single_process("launch/evaluate_images.py") as world:
         scores = _evaluate(trained, options, world)

@@ -10,6 +10,7 @@ from gmlp_scale.analysis.predictions import MASK, describe, fill
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count
 from gmlp_scale.storage.files import plain_place
 
 
@@ -20,7 +21,7 @@ def main() -> int:
         "--run", required=True, type=plain_place, metavar="RUN_DIR_OR_URL", help="a run of launch/pretrain.py"
     )
     parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
-    parser.add_argument("--top", type=int, default=5, help="candidates for each sentence (default: %(default)s)")
+    parser.add_argument("--top", type=count, default=5, help="candidates for each sentence (default: %(default)s)")
     parser.add_argument("sentences", nargs="+", metavar="SENTENCE", help=f"text with one {MASK} or more")
     options = parser.parse_args()
     if absent := [sentence for sentence in options.sentences if MASK not in sentence]:

@@ -12,6 +12,7 @@ import sys
 
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.rendezvous import launched
+from gmlp_scale.fields import count
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune, read_inputs
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
@@ -32,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: mnli")
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="runs with the recipe's seed and the next ones (default: 1)"
+        "--seeds", type=count, default=1, metavar="N", help="runs with the recipe's seed and the next ones (default: 1)"
     )
     parser.add_argument(
         "--grid", action="store_true", help="try the recipe's grid first; the seeds run at its best point"
@@ -44,14 +45,12 @@ def main() -> int:
         "--from-mnli", action="store_true", help="with --glue: MRPC, STS-B and RTE start from the model of MNLI"
     )
     parser.add_argument("--dry-run", action="store_true", help="only read the data and print what would be run")
-    parser.add_argument("--ranks", type=int, help="with --dry-run: how many ranks (default: as many as are started)")
+    parser.add_argument("--ranks", type=count, help="with --dry-run: how many ranks (default: as many as are started)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
-    if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
-        parser.error("--ranks is a positive number and needs --dry-run")
-    if options.seeds < 1:
-        parser.error("--seeds is a positive number")
+    if options.ranks and not options.dry_run:
+        parser.error("--ranks needs --dry-run")
     if options.from_mnli and not options.glue:
         parser.error("--from-mnli needs --glue")
     if options.grid:

@@ -8,6 +8,7 @@ import sys
 
 from gmlp_scale.analysis.predictions import generate, read_model
 from gmlp_scale.distributed.logs import command
+from gmlp_scale.fields import count_from_0
 from gmlp_scale.storage.files import plain_place
 
 
@@ -18,13 +19,11 @@ def main() -> int:
     parser.add_argument("--run", required=True, type=plain_place, metavar="RUN_DIR_OR_URL", help=recipe)
     parser.add_argument("--step", type=int, help="the checkpoint after this step (default: the newest good one)")
     parser.add_argument("--prompt", default="\n", help="what the text begins with (default: a line break)")
-    parser.add_argument("--length", type=int, default=500, help="characters to write (default: %(default)s)")
+    parser.add_argument("--length", type=count_from_0, default=500, help="characters to write (default: %(default)s)")
     temperature = "0 always takes the likeliest character (default: %(default)s)"
     parser.add_argument("--temperature", type=float, default=1.0, help=temperature)
     parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: %(default)s)")
     options = parser.parse_args()
-    if options.length < 0:
-        parser.error("--length must not be negative")
     model, alphabet = read_model(options.run, options.step)
     characters = generate(
         model,

@@ -10,6 +10,7 @@ import sys
 
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.rendezvous import launched
+from gmlp_scale.fields import count, positive
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import describe_fit
 from gmlp_scale.train.run import pretrain
@@ -21,17 +22,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a recipe's file, or its name: gmlp_base")
     parser.add_argument("--dry-run", action="store_true", help="only print what the run would be")
-    parser.add_argument("--ranks", type=int, help="with --dry-run: how many ranks (default: as many as are started)")
+    parser.add_argument("--ranks", type=count, help="with --dry-run: how many ranks (default: as many as are started)")
     parser.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="with --dry-run: say whether the run fits into such GPUs"
+        "--gpu-memory", type=positive, metavar="GB", help="with --dry-run: say whether the run fits into such GPUs"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
-    if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
-        parser.error("--ranks is a positive number and needs --dry-run")
-    if options.gpu_memory is not None and (options.gpu_memory <= 0 or not options.dry_run):
-        parser.error("--gpu-memory is a positive number and needs --dry-run")
+    if (options.ranks or options.gpu_memory) and not options.dry_run:
+        parser.error("--ranks and --gpu-memory need --dry-run")
     world_size = options.ranks or launched().size
     run = load_recipe(options.config, options.overrides)
     if options.dry_run:

@@ -12,6 +12,7 @@ import sys
 
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
+from gmlp_scale.fields import count
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
 from gmlp_scale.science.runs import Table, budget, like_the_first_start, train_all
@@ -26,14 +27,14 @@ def main() -> int:
     parser.add_argument("--shards", metavar="SHARDS_DIR", help="needed to train")
     titles = "; ".join(f"{part}: {title}" for part, (title, _) in PARTS.items())
     parser.add_argument("--part", action="append", choices=PARTS, help=f"may be repeated (default: all). {titles}")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of each model (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=count, default=3, metavar="N", help="seeds of each model (default: %(default)s)"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="only print what is left to do")
     what.add_argument("--table", metavar="FILE_OR_URL.md", help="write the page on what is done")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="fields of every run")
     options = parser.parse_intermixed_args()
-    if options.seeds < 1:
-        parser.error("--seeds is a positive number")
     if not (options.shards or options.table):
         parser.error("--shards is needed without --table")
     table = Table(options.output, tuple(options.part or PARTS), options.seeds, tuple(options.overrides), options.shards)

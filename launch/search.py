@@ -13,6 +13,7 @@ import sys
 
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.distributed.logs import command
+from gmlp_scale.fields import count, positive
 from gmlp_scale.finetune.search import (
     SCORES,
     read_answered,
@@ -34,16 +35,14 @@ def main() -> int:
     parser.add_argument("--triples", metavar="FILE", help="train on MNLI's entailed and contradicted sentences")
     parser.add_argument("--dev", required=True, metavar="FILE", help="SQuAD's questions, whose passages are searched")
     parser.add_argument("--output", required=True, type=local_path, metavar="DIR")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="trainings (default: %(default)s)")
-    parser.add_argument("--epochs", type=float, default=1, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="of each rank (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=1e-3, help="the peak learning rate (default: %(default)s)")
+    parser.add_argument("--seeds", type=count, default=1, metavar="N", help="trainings (default: %(default)s)")
+    parser.add_argument("--epochs", type=positive, default=1, help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=count, default=64, metavar="N", help="of each rank (default: %(default)s)")
+    parser.add_argument("--rate", type=positive, default=1e-3, help="the peak learning rate (default: %(default)s)")
     parser.add_argument("--ask", metavar="QUESTION", help="print the best passage for it too")
     options = parser.parse_args()
     if not options.pairs and not options.triples:
         parser.error("give --pairs, --triples or both")
-    if min(options.seeds, options.epochs, options.batch_size, options.rate) <= 0:
-        parser.error("--seeds, --epochs, --batch-size and --rate are positive")
     read_export(options.model)  # raises if it is damaged, or none
     questions = read_answered(options.dev, "dev")
     passages = list(dict.fromkeys(question.context for question in questions))

@@ -68,7 +68,7 @@ def test_launcher_prints_what_launches_take_where_there_is_no_gpu(succeeds):
 
 @pytest.mark.parametrize(
     "words, message",
-    [(["cpu"], "--device cpu needs TRITON_INTERPRET=1"), (["none", "--rounds", "0"], "--rounds is a positive number")],
+    [(["cpu"], "--device cpu needs TRITON_INTERPRET=1"), (["none", "--rounds", "0"], "--rounds: found 0")],
 )
 def test_launcher_refuses_what_it_cannot_time(words, message, launched):
     code, _, error = launched(main, *OPTIONS, *words)

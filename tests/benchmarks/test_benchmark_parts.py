@@ -239,7 +239,7 @@ def test_launcher_prints_json_and_compares(tmp_path, launched):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--rounds", "0"], "--rounds is a positive number"),
+        (["--rounds", "0"], "--rounds: found 0"),
         (["--parts", "step,speed"], "--parts: found speed; known are step, loader, checkpoint, start_up"),
         (["--config", BASE], "train.device: found cpu in smoke and auto in gmlp_base, but a report is of one"),
         pytest.param(

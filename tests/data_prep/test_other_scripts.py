@@ -95,11 +95,11 @@ def test_the_estimated_time_of_training_meets_what_was_measured(megabytes, vocab
 
 def test_train_tokenizer_mistakes(corpus, tmp_path):
     script = ("train_tokenizer.py", "--input", f"{corpus}/*.gz", "--output")
-    assert "must be between" in run(*script, tmp_path / "a", "--vocab-size", 100, code=2)
+    assert "--vocab-size: found 100" in run(*script, tmp_path / "a", "--vocab-size", 100, code=2)
     assert "cannot be trained" in run(*script, tmp_path / "a", "--vocab-size", 30_000, code=2)
-    assert "--sample-bytes is 0; it must be at least 1" in run(*script, tmp_path / "a", "--sample-bytes", 0, code=2)
+    assert "--sample-bytes: found 0" in run(*script, tmp_path / "a", "--sample-bytes", 0, code=2)
     for seed in (-1, 1 << 64):
-        assert f"--seed is {seed}; it must be at least 0" in run(*script, tmp_path / "a", "--seed", seed, code=2)
+        assert f"--seed: found {seed}" in run(*script, tmp_path / "a", "--seed", seed, code=2)
     assert "holds no text in field 'body'" in run(*script, tmp_path / "a", "--text-field", "body", code=2)
     assert not (tmp_path / "a").exists()
     broken = corpus / "part-1.jsonl.gz"
@@ -125,7 +125,9 @@ def test_inspect_batch_prints_the_rows_that_training_sees(shards):
     assert f"source {shards.name}  " in in_mixture
     assert in_mixture.replace(f"source {shards.name}  ", "") in printed
     for rows in (0, -2):
-        assert f"--rows is {rows}; it must be at least 1" in run(*command, 2, "--rows", rows, *overrides, code=2)
+        assert f"--rows: found {rows}: Input should be greater than or equal to 1" in run(
+            *command, 2, "--rows", rows, *overrides, code=2
+        )
     overrides[1] = "model.vocab_size=999"
     assert "vocab_size is 999, the shards have 400" in run(*command, 0, *overrides, code=2)
 

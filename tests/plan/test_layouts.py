@@ -98,10 +98,10 @@ def test_a_growing_batch_takes_the_time_of_all_its_steps():
 @pytest.mark.parametrize(
     "option, needed",
     [
-        (["--fraction-of-peak", "0"], "--fraction-of-peak is above 0 and at most 1"),
-        (["--fraction-of-link", "40"], "--fraction-of-link is above 0 and at most 1"),
-        (["--fake-ranks", "-1"], "--fake-ranks is a positive number"),
-        (["--nodes", "3"], "--gpus 64 is not a positive multiple of --nodes 3"),
+        (["--fraction-of-peak", "0"], "--fraction-of-peak: found 0: Input should be greater than 0"),
+        (["--fraction-of-link", "40"], "--fraction-of-link: found 40: Input should be less than or equal to 1"),
+        (["--fake-ranks", "-1"], "--fake-ranks: found -1: Input should be greater than or equal to 1"),
+        (["--nodes", "3"], "--gpus 64 is no multiple of --nodes 3"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(option, needed, capsys, monkeypatch):
