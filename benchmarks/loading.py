@@ -155,8 +155,7 @@ def gmlp_scale_unmasked(run: RunConfig, shards: Path) -> Iterator:
     """The same rows without masks, as webdataset gives them."""
     loader, files = loader_of(run, shards), ShardFiles(str(shards), None, max_bytes=run.data.cache_max_bytes)
     manifest = loader.sources[0].manifest
-    train, length = manifest.splits.train, manifest.sequence_length
-    opened = OpenShards(files, train, length, manifest.row_dtype, num_open=len(train), skip_corrupt=None)
+    opened = OpenShards(files, manifest, "train", num_open=len(manifest.splits.train), skip_corrupt=None)
     addresses = map(loader.addresses, cycle(range(NUM_ROWS // ROWS_PER_BATCH)))
     return (opened.read(some.shard, some.row_index) for some in addresses)
 

@@ -51,8 +51,7 @@ def parse_options() -> argparse.Namespace:
     add("--sample-bytes", type=count, default=20_000_000, help=f"of text to train on {default}")
     add("--seed", type=option(Annotated[int, Field(ge=0, lt=1 << 64)]), default=0, help=f"of the sample {default}")
     add("--max-bad-files", type=count_from_0, default=0, help=f"more broken files are an error {default}")
-    options = parser.parse_args()
-    return options
+    return parser.parse_args()
 
 
 @command

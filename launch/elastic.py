@@ -22,13 +22,13 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import torch.distributed.launcher.api
 import torch.distributed.run
+from pydantic import Field
 from torch.distributed.elastic.agent.server import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -37,14 +37,15 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 import gmlp_scale
-from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of, saved_steps
+from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.distributed.rendezvous import first_line
+from gmlp_scale.fields import count, count_from_0, option
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import print_error
 from gmlp_scale.train.start import load_recipe
-from gmlp_scale.train.time_budget import num_steps_of
+from gmlp_scale.train.time_budget import build_schedule
 
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 """Seconds. A lost host is noticed after 6 instead of 15. Once there are enough hosts, others have 3 instead of 30 to
@@ -101,19 +102,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--hosts", required=True, type=_bounds, metavar="LEAST:MOST", help="how many hosts there are")
-    add("--ranks-per-host", required=True, type=_number(1), metavar="N", help="one rank for each GPU of a host")
+    add("--ranks-per-host", required=True, type=count, metavar="N", help="one rank for each GPU of a host")
     add("--rendezvous", required=True, type=_address, metavar="HOST:PORT", help="where the hosts meet")
     add("--job", help="the job's name among those that meet at one store (default: the recipe's name)")
-    add("--max-restarts", type=_number(0), default=100, metavar="N", help="after failures (default: 100)")
+    add("--max-restarts", type=count_from_0, default=100, metavar="N", help="after failures (default: 100)")
     restarts = "exit code after a stop signal, for a cluster that restarts what leaves with N (default: 0)"
-    add("--unfinished-code", type=_number(0, 255), default=0, metavar="N", help=restarts)
+    add("--unfinished-code", type=option(Annotated[int, Field(ge=0, le=255)]), default=0, metavar="N", help=restarts)
     add("--config", required=True, help="a recipe, such as configs/pretrain/gmlp_base.yaml")
     add("overrides", nargs="*", metavar="section.field=value", help="changes a field of the recipe")
     options = parser.parse_intermixed_args()
     least, most = options.hosts
     run = load_recipe(options.config, options.overrides)
     for num_hosts in range(least, most + 1):
-        run.rows_per_rank(num_hosts * options.ranks_per_host)
+        run.check_ranks(num_hosts * options.ranks_per_host)
     # Gives each start a store of its own. Without it rank 0 of the next start publishes no address, and all ranks end.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     torch.distributed.launcher.api.LocalElasticAgent = _Agent
@@ -151,13 +152,9 @@ def main() -> int:
 
 def is_finished(run: PretrainingRecipe) -> bool:
     """Whether there is a checkpoint of the last step, which a time budget may have decided."""
-    if run.train.last_step in saved_steps(run.run_folder):
-        return True
-    if run.train.time_budget_seconds is None:
-        return False
     with checkpoints_of(run.run_folder) as checkpoints:
-        newest, _ = newest_of(checkpoints)
-    return newest is not None and newest.step == num_steps_of(newest.details, run.train.num_steps)
+        newest, _ = newest_of(checkpoints, verify_files=False)
+    return newest is not None and newest.step >= build_schedule(run.train, run.optimizer, newest.details).last_step
 
 
 def _start_rank_server() -> None:
@@ -208,15 +205,6 @@ def _address(text: str) -> str:
     if not (found and 1 <= int(found[1]) < 2**16):
         raise argparse.ArgumentTypeError(f"found {text}; needed: HOST:PORT, as node1:29400")
     return text
-
-
-def _number(least: int, most: int = 10**6) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not (re.fullmatch(r"\d{1,7}", text, re.ASCII) and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"found {text}; needed: a whole number from {least} to {most}")
-        return int(text)
-
-    return number
 
 
 def _stop_ranks(number: int, frame) -> None:

@@ -28,8 +28,8 @@ def main() -> int:
         raise InputError(f"no {MASK} in: {'; '.join(absent)}")
     trained = read_run(options.run, options.step)
     num_tokens = trained.config.vocab_size
-    if not 1 <= options.top <= num_tokens:
-        raise InputError(f"--top: found {options.top}; needed: 1 to {num_tokens}, the model's number of tokens")
+    if options.top > num_tokens:
+        raise InputError(f"--top: found {options.top}; needed: at most {num_tokens}, the model's number of tokens")
     model, tokenizer = trained.build(), trained.tokenizer()
     for sentence in options.sentences:
         print(sentence)

@@ -26,7 +26,7 @@ from gmlp_scale.distributed.world import World
 from gmlp_scale.engine import Engine, Piece
 from gmlp_scale.storage.files import sealed
 
-logger = logging.getLogger("gmlp_scale")
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 0.5
@@ -145,7 +145,7 @@ class Checkpointer:
         details = json.loads(json.dumps({**self.details, **states}))  # a copy, since the caller may change its states
         save = _Save(step, staged(engine, self._staging_buffers), details, kept_step, began)
         self._newest_step = step
-        logger.info("saving %s", save.name)
+        log.info("saving %s", save.name)
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
         self._thread.start()
         if not self.config.asynchronous:
@@ -196,7 +196,7 @@ class Checkpointer:
                 pass
         except Exception as error:  # rank 0 or its store is gone, or this run is being closed
             self.last_error = f"{save.name} could not be saved: {error}"
-            logger.error("%s. Earlier checkpoints are untouched", self.last_error)
+            log.error("%s. Earlier checkpoints are untouched", self.last_error)
 
     def _attempt(self, save: _Save, attempt: str) -> bool:
         """Writes this rank's files and, on rank 0, makes the checkpoint. Returns whether to try again."""
@@ -209,7 +209,7 @@ class Checkpointer:
             return self._conclude(save, attempt, receipt)
         self.last_error = receipt.get("error")
         if self.last_error:
-            logger.error("%s could not be saved: %s", save.name, self.last_error)
+            log.error("%s could not be saved: %s", save.name, self.last_error)
         self._send(f"{attempt}/{rank}", receipt)
         return self._receive(f"{attempt}/again", math.inf)
 
@@ -240,10 +240,10 @@ class Checkpointer:
             for old in self._deletable(save, self.config.keep_last):
                 self.checkpoints.delete(old)
         except OSError as error:
-            logger.warning("old checkpoints could not be deleted: %s", error)
+            log.warning("old checkpoints could not be deleted: %s", error)
         self.last_error = None
         size = tqdm.format_sizeof(sum(record["bytes"] for record in files.values()), "B")
-        logger.info("saved %s: %s in %.1f s", save.name, size, time.monotonic() - save.began)
+        log.info("saved %s: %s in %.1f s", save.name, size, time.monotonic() - save.began)
 
     def _may_try_again(self, save: _Save, attempt: str, failures: list[dict[str, Any]]) -> bool:
         """Whether to try again. Unless it could make room, it waits RETRY_SECONDS before it says yes."""
@@ -258,15 +258,15 @@ class Checkpointer:
         may_drop = self.config.on_full_disk == "drop_oldest" and checkpoints.is_shared and numbers <= _NO_ROOM
         if may_drop and (old := self._deletable(save, 1)):
             checkpoints.delete(old[0])
-            logger.warning("%s. Deleted %s to make room (checkpoint.on_full_disk)", self.last_error, old[0])
+            log.warning("%s. Deleted %s to make room (checkpoint.on_full_disk)", self.last_error, old[0])
             return True
         if None in numbers or numbers & NEVER_PASSES or self._no_more_attempts.is_set():
-            logger.error("%s. Earlier checkpoints are untouched", self.last_error)
+            log.error("%s. Earlier checkpoints are untouched", self.last_error)
             return False
         room = str(checkpoints.directory)
         if not checkpoints.is_shared:
             room += f", and see that {checkpoints.place} can be written to"
-        logger.error(
+        log.error(
             "%s. Earlier checkpoints are untouched. Make room in %s: this step is tried again in %.0f s and, where the "
             "run has no more steps, until it is saved or a stop signal comes",
             self.last_error,

@@ -127,8 +127,14 @@ class Checkpoint:
         return list(self.tensors)
 
     @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the model's parameters, by name."""
+        prefix = model_key("")
+        return {key.removeprefix(prefix): of.shape for key, of in self.tensors.items() if key.startswith(prefix)}
+
+    @property
     def num_parameters(self) -> int:
-        return sum(math.prod(of.shape) for key, of in self.tensors.items() if key.startswith(model_key("")))
+        return sum(map(math.prod, self.parameters.values()))
 
     def read(self, key: str, first: int = 0, stop: int | None = None) -> Tensor:
         """Indices [first, stop) along dimension 0, float32 on the CPU, as a copy; a 0-d tensor is read whole.
@@ -159,8 +165,7 @@ class Checkpoint:
 
     def misfit(self, model: nn.Module) -> str:
         """Which of the model's parameters have other names or shapes here; empty if all fit."""
-        prefix = model_key("")
-        saved = {key.removeprefix(prefix): of.shape for key, of in self.tensors.items() if key.startswith(prefix)}
+        saved = self.parameters
         own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return f"parameters: {difference(own, saved)}" if saved != own else ""
 

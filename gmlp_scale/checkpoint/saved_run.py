@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gmlp_scale.checkpoint.format import Checkpoint, CheckpointError, folder_name, step_of
 from gmlp_scale.checkpoint.stores import Checkpoints, checkpoints_of, newest_of, saved_steps
-from gmlp_scale.checkpoint.trained import PREFIX, TrainedModel, TrainedModelError
+from gmlp_scale.checkpoint.trained import TrainedModel, TrainedModelError
+from gmlp_scale.engine.masters import model_key
 from gmlp_scale.models import with_kernels
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.recipe.reader import AnyConfig, load_config
@@ -66,8 +67,7 @@ def read_weights(run_folder: str | Path, step: int | None = None) -> tuple[Check
     """A checkpoint as open_checkpoint finds it, and its weights by parameter name."""
     with checkpoints_of(run_folder) as checkpoints:
         checkpoint = open_checkpoint(checkpoints, step)
-        names = [name for name in checkpoint.keys if name.startswith(PREFIX)]
-        return checkpoint, {name.removeprefix(PREFIX): checkpoint.read(name) for name in names}
+        return checkpoint, {name: checkpoint.read(model_key(name)) for name in checkpoint.parameters}
 
 
 def open_checkpoint(checkpoints: Checkpoints, step: int | None = None) -> Checkpoint:

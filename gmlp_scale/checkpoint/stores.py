@@ -41,7 +41,7 @@ from gmlp_scale.storage.files import (
 )
 from gmlp_scale.storage.run_folder import RemoteFolder
 
-logger = logging.getLogger("gmlp_scale")
+log = logging.getLogger(__name__)
 
 NEVER_PASSES = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 """What stops a save and no waiting mends."""
@@ -258,7 +258,7 @@ def newest_of(checkpoints: Checkpoints, verify_files: bool = True) -> tuple[Chec
             problems[name] = str(error)
             continue
         if problems:
-            logger.warning("damaged checkpoint: %s. Taking %s instead", "; ".join(problems.values()), name)
+            log.warning("damaged checkpoint: %s. Taking %s instead", "; ".join(problems.values()), name)
         return checkpoint, list(problems)
     if problems:
         found = "; ".join(problems.values())
@@ -280,4 +280,4 @@ def remove(folder: Path) -> None:
             folder = folder.rename(folder.with_name(f"{folder.name}.tmp-deleted"))
         shutil.rmtree(folder)
     except OSError as error:
-        logger.warning("could not delete %s: %s", folder, error)
+        log.warning("could not delete %s: %s", folder, error)

@@ -43,7 +43,7 @@ Head = Literal[
 
 MODEL_TYPE = "gmlp_scale"
 PREFIX = "model."
-"""Parameter names in checkpoints and exports begin with it."""
+"""Parameter names in exports begin with it."""
 WEIGHTS_NAME = "model.safetensors"
 CHECKSUMS_NAME = "SHA256SUMS"
 """Lines `checksum  file name`, as sha256sum writes them. transformers ignores the file."""

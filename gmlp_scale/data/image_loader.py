@@ -62,7 +62,7 @@ def made_ahead(
         num_workers=num_workers,
         multiprocessing_context="fork" if num_workers else None,  # the workers share what is imported
         prefetch_factor=prefetch_batches if num_workers else None,
-        worker_init_fn=_heed_parent_alone,
+        worker_init_fn=_set_up_worker,
         generator=torch.Generator(),  # else the DataLoader would draw from the one that dropout uses
     )
     others, failure = active_children(), None
@@ -108,7 +108,7 @@ def _our_signals() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, on_child)
 
 
-def _heed_parent_alone(worker: int) -> None:
+def _set_up_worker(worker: int) -> None:
     Queue._on_queue_feeder_error = staticmethod(_end_for_lack_of_room)
     Thread(target=_end_with_parent, daemon=True).start()
 

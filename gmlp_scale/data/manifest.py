@@ -41,13 +41,11 @@ class CorruptShardError(ShardError):
     """A shard whose bytes are not what its manifest says."""
 
     def __init__(self, name: str, found: str, otherwise: str = ""):
-        super().__init__(f"shard {name} is corrupt: {found}. Write or copy it again{otherwise}")
-        self.name = name
-        self.found = found
-        self._otherwise = otherwise
+        super().__init__(name, found, otherwise)  # all of them, so that the error comes whole from another process
+        self.name, self.found = name, found
 
-    def __reduce__(self):  # pickle would call the class with its message alone
-        return type(self), (self.name, self.found, self._otherwise)
+    def __str__(self) -> str:
+        return "shard {} is corrupt: {}. Write or copy it again{}".format(*self.args)
 
 
 class Shard(BaseModel, frozen=True, extra="forbid"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from gmlp_scale.data.data_config import DataConfig
-from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError, ShardFiles
+from gmlp_scale.data.manifest import CorruptShardError, Shard, ShardError, ShardFiles, Split
 from gmlp_scale.data.mixture import source_seed
 from gmlp_scale.data.order import RowAddresses, RowOrder, first_rows, places_in_shards
 from gmlp_scale.data.shards import Manifest, ShardRows
@@ -94,19 +94,18 @@ class OpenShards:
     def __init__(
         self,
         files: ShardFiles,
-        shards: Sequence[Shard],
-        sequence_length: int,
-        row_dtype: np.dtype,
+        manifest: Manifest,
+        split: Split,
         *,
         num_open: int,
         skip_corrupt: SkipCorruptShards | None,
     ):
-        self.files, self._shards, self.sequence_length, self.row_dtype = files, shards, sequence_length, row_dtype
+        self.files, self.manifest, self._shards = files, manifest, getattr(manifest.splits, split)
         self._num_open, self._skip_corrupt = num_open, skip_corrupt
         self._open: OrderedDict[int, Future[ShardRows]] = OrderedDict()  # the shard used last comes last
         self._threads = ThreadPoolExecutor(_SHARDS_AT_A_TIME, thread_name_prefix="open")
         recorded = skip_corrupt.names() if skip_corrupt else set()
-        self._corrupt = {index for index, shard in enumerate(shards) if shard.name in recorded}
+        self._corrupt = {index for index, shard in enumerate(self._shards) if shard.name in recorded}
         if self._corrupt:
             log.info("%d shards are skipped, as recorded in %s", len(self._corrupt), skip_corrupt.record)
 
@@ -118,7 +117,7 @@ class OpenShards:
         """
         wanted = np.unique(shards_B).tolist()
         self._start_opening(wanted)
-        rows_BN = np.empty((len(row_indices_B), self.sequence_length), self.row_dtype)
+        rows_BN = np.empty((len(row_indices_B), self.manifest.sequence_length), self.manifest.row_dtype)
         for index in wanted:
             places = np.flatnonzero(shards_B == index)
             shard, num_rows = self._sound_shard(index)
@@ -177,7 +176,8 @@ class OpenShards:
             self._open.popitem(last=False)
 
     def _verified(self, shard: Shard) -> ShardRows:
-        return self.files.opened(shard, lambda path: ShardRows(path, shard, self.sequence_length, self.row_dtype))
+        length, dtype = self.manifest.sequence_length, self.manifest.row_dtype
+        return self.files.opened(shard, lambda path: ShardRows(path, shard, length, dtype))
 
 
 class Source(OpenShards):
@@ -191,19 +191,18 @@ class Source(OpenShards):
     """
 
     def __init__(self, config: DataConfig, place: int, manifest: Manifest, *, seed: int, run_dir: Path):
-        self.config, self.manifest, self.place = config.sources[place], manifest, place
+        self.config, self.place = config.sources[place], place
         self.num_rows = manifest.num_rows("train")
         self.seed = source_seed(seed, place)
         """Decides the order and the masks of its rows."""
-        shards, skip_corrupt = manifest.splits.train, None
+        skip_corrupt = None
         if config.on_corrupt_shard == "skip":
             prefix = f"source_{place}/" if place else ""  # its name may change when sources are added, its place not
             skip_corrupt = SkipCorruptShards(run_dir / "corrupt_shards.jsonl", config.max_corrupt_shards, prefix)
-        self._order = RowOrder.of_shards(shards, group_bytes=config.shuffle_group_bytes, seed=self.seed)
+        self._order = RowOrder.of_shards(manifest.splits.train, group_bytes=config.shuffle_group_bytes, seed=self.seed)
         files = ShardFiles(self.config.shards, config.cache_dir, max_bytes=config.cache_max_bytes)
         num_open = 2 * self._order.shards_per_group + 8
-        length, dtype = manifest.sequence_length, manifest.row_dtype
-        super().__init__(files, shards, length, dtype, num_open=num_open, skip_corrupt=skip_corrupt)
+        super().__init__(files, manifest, "train", num_open=num_open, skip_corrupt=skip_corrupt)
 
     def locate(self, positions: np.ndarray) -> RowAddresses:
         """Addresses of its rows at these positions, which count its own rows through all its epochs."""
@@ -237,11 +236,9 @@ class HeldoutRows(OpenShards):
     """The held-out rows of one source. Their masks are the same in every run."""
 
     def __init__(self, source: Source):
-        shards = source.manifest.splits.heldout
-        length, dtype = source.sequence_length, source.row_dtype
-        super().__init__(source.files, shards, length, dtype, num_open=1, skip_corrupt=None)
+        super().__init__(source.files, source.manifest, "heldout", num_open=1, skip_corrupt=None)
         self.seed = source_seed(_HELDOUT_SEED, source.place)
-        self._first_rows = first_rows(shard.rows for shard in shards)
+        self._first_rows = first_rows(shard.rows for shard in self._shards)
 
     def locate(self, row_indices: np.ndarray) -> RowAddresses:
         """Addresses of the rows with these numbers in the split."""

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
@@ -100,7 +100,7 @@ def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
     if sys.stderr.isatty():
         return tqdm(iterable, file=sys.stderr, **options)
     # Position 0, also beside another bar: tqdm would move the cursor between them.
-    return tqdm(iterable, file=_Lines(sys.stderr), position=0, **options)
+    return tqdm(iterable, file=_Lines(), position=0, **options)
 
 
 class _Lines:
@@ -109,14 +109,14 @@ class _Lines:
     It writes what tqdm draws as a line, one in LINE_EVERY_SECONDS at most, and the last one where tqdm ends its line.
     """
 
-    def __init__(self, file: TextIO):
-        self._file, self._latest, self._due = file, "", time.monotonic() + LINE_EVERY_SECONDS
+    def __init__(self):
+        self._latest, self._due = "", time.monotonic() + LINE_EVERY_SECONDS
 
     def write(self, text: str) -> None:
         is_end = text.endswith("\n")
         self._latest = text.strip() or self._latest
         if self._latest and (is_end or time.monotonic() >= self._due):
-            print(self._latest, file=self._file, flush=True)
+            print(self._latest, file=sys.stderr, flush=True)
             self._latest, self._due = "", time.monotonic() + LINE_EVERY_SECONDS
 
     def flush(self) -> None:

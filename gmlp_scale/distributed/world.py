@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -196,13 +196,6 @@ class World:
         texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, F.pad(text, (0, longest - len(text))), group=self._host_group)
         return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes, strict=True)]
-
-    def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, of which all ranks have equally many. StopSignalled on all ranks once any has a stop signal."""
-        for item in items:
-            if any(self.gather(self.is_stop_signalled)):
-                raise StopSignalled
-            yield item
 
     def on_all(self, action: Callable[[], T]) -> list[T]:
         """Runs `action` on every rank at once and returns all results, by rank. They are small and JSON-able.

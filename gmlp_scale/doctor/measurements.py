@@ -164,9 +164,11 @@ def self_test(run: RunConfig, world: World) -> tuple[float, str]:
     per_rank = run.rows_per_rank(world.size)
     rows = min(run.train.micro_batch_size, max(1, MOST_ROWS // world.size))
     num_micro_batches = 2 if per_rank.last > run.train.micro_batch_size else 1
-    small = _with(run, rows, num_micro_batches * rows * world.size, min(NUM_BLOCKS, run.model.num_blocks))
-    num_all = small.train.global_batch_size
-    batches = random_batch(_with(small, num_all, num_all, small.model.num_blocks), world.device).split(rows)
+    num_all = num_micro_batches * rows * world.size
+    model = run.model.model_copy(update={"num_blocks": min(NUM_BLOCKS, run.model.num_blocks)})
+    small = run.with_train(micro_batch_size=rows, global_batch_size=num_all, compile=False)
+    small = small.model_copy(update={"model": model, "init_from": None})
+    batches = random_batch(small.with_train(micro_batch_size=num_all), world.device).split(rows)
     own = batches[world.rank * num_micro_batches : (world.rank + 1) * num_micro_batches]
     rates = [SELF_TEST_RATE] * 2
     spread = train(small, world, own, rates)
@@ -189,13 +191,6 @@ def largest_difference(values: list[float], others: list[float]) -> float:
     if not all(map(math.isfinite, values + others)):
         return math.inf
     return max(abs(one / other - 1) for one, other in zip(values, others, strict=True))
-
-
-def _with(run: RunConfig, micro_batch_size: int, global_batch_size: int, num_blocks: int) -> RunConfig:
-    sized = run.with_train(micro_batch_size=micro_batch_size, global_batch_size=global_batch_size, compile=False)
-    return sized.model_copy(
-        update={"model": run.model.model_copy(update={"num_blocks": num_blocks}), "init_from": None}
-    )
 
 
 def train(run: RunConfig, world: World, micro_batches: list[MaskedBatch], rates: list[float]) -> Steps:

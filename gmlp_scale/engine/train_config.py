@@ -12,7 +12,7 @@ def _is_positive(value: Any) -> bool:
     return type(value) is int and 0 < value <= MOST_COUNT
 
 
-def _is_positive_or_auto(value: Any) -> Any:
+def _positive_or_auto(value: Any) -> Any:
     if value == "auto" or _is_positive(value):
         return value
     raise ValueError("a positive integer or auto")
@@ -33,7 +33,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     ]
     """Rows per step over all ranks. Or, for a batch that grows, a list of [from_step, rows], such as [[0, 1024],
     [10000, 4096]]: after `from_step` finished steps each step has that many rows. [rows]"""
-    micro_batch_size: FreeOnResume[Annotated[int | Literal["auto"], BeforeValidator(_is_positive_or_auto)]]
+    micro_batch_size: FreeOnResume[Annotated[int | Literal["auto"], BeforeValidator(_positive_or_auto)]]
     """Rows per forward pass on one rank; a step accumulates as many passes as the global batch needs. auto: the most
     rows that fit into memory, found when the run starts. The number changes losses by rounding only. [rows]"""
     device: FreeOnResume[Literal["auto", "cpu", "cuda"]] = "auto"
@@ -77,15 +77,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """Fields that may differ from the checkpoint's although they change the run, as optimizer.peak_learning_rate."""
 
     @property
-    def last_step(self) -> int:
-        """Where this start of the run leaves."""
-        return min(self.stop_after_step or self.num_steps, self.num_steps)
-
-    @property
     def batch_sizes(self) -> Piecewise:
         """Rows of each step over all ranks."""
         return Piecewise(self.global_batch_size)
 
     def num_micro_batches(self, world_size: int) -> Piecewise:
-        """Micro-batches of each step on a rank. Recipe.rows_per_rank has checked that the division is exact."""
+        """Micro-batches of each step on a rank. Recipe.check_ranks has checked that the division is exact."""
         return self.batch_sizes.map(lambda rows: rows // (world_size * self.micro_batch_size))

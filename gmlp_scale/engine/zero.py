@@ -21,7 +21,6 @@ from gmlp_scale.engine.zero_settings import deepspeed_settings, read_own
 from gmlp_scale.engine.zero_sharding import ShardedModel
 from gmlp_scale.errors import InputError
 from gmlp_scale.fields import OfOneMachine, Timeout
-from gmlp_scale.storage.files import Place
 
 
 class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
@@ -31,7 +30,7 @@ class ZeroConfig(BaseModel, frozen=True, extra="forbid"):
     """What is sharded over the ranks: 1 master and moments, 2 gradients too, 3 parameters too."""
     timeout_seconds: Timeout = 600
     """How long a collective waits for the other ranks before the run fails. [seconds]"""
-    deepspeed_config: OfOneMachine[Place[FilePath | None]] = None
+    deepspeed_config: OfOneMachine[FilePath | None] = None
     """A DeepSpeed JSON file with settings of your own (bucket sizes, overlap_comm, profilers ...). It must agree with
     what the recipe decides. One that offloads the optimizer (zero_optimization.offload_optimizer) also needs
     "zero_force_ds_cpu_optimizer": false, as DeepSpeed else insists on an AdamW of its own that it compiles."""

@@ -30,7 +30,7 @@ from gmlp_scale.models import build_model
 from gmlp_scale.models.backbone import Backbone
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.config import ConfigError
-from gmlp_scale.storage.files import read_json, write_text
+from gmlp_scale.storage.files import read_json_if_there, write_text
 from gmlp_scale.tasks.table import TaskRows, summarize_all
 from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.metrics import StartUp
@@ -254,21 +254,13 @@ class Finetuning(Task):
         None if best/ is of `step` or a later one: a killed run wrote it, and this run will evaluate that step again.
         """
         place = f"{self.config.run_folder}/best/config.json"
-        match read_record(place):
+        match read_json_if_there(place):
             case None:
                 return None
             case {"details": {"finetuned": {"step": int(best_step), "scores": {"dev": dict(scores)}}}}:
                 score = scores.get(self.config.task_row.main_score)
                 return {"step": best_step, "score": score} if best_step < step else None
         raise InputError(f"{place} is damaged: remove the folder best; the next evaluation writes it")
-
-
-def read_record(place: str) -> dict | None:
-    """The content of a JSON file, or None if there is none. InputError if it is damaged."""
-    try:
-        return read_json(place)
-    except FileNotFoundError:
-        return None
 
 
 def by_name(scores: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:

@@ -19,14 +19,14 @@ from gmlp_scale.errors import InputError
 from gmlp_scale.export.card import render
 from gmlp_scale.export.folder import json_text
 from gmlp_scale.finetune.config import FinetuneConfig
-from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, read_record, with_precision
+from gmlp_scale.finetune.finetuning import Finetuning, Inputs, by_name, finetune, with_precision
 from gmlp_scale.models import with_kernels
 from gmlp_scale.plan.describe import describe_resume, describe_states, short
 from gmlp_scale.plan.rank_bytes import state_bytes
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields, check_unchanged
-from gmlp_scale.storage.files import redacted, write_text
+from gmlp_scale.storage.files import read_json_if_there, redacted, write_text
 from gmlp_scale.tasks.table import TASKS
 from gmlp_scale.train.step_guard import NotFiniteError
 
@@ -242,7 +242,7 @@ def _finished(run: FinetuneConfig, inputs: Inputs, world: World) -> dict | None:
     A run that has predicted other test parts, or none, is not done: its last checkpoint predicts those of now.
     """
     path = f"{run.run_folder}/scores.json"
-    content = world.on_main(lambda: read_record(path))
+    content = world.on_main(lambda: read_json_if_there(path))
     if content is None:
         return None
     if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in _COMPARED):

@@ -37,7 +37,7 @@ from gmlp_scale.prepare.input_files import InputFile, find_inputs
 from gmlp_scale.prepare.read_records import FileReader
 from gmlp_scale.storage.claim import hold_folder, json_names
 from gmlp_scale.storage.damage import damage_as
-from gmlp_scale.storage.files import is_local, open_filesystem, read_json, redacted, with_retries, write_text
+from gmlp_scale.storage.files import is_local, open_filesystem, read_json_if_there, redacted, with_retries, write_text
 
 
 class JobFolder:
@@ -100,10 +100,7 @@ class JobFolder:
         write_text(f"{self.url}/{name}", json.dumps(redacted(content), indent=1) + "\n")
 
     def read(self, name: str) -> dict | None:
-        try:
-            return read_json(f"{self.url}/{name}")
-        except FileNotFoundError:
-            return None
+        return read_json_if_there(f"{self.url}/{name}")
 
     def read_all(self, folder: str, prefix: str = "") -> list[dict]:
         """The JSON files of a folder whose names begin with `prefix`, in the order of their names."""

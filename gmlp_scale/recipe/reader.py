@@ -56,7 +56,7 @@ def load_config(config_class: type[AnyConfig], path: str | Path, overrides: Iter
         ConfigError: with every mistake at once.
     """
     content, source = _read_with_base(path)
-    if (purpose := _purpose(content)) != config_class.purpose:
+    if (purpose := purpose_of(content)) != config_class.purpose:
         mistake = f"is a recipe for {purpose}; this command takes recipes for {config_class.purpose}"
         raise ConfigError(source, [mistake])
     mistakes = _apply_overrides(content, list(overrides))
@@ -150,7 +150,7 @@ def _recipe_file(place: str | Path) -> str | Path:
     return files[name]
 
 
-def _purpose(recipe: dict) -> str:
+def purpose_of(recipe: dict) -> str:
     """The `purpose` of the class that checks the recipe. A recipe of finetuning may leave its task open, with null."""
     if "task" not in recipe:
         return RunConfig.purpose

@@ -29,7 +29,7 @@ from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.recipe.resume import changed_fields
 from gmlp_scale.science.claims import MODELS, PARTS, RATES, SCHEDULE, Quantity, Trained, rates_of, toeplitz_share
 from gmlp_scale.storage.claim import ClaimedError
-from gmlp_scale.storage.files import create_file, read_json, write_text
+from gmlp_scale.storage.files import create_file, read_json, read_json_if_there, write_text
 from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.train.metrics import StartUp
 from gmlp_scale.train.resolve import resolve, with_decided_precision
@@ -102,9 +102,7 @@ class Table:
 
     def result(self, run: RunConfig) -> dict | None:
         """What a finished run gave; None if it is not done. ConfigError if the file is of another run."""
-        try:
-            content = read_json(self.place(run))
-        except FileNotFoundError:
+        if (content := read_json_if_there(self.place(run))) is None:
             return None
         if changed := changed_fields(content["config"], run, "train.precision"):
             needed = "needed are the fields of before, or another --output"

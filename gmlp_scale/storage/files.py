@@ -182,6 +182,14 @@ def read_json(url: str | Path) -> Any:
     return parse_json(read_file(url), str(url))
 
 
+def read_json_if_there(url: str | Path) -> Any:
+    """`read_json`, or None if there is no such file."""
+    try:
+        return read_json(url)
+    except FileNotFoundError:
+        return None
+
+
 def parse_json(text: str | bytes, place: str) -> Any:
     """The value of a JSON text that may be damaged or hostile. InputError names its `place`, such as a file's line."""
     try:

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from gmlp_scale.errors import InputError
 from gmlp_scale.storage.claim import ClaimedError, hold_folder, repeating
-from gmlp_scale.storage.files import download_file, is_url, list_files, upload_file
+from gmlp_scale.storage.files import download_file, list_files, upload_file
 
 log = logging.getLogger(__name__)
 
@@ -28,23 +28,14 @@ _NOT_WHOLE = (".new", ".old")
 
 
 @contextmanager
-def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
-    """Creates the run folder, a path or a URL, if needed and holds it for this process.
-
-    Yields a function that returns whether it still does. A local folder to which nothing was written is removed again.
+def claimed(run_folder: str | Path) -> Iterator[None]:
+    """Creates a local run folder if needed and holds it for this process. If nothing was written to it, it is removed
+    again.
 
     Raises:
         ClaimedError: another process holds it, whose host and process are named.
         InputError: it cannot be created or locked.
     """
-    if is_url(run_folder):
-        with ExitStack() as stack:
-            try:
-                is_held = stack.enter_context(hold_folder(str(run_folder), f"{run_folder}/claims"))
-            except ClaimedError as error:
-                raise ClaimedError(f"{error}, or give this run another name=...") from None
-            yield is_held
-        return
     lock = Path(run_folder) / "LOCK"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +53,7 @@ def claimed(run_folder: str | Path) -> Iterator[Callable[[], bool]]:
     with held:
         lock.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n", encoding="utf-8")
         try:
-            yield lambda: True
+            yield
         finally:
             with suppress(OSError):  # the error of the run, if any, is what matters
                 if list(lock.parent.iterdir()) == [lock]:
@@ -93,7 +84,12 @@ class RemoteFolder:
             ClaimedError: another process holds the folder.
             OSError: the last files cannot be copied. They stay in `local`. After a body that failed it is a warning.
         """
-        with claimed(self.url) as self._is_held, self.local_folder():
+        with ExitStack() as stack:
+            try:
+                self._is_held = stack.enter_context(hold_folder(self.url, f"{self.url}/claims"))
+            except ClaimedError as error:
+                raise ClaimedError(f"{error}, or give this run another name=...") from None
+            stack.enter_context(self.local_folder())
             try:
                 with repeating(self._try_push, PUSH_EVERY_SECONDS):
                     yield

@@ -24,7 +24,7 @@ from gmlp_scale.models import ModelConfig, build_model, kinds_with
 from gmlp_scale.models.task_heads import NextTokenBatch, NextTokenModel
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import read_file
-from gmlp_scale.tasks.evaluate import evaluate, shown
+from gmlp_scale.tasks.evaluate import evaluate, evaluation_batches
 from gmlp_scale.tasks.records import DataError
 from gmlp_scale.tasks.task import Task
 
@@ -128,7 +128,7 @@ class Characters(Task):
         starts = np.arange(0, crops.num_rows, crops.length)[: self.train.num_evaluation_rows]
 
         def own_batches() -> Iterator[NextTokenBatch]:
-            for numbers in shown(plan.heldout(len(starts)), world):
+            for numbers in evaluation_batches(plan.heldout(len(starts)), world):
                 own = starts[numbers[numbers < len(starts)]]
                 batch = crops.batch(own if len(own) else starts[:1])
                 if not len(own):  # every rank predicts equally often; this one has no crop left

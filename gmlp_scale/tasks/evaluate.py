@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gmlp_scale.data.batch import IGNORED, OUR_SPECIAL_IDS, MaskedBatch, SpecialIds
 from gmlp_scale.distributed.logs import progress_bar
-from gmlp_scale.distributed.world import World
+from gmlp_scale.distributed.world import StopSignalled, World
 from gmlp_scale.errors import InputError
 
 T = TypeVar("T")
@@ -39,10 +39,14 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def shown(batches: Iterable[T], world: World, num_batches: int | None = None) -> Iterator[T]:
-    """The batches of an evaluation, equally many on all ranks, with a bar. A stop signal raises StopSignalled."""
+def evaluation_batches(batches: Iterable[T], world: World, num_batches: int | None = None) -> Iterator[T]:
+    """The batches, of which all ranks have equally many, with a bar. StopSignalled on all ranks once any has a stop
+    signal."""
     bar = {"desc": "evaluation", "unit": " batches", "leave": False, "disable": not world.is_main}
-    return world.until_stopped(progress_bar(batches, total=num_batches, **bar))
+    for batch in progress_bar(batches, total=num_batches, **bar):
+        if any(world.gather(world.is_stop_signalled)):
+            raise StopSignalled
+        yield batch
 
 
 def evaluate(

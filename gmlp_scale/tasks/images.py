@@ -24,7 +24,7 @@ from gmlp_scale.fields import Count, FreeInBranch, FreeOnResume, Positive
 from gmlp_scale.models import ModelConfig, build_model
 from gmlp_scale.models.image_classifier import ImageClassifier
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe
-from gmlp_scale.tasks.evaluate import shown
+from gmlp_scale.tasks.evaluate import evaluation_batches
 from gmlp_scale.tasks.task import Task
 
 
@@ -113,7 +113,7 @@ def evaluate_images(
         batches: this rank's, as ImageLoader.heldout_batches gives them. All ranks must have equally many.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, top 1, top 5, images
-    for batch, num_counted in shown(batches, world):
+    for batch, num_counted in evaluation_batches(batches, world):
         batch = batch.to(world.device)
         logits_BC, labels_B = predict(batch)[:num_counted], batch.labels_B[:num_counted]
         loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")

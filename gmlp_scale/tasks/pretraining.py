@@ -26,7 +26,7 @@ from gmlp_scale.models.gmlp import SpatialGatingUnit
 from gmlp_scale.models.heads import MaskedLanguageModel
 from gmlp_scale.recipe.config import ConfigError, RunConfig, split_step
 from gmlp_scale.storage.files import read_file
-from gmlp_scale.tasks.evaluate import evaluate, shown
+from gmlp_scale.tasks.evaluate import evaluate, evaluation_batches
 from gmlp_scale.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Pretraining(Task):
         """Held-out loss, perplexity and accuracy."""
         rows_per_batch = self.train.micro_batch_size * world.size
         num_rows = min(self.train.num_evaluation_rows, self.loader.num_heldout_rows)
-        batches = shown(self.loader.heldout_batches(num_rows), world, -(-num_rows // rows_per_batch))
+        batches = evaluation_batches(self.loader.heldout_batches(num_rows), world, -(-num_rows // rows_per_batch))
         return evaluate(engine.predict, batches, world).by_tag()
 
 

@@ -32,7 +32,7 @@ from gmlp_scale.data.batch_plan import BatchPlan
 from gmlp_scale.distributed.world import World
 from gmlp_scale.models.task_heads import LabelledBatch, SpanBatch, TaggedBatch
 from gmlp_scale.tasks.classification import ClassificationRows, ClassificationTask, RegressionTask
-from gmlp_scale.tasks.evaluate import shown
+from gmlp_scale.tasks.evaluate import evaluation_batches
 from gmlp_scale.tasks.question_answering import QuestionRows, QuestionTask
 from gmlp_scale.tasks.records import DataSet
 from gmlp_scale.tasks.scores import accuracy, f1, matthews, pearson, spearman
@@ -119,7 +119,7 @@ def summarize_all(
     cuts_padding: as in EpochLoader.
     """
     summaries = np.zeros((rows.num_rows, rows.summary_size))
-    for row_indices in shown(plan.heldout(rows.num_rows), world):
+    for row_indices in evaluation_batches(plan.heldout(rows.num_rows), world):
         batch = rows.batch(np.minimum(row_indices, rows.num_rows - 1))
         batch = batch.cut_padding() if cuts_padding else batch
         with torch.no_grad():

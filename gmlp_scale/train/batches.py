@@ -84,20 +84,19 @@ def profiled(
     if profile_steps is None or not world.is_main:
         yield from steps
         return
-    first, last = profile_steps
-    recorded = None
-    step = start_step
+    first, last = max(profile_steps[0], start_step + 1), profile_steps[1]
+    recorded, step = None, start_step
     try:
         for step, of_step in enumerate(steps, start_step + 1):
-            if step == max(first, start_step + 1) <= last:
+            if step == first <= last:
                 recorded = _begin(world.device)
             yield of_step
             if recorded and step == last:
-                _write(recorded, folder, max(first, start_step + 1), step, world)
+                _write(recorded, folder, first, step, world)
                 recorded = None
     finally:  # the loop ended before the last step to record
         if recorded:
-            _write(recorded, folder, max(first, start_step + 1), step, world)
+            _write(recorded, folder, first, step, world)
 
 
 def _begin(device: torch.device) -> profile:

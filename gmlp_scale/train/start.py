@@ -14,7 +14,7 @@ from gmlp_scale.distributed.world import World, lone_world
 from gmlp_scale.engine import TrainConfig
 from gmlp_scale.plan.describe import meta_model
 from gmlp_scale.recipe.config import ConfigError, PretrainingRecipe, Recipe, RunConfig, split_step
-from gmlp_scale.recipe.reader import load_config, read_recipe_file
+from gmlp_scale.recipe.reader import load_config, purpose_of, read_recipe_file
 from gmlp_scale.recipe.resume import check_continues
 from gmlp_scale.tasks.characters import Characters, CharactersConfig
 from gmlp_scale.tasks.images import Images, ImagesConfig
@@ -22,28 +22,23 @@ from gmlp_scale.tasks.pretraining import Pretraining
 from gmlp_scale.tasks.task import Task
 from gmlp_scale.train.resolve import resolve
 
+_TASK_OF: dict[type[PretrainingRecipe], type[Task]] = {
+    RunConfig: Pretraining,
+    CharactersConfig: Characters,
+    ImagesConfig: Images,
+}
+
 
 def load_recipe(path: str, overrides: Iterable[str] = ()) -> PretrainingRecipe:
     """Reads a recipe of launch/pretrain.py: its `task` says which class checks it. Raises ConfigError."""
-    match read_recipe_file(path).get("task"):
-        case "characters":
-            config_class = CharactersConfig
-        case "images":
-            config_class = ImagesConfig
-        case _:
-            config_class = RunConfig
+    purpose = purpose_of(read_recipe_file(path))
+    config_class = next((one for one in _TASK_OF if one.purpose == purpose), RunConfig)
     return load_config(config_class, path, overrides)
 
 
 def task_of(config: PretrainingRecipe) -> Task:
     """The task of a resolved recipe."""
-    match config:
-        case CharactersConfig():
-            return Characters(config)
-        case ImagesConfig():
-            return Images(config)
-        case _:
-            return Pretraining(config)
+    return _TASK_OF[type(config)](config)
 
 
 def check_start(config: PretrainingRecipe) -> None:
@@ -87,7 +82,7 @@ def starting_point(
         check_continues(config, fingerprint, newest, model)
         _check_lasts(config, newest.step, f"at least the step of {newest.path}")
         return newest
-    if not isinstance(config, PretrainingRecipe) or config.branch_from is None:
+    if config.branch_from is None:
         return None
     run_folder, step = split_step(config.branch_from)
     checkpoints = LocalCheckpoints(Path(run_folder) / "checkpoints")

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from gmlp_scale.checkpoint.stores import RemoteCheckpoints
+from gmlp_scale.storage.claim import hold_folder
 from gmlp_scale.storage.files import list_files
-from gmlp_scale.storage.run_folder import claimed
 from tests.forked import Script
 from tests.gloo_ranks import rank_variables
 from tests.whole_runs import FSDP2, RECIPE, SINGLE, SMOKE, logged, run_in_turn
@@ -107,6 +107,6 @@ def script(file: str, *arguments: object) -> str:
 
 
 def test_a_second_job_is_refused(s3, quick, forty_rows, tmp_path):
-    with claimed(f"{URL}/smoke"):
+    with hold_folder(f"{URL}/smoke", f"{URL}/smoke/claims"):
         printed = end(start_hosts([*RECIPE, *SINGLE, f"data.shards={forty_rows}", f"output_dir={URL}"], tmp_path, 1), 1)
     assert f"another job writes to {URL}/smoke: process {os.getpid()} on" in printed
