@@ -14,6 +14,9 @@ for name in (
     "data_prep.tokenize_corpus",
     "pyarrow.compute",
     "pandas",  # by pyarrow's first array
+    "s3fs",
+    "tensorboard.plugins.custom_scalar.layout_pb2",
+    "tensorboard.plugins.hparams.summary_v2",
     "pytest",
 ):
     importlib.import_module(name)

@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.AST) -> list[str]:
     names = []
     for node in ast.walk(tree):
@@ -122,7 +128,7 @@ def is_below(name: str, prefix: str) -> bool:
 
 @pytest.mark.parametrize("path", source_files(), ids=module_name)
 def test_imports(path):
-    name, tree = module_name(path), ast.parse(path.read_text())
+    name, tree = module_name(path), parsed(path)
     found = imports(tree)
     rule = next((allowed for package, allowed in ALLOWED.items() if is_below(name, package)), None)
     for imported in found:
@@ -149,7 +155,7 @@ def test_imports_run_one_way(path):
     if not is_below(name, "gmlp_scale") or name == "gmlp_scale":
         return
     package, level = level_of(name)  # fails for a package that has no place in the order
-    for imported in filter(None, map(level_of, imports(ast.parse(path.read_text())))):
+    for imported in filter(None, map(level_of, imports(parsed(path)))):
         assert imported[0] == package or imported[1] < level, f"{name} may not import {imported[0]}"
 
 
@@ -164,7 +170,7 @@ def test_environment_is_read_in_few_places(path):
     name = module_name(path)
     uses = [
         node
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
     ]
     readers = [f"gmlp_scale.distributed.{module}" for module in ("rendezvous", "world", "process", "logs")]
@@ -175,7 +181,7 @@ def test_environment_is_read_in_few_places(path):
 @pytest.mark.parametrize("path", source_files(), ids=module_name)
 def test_asserts_change_nothing(path):
     """`python -O` leaves them out. It did so with the shapes of all tensors in a checkpoint."""
-    asserts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+    asserts = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
     parts = [part for node in asserts for part in ast.walk(node.test)]
     called = {part.func.attr for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)}
     assert called <= {"keys", "values", "items", "get", "min", "max", "is_contiguous", "is_file", "any", "all", "equal"}
@@ -194,7 +200,7 @@ def test_asserts_change_nothing(path):
 )
 def test_heavy_libraries_are_imported_where_they_are_used(path):
     """Start-up and --dry-run must not pay for a library that this run does not use."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     top_level = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     for imported in (name for node in top_level for name in imports(node)):
         assert not any(is_below(imported, heavy) for heavy in HEAVY), (

@@ -270,7 +270,8 @@ def locate_rows(sources: Sequence[RowSource], source_of_row: np.ndarray, positio
 
 def read_rows(sources: Sequence[RowSource], addresses: BatchAddresses) -> np.ndarray:
     """The rows at these addresses, uint16 or uint32 [P, N]."""
-    rows_PN = np.empty((len(addresses.source), sources[0].sequence_length), sources[0].row_dtype)
+    first = sources[0].manifest
+    rows_PN = np.empty((len(addresses.source), first.sequence_length), first.row_dtype)
     for place in np.unique(addresses.source).tolist():
         own = addresses.source == place
         rows_PN[own] = sources[place].read(addresses.shard[own], addresses.row_index[own])

@@ -14,7 +14,6 @@ from tests.data_prep.corpora import contents, make_texts, write_jsonl
 from tests.forked import fork, fork_server
 
 NUM_FILES = 6
-NUM_KILLS = 8
 BY_THE_CLOCK = ("/job/claims/", "/job/progress-")  # written every few seconds, so their number is not the job's own
 
 
@@ -99,11 +98,12 @@ def jobs(tokenizer_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kills_job", [False, True], ids=["the process that writes", "the job's own process"])
-def test_killed_again_and_again_a_job_gives_the_same_bytes(kills_job, jobs, tmp_path, trials):
+def test_killed_again_and_again_a_job_gives_the_same_bytes(kills_job, jobs, tmp_path, trials, pytestconfig):
+    num_kills = 8 if pytestconfig.getoption("--faults") else 4
     assert len(jobs.expected) > 2 * NUM_FILES and jobs.num_marks > 2 * len(jobs.expected)
     output, receipts_at_kills = tmp_path / "killed", []
-    for number in range(NUM_KILLS):
-        kill_at = 1 + number * (jobs.num_marks - 2) // (NUM_KILLS - 1)  # from the first file to before the manifest
+    for number in range(num_kills):
+        kill_at = 1 + number * (jobs.num_marks - 2) // (num_kills - 1)  # from the first file to before the manifest
         if not jobs.is_killed(output, kill_at, kills_job):  # fewer files were left to write
             assert contents(output) == jobs.expected
             output = tmp_path / f"killed-{number}"
@@ -112,6 +112,6 @@ def test_killed_again_and_again_a_job_gives_the_same_bytes(kills_job, jobs, tmp_
     assert not (output / "manifest.json").exists()
     assert not jobs.is_killed(output)
     assert contents(output) == jobs.expected
-    assert len(receipts_at_kills) == NUM_KILLS
+    assert len(receipts_at_kills) == num_kills
     assert {0, NUM_FILES} < set(receipts_at_kills), receipts_at_kills
-    trials("data job killed, its processes or its own", NUM_KILLS)
+    trials("data job killed, its processes or its own", num_kills)

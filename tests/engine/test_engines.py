@@ -205,7 +205,7 @@ HERE = Path(__file__).parent
 
 
 def test_every_start_of_each_engine_ends_cleanly(trials, pytestconfig):
-    num_starts = 20 if pytestconfig.getoption("--faults") else 4
+    num_starts = 20 if pytestconfig.getoption("--faults") else 2
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
     finished = subprocess.run(
         [sys.executable, str(HERE / "start_and_end.py"), str(num_starts), *ENGINES],

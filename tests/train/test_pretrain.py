@@ -61,7 +61,16 @@ def undisturbed(undisturbed_run):
     return lambda *run: logged(undisturbed_run(*run))
 
 
-@pytest.mark.parametrize("engine, world_size", [(SINGLE, 1), (FSDP2, 2), (ZERO1, 2), (ZERO3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "engine, world_size",
+    [
+        (SINGLE, 1),
+        (FSDP2, 2),
+        pytest.param(ZERO1, 2, marks=pytest.mark.faults),
+        pytest.param(ZERO3, 2, marks=pytest.mark.faults),
+    ],
+    ids=str,
+)
 def test_a_run_resumed_twice_is_bit_identical_to_one_never_stopped(
     engine, world_size, forty_rows, undisturbed, tmp_path, trials
 ):
@@ -82,7 +91,7 @@ def test_one_run_moves_between_engines_and_world_sizes(forty_rows, undisturbed, 
     trials("world size 2 to 1 to 4, other micro-batch", 2)
 
 
-@pytest.mark.parametrize("engine", [FSDP2, ZERO1, ZERO3], ids=str)
+@pytest.mark.parametrize("engine", [FSDP2, ZERO3], ids=str)
 @pytest.mark.parametrize(
     "start",
     ["branch_from={}@6 train.num_steps=8 optimizer.decay_steps=1", "init_from={} train.stop_after_step=4"],
