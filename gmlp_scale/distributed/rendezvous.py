@@ -10,10 +10,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gmlp_scale.distributed.roll_call import shortened
 from gmlp_scale.errors import InputError, LostRankError
 from gmlp_scale.storage.files import redacted
 
-_NUM_NAMED = 8
 _SIOCGIFADDR = 0x8915
 """The Linux kernel's request for an interface's IPv4 address."""
 _MOST_RANKS, _MOST_PORT = 10**6, 2**16 - 1
@@ -129,10 +129,8 @@ def describe_absent(store: dist.Store, size: int, timeout: timedelta, error: Exc
         absent = [0]  # it has the store, or its launcher
     if not absent:
         return f"all ranks came, but could not be connected ({first_line(error)})"
-    names = ", ".join(f"rank {rank}" for rank in absent[:_NUM_NAMED])
-    others = f" and {len(absent) - _NUM_NAMED} more" if len(absent) > _NUM_NAMED else ""
-    seconds = timeout.total_seconds()
-    return f"{names}{others} did not come within {seconds:.0f} s; their own messages, or their hosts', say why"
+    names, seconds = shortened([f"rank {rank}" for rank in absent]), timeout.total_seconds()
+    return f"{names} did not come within {seconds:.0f} s; their own messages, or their hosts', say why"
 
 
 def first_line(error: Exception) -> str:

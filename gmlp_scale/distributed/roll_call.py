@@ -6,6 +6,7 @@ beat of the next one.
 
 import threading
 import time
+from collections.abc import Sequence
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 3.5
@@ -13,6 +14,11 @@ ANSWER_SECONDS = 3.5
 SILENT_SECONDS = 8.0
 """How long a rank may be without a beat before its neighbour raises the alarm."""
 NUM_NAMED = 8
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first NUM_NAMED names, and how many more there are."""
+    return ", ".join(names if len(names) <= NUM_NAMED else [*names[:NUM_NAMED], f"{len(names) - NUM_NAMED} more"])
 
 
 class RollCall:
@@ -57,15 +63,12 @@ class RollCall:
         present, failures = heard[0]
         if failures:
             return f"{'; '.join(failures[:NUM_NAMED])}; rank {self.rank} waited in {self.doing}"
-        missing = [rank for rank in range(len(self.hosts)) if rank not in present]
-        names = [f"rank {rank} (host {self.hosts[rank]})" for rank in missing[:NUM_NAMED]]
-        if len(missing) > NUM_NAMED:
-            names.append(f"{len(missing) - NUM_NAMED} more")
+        missing = [f"rank {rank} (host {host})" for rank, host in enumerate(self.hosts) if rank not in present]
         if not missing:
             places = sorted(f"rank {rank} in {doing}" for rank, doing in present.items())[:NUM_NAMED]
             return f"all ranks answer, so a connection between them was cut; they waited: {', '.join(places)}"
         verb = "do" if len(missing) > 1 else "does"
-        return f"{', '.join(names)} {verb} not answer; rank {self.rank} waited in {self.doing}"
+        return f"{shortened(missing)} {verb} not answer; rank {self.rank} waited in {self.doing}"
 
     def _store_is_gone(self) -> str:
         host = self.hosts[0]

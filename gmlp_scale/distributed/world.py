@@ -37,7 +37,7 @@ from gmlp_scale.distributed.rendezvous import (
     launched,
     name_interface,
 )
-from gmlp_scale.distributed.roll_call import NUM_NAMED, RollCall
+from gmlp_scale.distributed.roll_call import RollCall, shortened
 from gmlp_scale.errors import InputError, LostRankError, OtherRankError
 
 log = logging.getLogger(__name__)
@@ -165,8 +165,7 @@ class World:
 
     def names_of(self, ranks: Sequence[int]) -> str:
         """How messages name several ranks, and of many the first ones."""
-        names = [self.name_of(rank) for rank in ranks[:NUM_NAMED]]
-        return ", ".join([*names, f"{len(ranks) - NUM_NAMED} more"] if len(ranks) > NUM_NAMED else names)
+        return shortened([self.name_of(rank) for rank in ranks])
 
     def barrier(self) -> None:
         if self._host_group:

@@ -23,6 +23,7 @@ import torch
 from gmlp_scale import __version__
 from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of
 from gmlp_scale.data.loader import Loader
+from gmlp_scale.distributed.roll_call import shortened
 from gmlp_scale.distributed.world import World
 from gmlp_scale.doctor import measurements
 from gmlp_scale.engine.collective_check import WIRE_SHARES, try_collective
@@ -38,7 +39,6 @@ from gmlp_scale.train.stragglers import SLOW_FACTOR
 
 SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
 OUTCOMES = ("ok", "slow", "FAILS")
-MOST_RANKS_NAMED = 8
 MUST_BE_EQUAL = ("device", "driver", "gmlp_scale", "python", "torch", "cuda", "nccl", "deepspeed")
 SMI = {"driver": "driver_version", "MHz": "clocks.sm", "of MHz": "clocks.max.sm", "C": "temperature.gpu"}
 """Columns of the table, and what nvidia-smi calls them."""
@@ -213,8 +213,7 @@ class Checkup:
 
 
 def _named(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - MOST_RANKS_NAMED} more" if len(ranks) > MOST_RANKS_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST_RANKS_NAMED]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shortened([str(rank) for rank in ranks])}"
 
 
 def _facts(world: World) -> dict[str, str]:
