@@ -166,13 +166,7 @@ def read_export(folder: str | Path) -> TrainedModel:
     tokenizer, weights = Tokenizer(folder), _read_weights(folder)
     if config["model_type"] == MODERNBERT:
         head = "masked_language_model"
-        try:
-            model, weights = from_modernbert(config, weights, folder, tokenizer)
-        except (InputError, ValidationError) as error:
-            raise ExportError(f"{folder} cannot be read as a ModernBERT: {error}") from error
-        except (LookupError, TypeError, AttributeError) as error:
-            found = f"{folder} cannot be read as a ModernBERT ({error!r})"
-            raise ExportError(f"{found}: a field or a weight is missing or of another type; copy it again") from error
+        model, weights = _from_modernbert(config, weights, folder, tokenizer)
         if config.get("tokenizer_sha256") != tokenizer.sha256:  # else the head does no more than its norm's gains
             log.warning("%s is a ModernBERT: its head is left out, so it fills no mask before it is trained", folder)
     else:
@@ -202,6 +196,19 @@ def read_export(folder: str | Path) -> TrainedModel:
         details=details,
         recipe=recipe_in(details),
     )
+
+
+def _from_modernbert(
+    config: dict[str, Any], weights: dict[str, Tensor], folder: Path, tokenizer: Tokenizer
+) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """`from_modernbert`, whose errors become ExportErrors."""
+    try:
+        return from_modernbert(config, weights, folder, tokenizer)
+    except (InputError, ValidationError) as error:
+        raise ExportError(f"{folder} cannot be read as a ModernBERT: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        found = f"{folder} cannot be read as a ModernBERT ({error!r})"
+        raise ExportError(f"{found}: a field or a weight is missing or of another type; copy it again") from error
 
 
 def _read_remote_export(url: str) -> TrainedModel:
