@@ -36,7 +36,7 @@ from gmlp_scale.data.image_loader import ImageLoader
 from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import local_path, write_file, write_text

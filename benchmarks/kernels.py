@@ -36,11 +36,11 @@ from benchmarks.step import DTYPES, copy_call, matrix_calls
 from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count
 from gmlp_scale.kernels.spatial_gating_unit import is_interpreted
 from gmlp_scale.models import AmlpConfig, GmlpConfig
 from gmlp_scale.models.gmlp import FUSED_FORM, GmlpBlock
 from gmlp_scale.models.layers import diagonal_sums
+from gmlp_scale.options import count
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import local_path
 

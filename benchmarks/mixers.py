@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.timing import time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import start_world
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.science.claims import PARTS, RATES
 from gmlp_scale.science.page import spread
 from gmlp_scale.science.runs import Table

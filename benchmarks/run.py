@@ -32,7 +32,7 @@ from benchmarks.timing import load_measurable, say, time_in_turns, turns_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World, start_world
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.recipe.config import RunConfig
 from gmlp_scale.storage.files import local_path
 from gmlp_scale.train.resolve import with_decided_precision

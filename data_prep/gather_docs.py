@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.storage.files import write_file
 
 _SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")

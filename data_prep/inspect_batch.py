@@ -18,7 +18,7 @@ from gmlp_scale.data.shards import Manifest
 from gmlp_scale.data.source import read_rows
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.recipe.reader import load_run_config
 
 

@@ -29,7 +29,7 @@ from gmlp_scale.data.image_shards import ImageManifest, StoredImage, pack_images
 from gmlp_scale.data.manifest import MANIFEST_NAME, Shard, Splits
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count, count_from_0, option
+from gmlp_scale.options import count, count_from_0, option
 from gmlp_scale.prepare.image_sources import BadImageError, ImageRef, ImageSource, as_jpeg, open_source
 from gmlp_scale.prepare.job import JobFolder, pool_of_workers
 from gmlp_scale.storage.files import plain_place, read_file, write_file, write_text

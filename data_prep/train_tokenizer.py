@@ -24,7 +24,7 @@ from gmlp_scale.data.batch import NUM_SPECIAL_TOKENS
 from gmlp_scale.data.tokenizer import MODEL_NAME, NUM_BYTE_TOKENS, Tokenizer, train_tokenizer
 from gmlp_scale.distributed.logs import command, progress_bar
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count, count_from_0, option
+from gmlp_scale.options import count, count_from_0, option
 from gmlp_scale.prepare.input_files import find_inputs
 from gmlp_scale.prepare.read_records import FileReader, Record, records_before_fault
 from gmlp_scale.storage.claim import repeating

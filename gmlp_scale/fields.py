@@ -4,13 +4,12 @@
 as the checkpoint has them, unless `train.allow_changed_on_resume` names them.
 """
 
-import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field
 
 T = TypeVar("T")
 
@@ -50,20 +49,9 @@ Timeout = Annotated[_Real, Field(gt=0, le=1e6)]
 """In seconds; 1e6 are eleven days. What waits counts nanoseconds or milliseconds in 64 or 32 bits."""
 
 
-def option(annotation: Any) -> Callable[[str], Any]:
-    """For argparse: what a field with this annotation takes, such as Count."""
-    adapter = TypeAdapter(annotation)
-
-    def read(text: str) -> Any:
-        try:
-            return adapter.validate_python(text)
-        except ValidationError as error:
-            raise argparse.ArgumentTypeError(f"found {text}: {error.errors()[0]['msg']}") from None
-
-    return read
-
-
-count, count_from_0, positive = option(Count), option(CountFrom0), option(Positive)
+def what_is_needed(message: str) -> str:
+    """What a field takes, by pydantic's message."""
+    return message.removeprefix("Value error, ").removeprefix("Input should be ")
 
 
 @cache

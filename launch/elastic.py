@@ -41,7 +41,7 @@ from gmlp_scale.checkpoint.stores import checkpoints_of, newest_of
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.process import STOP_SIGNALS
 from gmlp_scale.distributed.rendezvous import first_line
-from gmlp_scale.fields import count, count_from_0, option
+from gmlp_scale.options import count, count_from_0, option
 from gmlp_scale.recipe.config import PretrainingRecipe
 from gmlp_scale.storage.files import print_error
 from gmlp_scale.train.start import load_recipe

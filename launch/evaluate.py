@@ -26,7 +26,7 @@ from gmlp_scale.checkpoint.saved_run import read_all_steps, read_run
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.storage.files import plain_place, write_text
 from gmlp_scale.tasks.table import TASKS
 

@@ -20,7 +20,7 @@ from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.world import World
 from gmlp_scale.errors import InputError
 from gmlp_scale.export.image_models import add_model_options, read_chosen
-from gmlp_scale.fields import count, count_from_0
+from gmlp_scale.options import count, count_from_0
 from gmlp_scale.piecewise import Piecewise
 from gmlp_scale.storage.files import write_text
 from gmlp_scale.tasks.images import evaluate_images

@@ -10,7 +10,7 @@ from gmlp_scale.analysis.predictions import MASK, describe, fill
 from gmlp_scale.checkpoint.saved_run import read_run
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.storage.files import plain_place
 
 

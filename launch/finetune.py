@@ -12,11 +12,11 @@ import sys
 
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.rendezvous import launched
-from gmlp_scale.fields import count
 from gmlp_scale.finetune.config import FinetuneConfig
 from gmlp_scale.finetune.finetuning import finetune, read_inputs
 from gmlp_scale.finetune.glue import glue_runs, run_glue, to_markdown
 from gmlp_scale.finetune.sweep import describe, members, sweep
+from gmlp_scale.options import count
 from gmlp_scale.recipe.config import ConfigError
 from gmlp_scale.recipe.reader import load_config
 from gmlp_scale.storage.files import local_path

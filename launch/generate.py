@@ -8,7 +8,7 @@ import sys
 
 from gmlp_scale.analysis.predictions import generate, read_model
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.fields import count_from_0
+from gmlp_scale.options import count_from_0
 from gmlp_scale.storage.files import plain_place
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.fields import count, option
+from gmlp_scale.options import count, option
 from gmlp_scale.plan.layouts import GPUS, Assumptions, table
 from gmlp_scale.recipe.reader import load_run_config
 from gmlp_scale.train.trial import describe_fake_step

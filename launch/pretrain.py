@@ -10,7 +10,7 @@ import sys
 
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.distributed.rendezvous import launched
-from gmlp_scale.fields import count, positive
+from gmlp_scale.options import count, positive
 from gmlp_scale.plan.describe import describe
 from gmlp_scale.plan.layouts import describe_fit
 from gmlp_scale.train.run import pretrain

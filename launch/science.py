@@ -12,7 +12,7 @@ import sys
 
 from gmlp_scale.distributed.logs import command
 from gmlp_scale.errors import InputError
-from gmlp_scale.fields import count
+from gmlp_scale.options import count
 from gmlp_scale.science.claims import PARTS
 from gmlp_scale.science.page import document
 from gmlp_scale.science.runs import Table, budget, like_the_first_start, train_all

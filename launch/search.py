@@ -13,7 +13,6 @@ import sys
 
 from gmlp_scale.checkpoint.trained import read_export
 from gmlp_scale.distributed.logs import command
-from gmlp_scale.fields import count, positive
 from gmlp_scale.finetune.search import (
     SCORES,
     read_answered,
@@ -22,6 +21,7 @@ from gmlp_scale.finetune.search import (
     search_scores,
     train_search,
 )
+from gmlp_scale.options import count, positive
 from gmlp_scale.storage.files import local_path
 
 

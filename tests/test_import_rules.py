@@ -13,6 +13,7 @@ PACKAGES = ("gmlp_scale", "data_prep", "launch", "benchmarks")
 # Each imports from itself and from those above it..
 ORDER = [
     ("errors", "piecewise", "fields"),
+    ("options",),
     ("storage",),
     ("distributed",),
     ("data", "kernels"),
@@ -34,6 +35,7 @@ ALLOWED = {
     "gmlp_scale.storage": ("gmlp_scale.storage",),
     "gmlp_scale.piecewise": (),
     "gmlp_scale.fields": (),
+    "gmlp_scale.options": (),
     "gmlp_scale.kernels": ("gmlp_scale.kernels",),
     "gmlp_scale.data": (
         "gmlp_scale.data",
@@ -49,7 +51,13 @@ ALLOWED = {
         "gmlp_scale.storage",
         "gmlp_scale.distributed.logs",
     ),
-    "data_prep": ("gmlp_scale.prepare", "gmlp_scale.data", "gmlp_scale.storage", "gmlp_scale.distributed.logs"),
+    "data_prep": (
+        "gmlp_scale.prepare",
+        "gmlp_scale.data",
+        "gmlp_scale.storage",
+        "gmlp_scale.distributed.logs",
+        "gmlp_scale.options",
+    ),
 }
 EXCEPTIONS = {
     # Shows the rows of a recipe.

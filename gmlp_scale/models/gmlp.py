@@ -56,7 +56,8 @@ class GmlpConfig(FamilyConfig):
     gating: Gating = "multiplicative_split"
     """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
     mixed_share: Positive = 1.0
-    """The share of d_ffn that the gating takes, at most 1 (as in the paper). The rest bypasses it. [fraction]"""
+    """The share of d_ffn that the gating takes, at most 1 (as in the paper): a whole number of channels, and an even
+    one if the gating splits them. The rest bypasses it. [fraction]"""
     kernels: FreeOnResume[Literal["auto", "torch", "triton"]] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
     gating multiplicative_split, a W that is not dynamic, mixed_share 1, no causal mask and a CUDA device. auto: the

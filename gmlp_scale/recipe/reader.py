@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from gmlp_scale.data.mixture import SourceConfig
 from gmlp_scale.engine import EngineConfig, OptimizerConfig
-from gmlp_scale.fields import flatten, leaves
+from gmlp_scale.fields import flatten, leaves, what_is_needed
 from gmlp_scale.models import ModelConfig
 from gmlp_scale.recipe.config import ConfigError, Recipe, RunConfig
 from gmlp_scale.storage.files import is_url, read_file, usable
@@ -261,8 +261,7 @@ def _word(config_class: type[AnyConfig], mistake: Mapping[str, Any]) -> str:
             needed = "a name, not a path: letters, digits and _, after the first also . and -"
             return f"{name}: found {mistake['input']!r}; needed: {needed}"
         case _:
-            needed = mistake["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            return f"{name}: found {mistake['input']!r}; needed: {needed}"
+            return f"{name}: found {mistake['input']!r}; needed: {what_is_needed(mistake['msg'])}"
 
 
 def _meant(config_class: type[AnyConfig], field: str, known: Iterable[str]) -> str:

@@ -10,9 +10,9 @@ SCHEDULE = (
     "train.num_steps=4000", "optimizer.warmup_steps=400", "train.evaluate_every_steps=500",
     "train.log_every_steps=100", "checkpoint.keep_last=1",
 )  # fmt: skip
-"""Of every run: 16.4 M tokens in the recipes' batches of 32 rows of 128."""
+"""Of the runs: 16.4 M tokens in the recipes' batches of 32 rows of 128."""
 LONGER = ("train.num_steps=9766", "optimizer.warmup_steps=976")
-"""Of the wide models: 40 M tokens."""
+"""Of those of the wide models instead: 40 M tokens."""
 
 MODELS: dict[str, tuple[str, ...]] = {
     "gmlp": ("compare_gmlp",),

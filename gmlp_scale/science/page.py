@@ -16,7 +16,7 @@ _LOST = ", undecided after the correction"
 
 def document(table: Table) -> str:
     """The page on what is done. page.md has its text."""
-    run, precision = table.run(table.models[0], RATES[0], 0), table.precision()
+    precision = table.precision()
     overrides = dict.fromkeys((*table.overrides, f"train.precision={precision}"))
     sentences = _sentences(table)
     parts, chosen = [], {}
@@ -36,7 +36,9 @@ def document(table: Table) -> str:
     text = render(
         "page.md",
         package="gmlp_scale.science",
-        tokens=f"{run.tokens_per_step.before(run.train.num_steps):,}",
+        letters=table.parts,
+        tokens=_tokens(table, "gmlp"),
+        longer=_tokens(table, "gmlp_wide"),
         in_precision=f" in {precision}" if precision else "",
         seeds=table.num_seeds,
         heldout_rows=f"{HELDOUT_ROWS:,}",
@@ -69,6 +71,12 @@ def spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation."""
     is_spread = len(values) > 1 and np.isfinite(values).all()
     return f"{np.mean(values):.3f}" + (f" ± {np.std(values, ddof=1):.3f}" if is_spread else "")
+
+
+def _tokens(table: Table, model: str) -> str:
+    """That a run of the model sees."""
+    run = table.run(model, RATES[0], 0)
+    return f"{run.tokens_per_step.before(run.train.num_steps):,}"
 
 
 def _row(table: Table, model: str, part: str) -> str:

@@ -46,9 +46,10 @@ HELDOUT_ROWS = 10_000
 
 def arguments(model: str, rate: float, seed: int) -> list[str]:
     """The recipe's name and the fields that make one of its runs."""
-    recipe, *fields = MODELS[model]
+    recipe, *own = MODELS[model]
+    fields = {field.partition("=")[0]: field for field in (*SCHEDULE, *own)}.values()
     name = f"{model}_rate_{rate:g}_seed_{seed}"
-    return [recipe, *SCHEDULE, *fields, f"optimizer.peak_learning_rate={rate:g}", f"seed={seed}", f"name={name}"]
+    return [recipe, *fields, f"optimizer.peak_learning_rate={rate:g}", f"seed={seed}", f"name={name}"]
 
 
 @cache

@@ -124,7 +124,9 @@ class RemoteFolder:
     def check_claim(self) -> None:
         """Raises ClaimedError once another job was seen to hold the folder. Asks the store nothing."""
         if self._is_lost:
-            raise ClaimedError(f"another job has taken {self.url} over, since this one stood still: this one ends")
+            raise ClaimedError(
+                f"another job has taken {self.url} over, since this one stood still: this one ends at its next save"
+            )
 
     def _push(self) -> None:
         """Copies what changed to the URL in the order in which it was written: what comes last speaks of the rest."""
@@ -148,12 +150,8 @@ class RemoteFolder:
             self._is_failing = False
         except Exception as error:
             if not self._is_failing:
-                log.warning(
-                    "the files in %s do not reach %s (%s). Training goes on, and they are copied once it takes them",
-                    self.local,
-                    self.url,
-                    error,
-                )
+                after = "" if self._is_lost else ". Training goes on, and they are copied once it takes them"
+                log.warning("the files in %s do not reach %s (%s)%s", self.local, self.url, error, after)
             self._is_failing = True
 
     def _states(self) -> dict[str, tuple[int, int]]:

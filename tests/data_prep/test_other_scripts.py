@@ -125,7 +125,7 @@ def test_inspect_batch_prints_the_rows_that_training_sees(shards):
     assert f"source {shards.name}  " in in_mixture
     assert in_mixture.replace(f"source {shards.name}  ", "") in printed
     for rows in (0, -2):
-        assert f"--rows: found {rows}: Input should be greater than or equal to 1" in run(
+        assert f"--rows: found {rows}; needed: greater than or equal to 1" in run(
             *command, 2, "--rows", rows, *overrides, code=2
         )
     overrides[1] = "model.vocab_size=999"

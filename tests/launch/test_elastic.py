@@ -27,7 +27,7 @@ BAD_WORDS = {
         (["--hosts", "2:4", "engine.kind=fsdp2"], "3 ranks x micro_batch_size must divide train.global_batch_size = 8"),
         *((["--hosts", bounds], f"--hosts: found {bounds}; needed: two numbers") for bounds in ("0:4", "4:2", "few")),
         *(
-            (["--hosts", "2", option, word], f"argument {option}: found {word}")
+            (["--hosts", "2", option, word], f"argument {option}: found {word}; needed: ")
             for option, words in BAD_WORDS.items()
             for word in words
         ),

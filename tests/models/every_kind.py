@@ -17,7 +17,7 @@ KINDS = {  # every block family, and every variant of a block
     "gmlp-dense": {"kind": "gmlp", "spatial": "dense"},
     "gmlp-dynamic": {"kind": "gmlp", "spatial": "dynamic_toeplitz"},
     "gmlp-linear": {"kind": "gmlp", "gating": "linear"},
-    "gmlp-additive": {"kind": "gmlp", "gating": "additive", "mixed_share": 0.5},
+    "gmlp-additive-bypass": {"kind": "gmlp", "gating": "additive", "mixed_share": 0.5},
     "gmlp-multiplicative": {"kind": "gmlp", "gating": "multiplicative"},
     "amlp": {"kind": "amlp", "d_attn": 8},
     "bert-relative": {"kind": "transformer", "num_heads": 2, "positions": "relative"},

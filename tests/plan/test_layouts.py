@@ -98,9 +98,9 @@ def test_a_growing_batch_takes_the_time_of_all_its_steps():
 @pytest.mark.parametrize(
     "option, needed",
     [
-        (["--fraction-of-peak", "0"], "--fraction-of-peak: found 0: Input should be greater than 0"),
-        (["--fraction-of-link", "40"], "--fraction-of-link: found 40: Input should be less than or equal to 1"),
-        (["--fake-ranks", "-1"], "--fake-ranks: found -1: Input should be greater than or equal to 1"),
+        (["--fraction-of-peak", "0"], "--fraction-of-peak: found 0; needed: greater than 0"),
+        (["--fraction-of-link", "40"], "--fraction-of-link: found 40; needed: less than or equal to 1"),
+        (["--fake-ranks", "-1"], "--fake-ranks: found -1; needed: greater than or equal to 1"),
         (["--nodes", "3"], "--gpus 64 is no multiple of --nodes 3"),
     ],
 )
