@@ -1,4 +1,7 @@
-"""What launch/elastic.py refuses, and which failures it restarts after. tests/hosts/test_elastic.py has its runs."""
+"""What launch/elastic.py refuses, which failures it restarts after, and when a run is finished.
+
+tests/hosts/test_elastic.py has its runs.
+"""
 
 import socket
 import sys
@@ -7,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from gmlp_scale.recipe.reader import load_run_config
 from launch import elastic
-from launch.elastic import main
+from launch.elastic import is_finished, main
+from tests.checkpoint.fake_engine import save_steps
 from tests.forked import Script
+from tests.whole_runs import SMOKE
 
 OPTIONS = ["--ranks-per-host", "1", "--rendezvous", "login:29400", "--config", "configs/pretrain/smoke.yaml"]
 
@@ -40,6 +46,26 @@ def test_hosts_and_ranks_that_cannot_be_are_refused(words, message, monkeypatch,
     except SystemExit as left:  # argparse's own refusals
         code = left.code
     assert code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saved", "fields", "finished"),
+    [
+        ([], [], False),
+        ([4, 8], [], False),
+        ([8, 9], [], True),
+        ([4], ["train.stop_after_step=4"], True),
+        ([4, 8], ["train.stop_after_step=4"], True),
+    ],
+)
+def test_a_run_is_finished_by_its_newest_checkpoint(saved, fields, finished, tmp_path):
+    run = load_run_config(SMOKE, [f"output_dir={tmp_path}", "train.num_steps=9", *fields])
+    run.run_dir.mkdir()
+    save_steps(run.run_dir / "checkpoints", saved)
+    assert is_finished(run) == finished
+    if saved == [8, 9]:
+        (run.run_dir / "checkpoints" / "step_000000009" / "DONE").write_text("{}")
+        assert not is_finished(run), "a start would go on from step 8"
 
 
 REPORT = """report = {"message": {"message": "a shard is corrupt", "extraInfo": {"timestamp": "1"}}}
