@@ -13,6 +13,7 @@ import pytest
 from gmlp_scale.checkpoint import checkpointer as checkpointer_module
 from gmlp_scale.checkpoint.format import CheckpointError
 from gmlp_scale.checkpoint.stores import RemoteCheckpoints, newest_of
+from gmlp_scale.errors import OtherRankError
 from gmlp_scale.storage import files
 from gmlp_scale.storage.claim import ClaimedError
 from gmlp_scale.storage.files import list_files, read_file, write_file
@@ -187,3 +188,15 @@ def test_a_run_whose_folder_another_job_took_publishes_nothing_and_ends_at_the_n
         checkpointer.save(FakeEngine(seed=3), 3)
     assert RemoteCheckpoints(memory, tmp_path).names() == ["step_000000001"]
     assert "another job has taken" in checkpointer.last_error
+
+
+def test_if_rank_0_has_lost_the_folder_every_rank_ends_at_the_save(memory, tmp_path):
+    folder = RemoteFolder(memory.removesuffix("/checkpoints"), tmp_path)
+    folder._is_lost = True
+
+    def save(world: FakeWorld) -> None:
+        checkpointer = checkpointer_on(RemoteCheckpoints(memory, tmp_path / f"of_{world.rank}", folder), world)
+        with pytest.raises(ClaimedError if world.is_main else OtherRankError):
+            checkpointer.save(FakeEngine(world.rank, 2), 1)
+
+    on_ranks(2, save)
