@@ -29,9 +29,9 @@ def test_a_sentence_without_a_mask_is_refused(runs, launched):
 
 
 def test_candidates_are_as_many_as_the_vocabulary_has(runs, refuses):
-    for num in (0, VOCAB_SIZE + 1):
-        needed = f"--top: found {num}; needed: 1 to {VOCAB_SIZE}"
-        refuses(needed, main, "--run", runs / "gmlp", "--top", num, "abcde <mask>")
+    for num, needed in ((0, "greater than or equal to 1"), (VOCAB_SIZE + 1, f"at most {VOCAB_SIZE}")):
+        message = f"--top: found {num}; needed: {needed}"
+        refuses(message, main, "--run", runs / "gmlp", "--top", num, "abcde <mask>")
 
 
 @pytest.fixture
