@@ -190,12 +190,15 @@ def test_a_run_whose_folder_another_job_took_publishes_nothing_and_ends_at_the_n
     assert "another job has taken" in checkpointer.last_error
 
 
-def test_if_rank_0_has_lost_the_folder_every_rank_ends_at_the_save(memory, tmp_path):
-    folder = RemoteFolder(memory.removesuffix("/checkpoints"), tmp_path)
+def test_if_rank_0_has_lost_the_folder_every_rank_ends_at_the_save(tmp_path):
+    url = "memory://lost"
+    folder = RemoteFolder(url, tmp_path)
     folder._is_lost = True
 
     def save(world: FakeWorld) -> None:
-        checkpointer = checkpointer_on(RemoteCheckpoints(memory, tmp_path / f"of_{world.rank}", folder), world)
+        checkpointer = checkpointer_on(
+            RemoteCheckpoints(f"{url}/checkpoints", tmp_path / f"of_{world.rank}", folder), world
+        )
         with pytest.raises(ClaimedError if world.is_main else OtherRankError):
             checkpointer.save(FakeEngine(world.rank, 2), 1)
 
