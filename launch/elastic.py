@@ -114,7 +114,7 @@ def main() -> int:
     least, most = options.hosts
     run = load_recipe(options.config, options.overrides)
     for num_hosts in range(least, most + 1):
-        run.check_ranks(num_hosts * options.ranks_per_host)
+        run.rows_per_rank(num_hosts * options.ranks_per_host)
     # Gives each start a store of its own. Without it rank 0 of the next start publishes no address, and all ranks end.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     torch.distributed.launcher.api.LocalElasticAgent = _Agent

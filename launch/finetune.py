@@ -82,7 +82,7 @@ def main() -> int:
 def _check_ranks(first_runs: list[list[FinetuneConfig]], world_size: int) -> None:
     """Raises ConfigError if one of the runs does not fit this number of ranks."""
     for run in itertools.chain(*first_runs):
-        run.check_ranks(world_size)
+        run.rows_per_rank(world_size)
 
 
 def _refuse_fields_of_grid(recipe: str, overrides: list[str]) -> None:

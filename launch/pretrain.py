@@ -34,7 +34,7 @@ def main() -> int:
     world_size = options.ranks or launched().size
     run = load_recipe(options.config, options.overrides)
     if options.dry_run:
-        run.check_ranks(world_size)
+        run.rows_per_rank(world_size)
         check_start(run)
         print(describe(run, world_size))
         if options.gpu_memory:

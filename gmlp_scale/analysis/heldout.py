@@ -163,7 +163,7 @@ def load_probe(task: str, overrides: list[str], run_folder: str | Path) -> Finet
             mistakes.append(missing)
     if mistakes:
         raise ConfigError(recipe, mistakes)
-    config.check_ranks(1)
+    config.rows_per_rank(1)
     return config
 
 

@@ -125,7 +125,7 @@ class Checkup:
         return f"{self.world.size} ranks with one set of versions"
 
     def _fit_to_ranks(self) -> str:
-        self.run.check_ranks(self.world.size)
+        self.run.rows_per_rank(self.world.size)
         check_packages(self.run.name, self.run.train)
         self.run = with_decided_micro_batch(with_decided_precision(self.run, self.world), self.world)
         train = self.run.train

@@ -82,5 +82,5 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         return Piecewise(self.global_batch_size)
 
     def num_micro_batches(self, world_size: int) -> Piecewise:
-        """Micro-batches of each step on a rank. Recipe.check_ranks has checked that the division is exact."""
+        """Micro-batches of each step on a rank. Recipe.rows_per_rank has checked that the division is exact."""
         return self.batch_sizes.map(lambda rows: rows // (world_size * self.micro_batch_size))

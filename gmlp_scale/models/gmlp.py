@@ -4,33 +4,24 @@
     z = gelu(y U)                                   # d_model -> d_ffn
     z1, z2 = split(z)                               # for the split gating, the paper's Spatial Gating Unit
     gate = W LayerNorm(z2) + b + TinyAttention(y)   # over positions, none at <pad>; only aMLP has the attention
-    x + (z1 * gate) V
-
-With mixed_share below 1 the gating takes the first channels of z, and the rest of z goes to V as it is.
+    x + (z1 * gate) V                               # beside it the channels of z that bypass the gating, if any
 
 Shape suffixes: B batch, N positions, D width, F expanded width, S its share that the gating takes, P its part that
 bypasses the gating, G gate width (S / 2 if split, else S), K head width.
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from gmlp_scale.fields import FreeOnResume, Positive
 from gmlp_scale.kernels.fused_gating import fused_gating
 from gmlp_scale.models.attention import SelfAttention
-from gmlp_scale.models.layers import (
-    FamilyConfig,
-    LayerNorm,
-    RowOffsets,
-    Width,
-    spatial_part,
-    toeplitz,
-)
+from gmlp_scale.models.layers import FamilyConfig, LayerNorm, RowOffsets, Width, spatial_part, toeplitz
 
 Spatial = Literal["toeplitz", "dense", "dynamic_toeplitz"]
 Gating = Literal["linear", "additive", "multiplicative", "multiplicative_split"]
@@ -55,9 +46,9 @@ class GmlpConfig(FamilyConfig):
     the first, to which each row adds offsets of its own, from its content (Hydra's)."""
     gating: Gating = "multiplicative_split"
     """The variant of Table 3: s(Z) = f(Z), Z + f(Z), Z * f(Z), or Z1 * f(Z2)."""
-    mixed_share: Positive = 1.0
-    """The share of d_ffn that the gating takes, at most 1 (as in the paper): a whole number of channels, and an even
-    one if the gating splits them. The rest bypasses it. [fraction]"""
+    mixed_share: Annotated[Positive, Field(le=1)] = 1.0
+    """The share of d_ffn that the gating takes (all in the paper), rounded to channels: an even number if the gating
+    splits them. The rest bypasses it. [fraction]"""
     kernels: FreeOnResume[Literal["auto", "torch", "triton"]] = "auto"
     """What computes the Spatial Gating Unit: plain PyTorch, or the fused kernels of gmlp_scale/kernels, which need
     gating multiplicative_split, a W that is not dynamic, mixed_share 1, no causal mask and a CUDA device. auto: the
@@ -65,12 +56,8 @@ class GmlpConfig(FamilyConfig):
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
-        if not 0 < self.d_mixed <= self.d_ffn:
-            found = f"d_ffn is {self.d_ffn} and mixed_share {self.mixed_share}"
-            raise ValueError(f"{found}: the gating would take {self.d_mixed} channels; needed: from 1 to d_ffn")
         if self.d_gate < self.d_mixed and self.d_mixed % 2:
-            name = "d_ffn" if self.d_mixed == self.d_ffn else "d_ffn * mixed_share"
-            raise ValueError(f"{name} is {self.d_mixed}: gating {self.gating} halves it, so make it even")
+            raise ValueError(f"d_ffn * mixed_share is {self.d_mixed}: {self.gating} halves it, so make it even")
         if self.kernels == "triton" and not self.has_kernels:
             found = f"gating {self.gating}, spatial {self.spatial} and mixed_share {self.mixed_share}: set it to auto"
             raise ValueError(f"kernels triton is for {FUSED_FORM}, not {found}")
@@ -84,7 +71,7 @@ class GmlpConfig(FamilyConfig):
     @property
     def d_mixed(self) -> int:
         """Width of what the gating takes."""
-        return round(self.d_ffn * self.mixed_share)
+        return max(1, round(self.d_ffn * self.mixed_share))
 
     @property
     def d_gate(self) -> int:
@@ -142,12 +129,10 @@ class GmlpBlock(nn.Module):
         gated_BNG = fused_gating(self.expand, y_BND, is_token_BN, self.gating, self.attention, self.kernels)
         if gated_BNG is None:  # the kernels are not for this case
             attended_BNG = None if self.attention is None else self.attention(y_BND, is_token_BN)
-            z_BNF = F.gelu(self.expand(y_BND))
-            if self.d_mixed == z_BNF.shape[-1]:
-                gated_BNG = self.gating(z_BNF, attended_BNG, is_token_BN)
-            else:
-                z_BNS, bypass_BNP = z_BNF.tensor_split([self.d_mixed], dim=-1)
-                gated_BNG = torch.cat([self.gating(z_BNS, attended_BNG, is_token_BN), bypass_BNP], dim=-1)
+            z_BNS, bypass_BNP = F.gelu(self.expand(y_BND)).tensor_split([self.d_mixed], dim=-1)
+            gated_BNG = self.gating(z_BNS, attended_BNG, is_token_BN)
+            if bypass_BNP.shape[-1]:
+                gated_BNG = torch.cat([gated_BNG, bypass_BNP], dim=-1)
         return x_BND + self.dropout(self.project(gated_BNG))
 
     def attention_weights(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
@@ -199,14 +184,9 @@ class SpatialGatingUnit(nn.Module):
         gate_BNG = torch.bmm(weight_BNN, v_BNG) + bias_N[:, None]
         if attended_BNG is not None:
             gate_BNG = gate_BNG + attended_BNG
-        match self.gating:
-            case "linear":
-                s_BNG = gate_BNG
-            case "additive":
-                s_BNG = u_BNG + gate_BNG
-            case _:
-                s_BNG = u_BNG * gate_BNG
-        return s_BNG.to(z_BNF.dtype)
+        if self.gating != "linear":
+            gate_BNG = u_BNG + gate_BNG if self.gating == "additive" else u_BNG * gate_BNG
+        return gate_BNG.to(z_BNF.dtype)
 
     def spatial_weights(self, num_positions: int, v_BNG: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """weight_NN and bias_N: W and b for the first m <= n positions. A dynamic W, weight_BNN, is that of v_BNG."""

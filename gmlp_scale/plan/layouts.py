@@ -205,7 +205,7 @@ def describe_fit(run: PretrainingRecipe, num_ranks: int, memory_gb: float) -> st
     if not isinstance(run, RunConfig):
         raise ConfigError(run.name, [f"task: found {run.task}; --gpu-memory is for recipes of text"])
     run = run.with_train(precision="bf16") if run.train.precision == "auto" else run
-    run.check_ranks(num_ranks)
+    run.rows_per_rank(num_ranks)
     model = meta_model(run)
     most = most_rows(run, model, num_ranks, memory_gb)
     found = f"at most {most} rows fit in a micro-batch" if most else "not even a micro-batch of one row fits"

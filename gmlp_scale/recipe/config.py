@@ -79,14 +79,10 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
         digest = hashlib.sha256(self.run_folder.encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir(), f"gmlp_scale-{os.getuid()}", f"{self.name}-{digest}")
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raises ConfigError if the recipe does not fit this number of ranks."""
+    def rows_per_rank(self, world_size: int) -> Piecewise:
+        """Rows per rank of each step. Raises ConfigError if the recipe does not fit this number of ranks."""
         if mistakes := list(rank_mistakes(self, world_size)):
             raise ConfigError(self.name, mistakes)
-
-    def rows_per_rank(self, world_size: int) -> Piecewise:
-        """Rows per rank of each step. Raises as check_ranks."""
-        self.check_ranks(world_size)
         return Piecewise(self.train.global_batch_size).map(lambda rows: rows // world_size)
 
     def batch_plan(self, *, rank: int, world_size: int) -> BatchPlan:

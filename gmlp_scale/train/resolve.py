@@ -24,7 +24,7 @@ def resolve(run: AnyPretraining, world: World) -> AnyPretraining:
         TrainedModelError, CheckpointError: on rank 0, naming what is wrong with init_from's RUN.
         OtherRankError: on the ranks where nothing is wrong.
     """
-    run.check_ranks(world.size)
+    run.rows_per_rank(world.size)
     run = with_decided_precision(run, world)
     if isinstance(run, RunConfig):
         run = with_decided_micro_batch(with_decided_start(run, world), world)

@@ -51,7 +51,7 @@ def run_task(task: Task, world: World, start_up: StartUp) -> Progress:
         or norm is not finite.
     """
     config = task.config
-    config.check_ranks(world.size)
+    config.rows_per_rank(world.size)
     check_packages(config.name, task.train)
     with ExitStack() as stack, world.naming_lost_ranks():
         place = _hold_run_folder(config, world, stack)

@@ -159,6 +159,9 @@ def test_the_command_trains_scores_answers_and_does_nothing_twice(squad, model, 
 
 
 def test_options_that_fit_nothing_are_refused(squad, model, tmp_path, launched):
-    for options, message in (([], "give --pairs, --triples or both"), (["--pairs", squad, "--rate", "0"], "positive")):
+    for options, message in (
+        ([], "give --pairs, --triples or both"),
+        (["--pairs", squad, "--rate", "0"], "found 0"),
+    ):
         code, _, error = launched(main, "--model", model, "--dev", squad, "--output", tmp_path / "out", *options)
         assert code == 2 and message in error
