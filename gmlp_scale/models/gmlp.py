@@ -56,8 +56,8 @@ class GmlpConfig(FamilyConfig):
 
     @model_validator(mode="after")
     def _fits_the_gating(self):
-        if self.d_gate < self.d_mixed and self.d_mixed % 2:
-            raise ValueError(f"d_ffn * mixed_share is {self.d_mixed}: {self.gating} halves it, so make it even")
+        if not self.d_mixed or (self.d_gate < self.d_mixed and self.d_mixed % 2):
+            raise ValueError(f"d_ffn * mixed_share is {self.d_mixed}: make it positive, and even if it is split")
         if self.kernels == "triton" and not self.has_kernels:
             found = f"gating {self.gating}, spatial {self.spatial} and mixed_share {self.mixed_share}: set it to auto"
             raise ValueError(f"kernels triton is for {FUSED_FORM}, not {found}")
@@ -71,7 +71,7 @@ class GmlpConfig(FamilyConfig):
     @property
     def d_mixed(self) -> int:
         """Width of what the gating takes."""
-        return max(1, round(self.d_ffn * self.mixed_share))
+        return round(self.d_ffn * self.mixed_share)
 
     @property
     def d_gate(self) -> int:

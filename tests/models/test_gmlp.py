@@ -91,8 +91,8 @@ def test_the_rest_of_the_hidden_layer_bypasses_the_gating(gating, d_attn):
     ("fields", "message"),
     [
         ({"mixed_share": 1.5}, "mixed_share\n  Input should be less than or equal to 1"),
-        ({"mixed_share": 0.01}, r"d_ffn \* mixed_share is 1: multiplicative_split halves it, so make it even"),
-        ({"mixed_share": 0.5}, r"d_ffn \* mixed_share is 5: multiplicative_split halves it, so make it even"),
+        ({"mixed_share": 0.01}, r"d_ffn \* mixed_share is 0: make it positive, and even if it is split"),
+        ({"mixed_share": 0.5}, r"d_ffn \* mixed_share is 5: make it positive, and even if it is split"),
         ({"mixed_share": 0.4, "kernels": "triton"}, "kernels triton is for .* mixed_share 1, not .* mixed_share 0.4"),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_causal_dynamic_w_sees_no_later_position():
 
 
 def test_a_split_needs_an_even_width():
-    with pytest.raises(ValidationError, match=r"d_ffn \* mixed_share is 7: multiplicative_split halves it"):
+    with pytest.raises(ValidationError, match=r"d_ffn \* mixed_share is 7: make it positive, and even if it is split"):
         make_block("multiplicative_split", d_ffn=7)
 
 
