@@ -18,12 +18,13 @@ v is not negative, so neither are the similarities, and each row of a dynamic W 
 positions alike: a model of them alone does not know the order of its tokens. Padding is zero in v, so a static W reads
 zeros there and no similarity to it counts; the authors' file sets no more than the embeddings of padding to zero.
 
-Rows are at most one chunk long here: the ranker is left out, which gives each chunk of S tokens what it needs from the
-k earlier chunks that are most alike. For a row of n > S tokens it would cost n^2 d / 2 multiply-adds for the cosines of
-all pairs, once in the model, and n (k + 1) S d for the map from k + 1 chunks to one, which has (k + 1) S^2 parameters.
-The layers then cost n S instead of n^2. Authors' models also apply that map, S x S then, to a row of one chunk.
+Layers mix within chunks of S positions, and the ranker, before the first one, brings each chunk what it needs from the
+k earlier ones that are most alike. So no chunk sees a later one. A row of n tokens costs each layer n S g in place of
+n^2 g multiply-adds, and the ranker once n^2 d for the cosines, C k n d for the choice and n (k + 1) S d for its map.
+A row of one chunk has no ranker here; the authors' file has it there too, with an empty past.
 
-Shape suffixes: B batch, N positions, D width, F expanded width, G width of v and of the gate, P width of the bypass.
+Shape suffixes: B batch, N positions, D width, F expanded width, G width of v and of the gate, P width of the bypass,
+C chunks, S positions of a chunk, K ranked chunks, L = K S.
 """
 
 import math
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from gmlp_scale.fields import Positive
+from gmlp_scale.fields import Count, Positive
 from gmlp_scale.models.layers import FamilyConfig, RMSNorm, Width, spatial_part, toeplitz
 
 EPS = 1e-12
@@ -45,7 +46,7 @@ class AveyConfig(FamilyConfig):
     display_name: ClassVar[str] = "Avey"
     blocks_differ: ClassVar[bool] = True
     kind: Literal["avey"] = "avey"
-    """Avey-B's layers, within one chunk."""
+    """Avey-B's layers, and its ranker where a row has several chunks."""
     masks_padding: Literal[True] = True
     """No position reads <pad>."""
     d_ffn: Width
@@ -54,10 +55,15 @@ class AveyConfig(FamilyConfig):
     """alternate: static and dynamic in turn, static first. static, dynamic: all alike. Dynamic ones alone do not know
     the order of the tokens."""
     spatial: Literal["dense", "toeplitz"] = "dense"
-    """W of a static layer: a free n x n matrix (the authors' choice), or one number per offset (gMLP's for text)."""
+    """W of a static layer: a free S x S matrix (the authors' choice), or one number per offset (gMLP's for text)."""
     mixed_share: Positive = 0.5
     """The share of d_ffn that is mixed over positions, at most 1: half of it is mixed, half is its gate. The rest
     bypasses both. An odd width becomes the next even one. [fraction]"""
+    chunk_length: Width | None = None
+    """S: a row is cut into chunks of so many positions, and layers mix within them. sequence_length is a multiple of
+    it. null: a row is one chunk, and there is no ranker. [tokens]"""
+    ranked_chunks: Count | None = None
+    """k: how many earlier chunks the ranker brings to each one, fewer than a row has. [chunks]"""
 
     @model_validator(mode="after")
     def _fits_the_share(self):
@@ -65,6 +71,26 @@ class AveyConfig(FamilyConfig):
             found = f"d_ffn is {self.d_ffn} and mixed_share {self.mixed_share}"
             raise ValueError(f"{found}: {2 * self.d_gate} channels would be mixed; needed: from 2 to d_ffn")
         return self
+
+    @model_validator(mode="after")
+    def _chunks_fill_the_row(self):
+        if (self.chunk_length is None) != (self.ranked_chunks is None):
+            raise ValueError("chunk_length and ranked_chunks go together: set both or neither")
+        if self.chunk_length and (self.sequence_length % self.chunk_length or self.ranked_chunks >= self.num_chunks):
+            found = f"sequence_length is {self.sequence_length}, chunk_length {self.chunk_length}"
+            needed = "a multiple of chunk_length with more chunks than ranked_chunks"
+            raise ValueError(f"{found} and ranked_chunks {self.ranked_chunks}; needed: {needed}")
+        return self
+
+    @property
+    def span(self) -> int:
+        """The positions that a layer mixes."""
+        return self.chunk_length or self.sequence_length
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the longest row."""
+        return self.sequence_length // self.span
 
     @property
     def d_gate(self) -> int:
@@ -77,33 +103,53 @@ class AveyConfig(FamilyConfig):
 
     @property
     def multiply_adds_per_block(self) -> float:
-        """For one forward pass of one sequence: n d (2 f - g) + n^2 g, and n^2 g for the similarities of a dynamic
-        layer. The mean over the blocks."""
-        n, g = self.sequence_length, self.d_gate
+        """For one forward pass of one sequence: n d (2 f - g) + n S g, and n S g for the similarities of a dynamic
+        layer; n d (n + C k + (k + 1) S) for the ranker. The mean over the blocks."""
+        n, d, g, span = self.sequence_length, self.d_model, self.d_gate, self.span
         num_dynamic = sum(not self.is_static(index) for index in range(self.num_blocks))
-        return n * self.d_model * (2 * self.d_ffn - g) + n * n * g * (self.num_blocks + num_dynamic) / self.num_blocks
+        mixing = n * span * g * (self.num_blocks + num_dynamic)
+        k = self.ranked_chunks
+        ranking = n * d * (n + self.num_chunks * k + (k + 1) * span) if k else 0
+        return n * d * (2 * self.d_ffn - g) + (mixing + ranking) / self.num_blocks
 
     def new_norm(self) -> nn.Module:
         return RMSNorm(self.d_model, eps=EPS)
 
 
 class AveyBlock(nn.Module):
-    """One layer, x_BND -> x_BND. `index`, from 0, says whether it is static. Then `spatial` is its W, n x n, or that
-    W's 2n - 1 offsets."""
+    """One layer, x_BND -> x_BND. `index`, from 0, says whether it is static. Then `spatial` is its W, S x S, or that
+    W's 2S - 1 offsets. The first block has the ranker."""
 
     def __init__(self, config: AveyConfig, dropout: float = 0.0, *, index: int):
         super().__init__()
-        n, g = config.sequence_length, config.d_gate
+        n, g = config.span, config.d_gate
+        self.span, self.chunk_length = n, config.chunk_length
+        self.ranker = Ranker(n, config.ranked_chunks) if config.ranked_chunks and index == 0 else None
         self.widths = [g, g, config.d_ffn - 2 * g]
         self.norm = config.new_norm()
         self.expand = nn.Linear(config.d_model, config.d_ffn)
         shape = (n, n) if config.spatial == "dense" else (2 * n - 1,)
         self.spatial = nn.Parameter(torch.empty(shape)) if config.is_static(index) else None
-        self.sequence_length = n
         self.project = nn.Linear(config.d_ffn - g, config.d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        if self.chunk_length is None:
+            return self.mixed(x_BND, is_token_BN)
+        num_rows, num_positions, _ = x_BND.shape
+        if num_missing := -num_positions % self.chunk_length:
+            if is_token_BN is None:
+                is_token_BN = x_BND.new_ones(num_rows, num_positions, dtype=torch.bool)
+            x_BND, is_token_BN = F.pad(x_BND, (0, 0, 0, num_missing)), F.pad(is_token_BN, (0, num_missing))
+        chunks = (-1, self.chunk_length)
+        if self.ranker is not None:
+            x_BND = self.ranker(x_BND, is_token_BN)
+        is_token_CS = None if is_token_BN is None else is_token_BN.unflatten(1, chunks).flatten(0, 1)
+        x_CSD = self.mixed(x_BND.unflatten(1, chunks).flatten(0, 1), is_token_CS)
+        return x_CSD.unflatten(0, (num_rows, -1)).flatten(1, 2)[:, :num_positions]
+
+    def mixed(self, x_BND: Tensor, is_token_BN: Tensor | None) -> Tensor:
+        """The layer, whose W spans the positions that it is given."""
         expanded_BNF = F.relu(self.expand(self.norm(x_BND))).square()
         v_BNG, gate_BNG, bypass_BNP = expanded_BNF.split(self.widths, dim=-1)
         if is_token_BN is not None:
@@ -119,20 +165,76 @@ class AveyBlock(nn.Module):
 
     @torch.no_grad()
     def init_special_weights(self, generator: torch.Generator) -> None:
-        """W from N(0, 1 / sqrt(n)), Glorot's normal distribution, as the authors' file has it."""
+        """W from N(0, 1 / sqrt(S)), Glorot's normal distribution, as the authors' file has it."""
         if self.spatial is not None:
             noise = torch.randn(self.spatial.shape, generator=generator, device="cpu")
-            self.spatial.copy_(noise / math.sqrt(self.sequence_length))
+            self.spatial.copy_(noise / math.sqrt(self.span))
+
+
+class Ranker(nn.Module):
+    """x_BND -> x_BND: adds to each chunk what a map takes from it and from the k earlier chunks that are most alike.
+
+    An earlier chunk's score is the sum, over the positions of this one, of each one's largest cosine with a position
+    there. The k best stand side by side, the best first, each times its score over the lowest of the k, and then the
+    chunk itself. Where there are fewer, zeros stand before them. `map`, S x (k + 1) S, is the same for all channels.
+    """
+
+    def __init__(self, chunk_length: int, ranked_chunks: int):
+        super().__init__()
+        self.ranked_chunks = ranked_chunks
+        self.map = nn.Parameter(torch.empty(chunk_length, (ranked_chunks + 1) * chunk_length))
+
+    def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
+        """N is a multiple of S."""
+        if is_token_BN is not None:
+            x_BND = x_BND * is_token_BN[:, :, None]
+        x_BCSD = x_BND.unflatten(1, (-1, len(self.map)))
+        choice_BCKC = ranking(unit(x_BND), x_BCSD.shape[1], self.ranked_chunks)
+        ranked = torch.bmm(choice_BCKC.flatten(1, 2), x_BCSD.flatten(2))
+        ranked_BCLD = ranked.view(*choice_BCKC.shape[:3], *x_BCSD.shape[2:]).flatten(2, 3)
+        read = torch.cat([ranked_BCLD, x_BCSD], dim=2).flatten(0, 1)
+        added = torch.bmm(self.map.to(x_BND.dtype).expand(len(read), *self.map.shape), read)
+        return x_BND + added.view(x_BND.shape)
+
+    @torch.no_grad()
+    def init_special_weights(self, generator: torch.Generator) -> None:
+        """Glorot's normal distribution, as the authors' file has it."""
+        noise = torch.randn(self.map.shape, generator=generator, device="cpu")
+        self.map.copy_(noise * math.sqrt(2 / sum(self.map.shape)))
+
+
+def unit(x_BND: Tensor) -> Tensor:
+    """x in lengths of one, in its dtype. Zeros stay zeros. Squares are added up in float32 or wider."""
+    squares_BN1 = x_BND.square().sum(-1, keepdim=True, dtype=torch.promote_types(x_BND.dtype, torch.float32))
+    return (x_BND / (squares_BN1 + EPS).sqrt()).to(x_BND.dtype)
 
 
 def similarities(v_BNG: Tensor) -> Tensor:
     """weight_BNN of a dynamic layer, in v's dtype: the cosines of each position (second axis) with all, over their sum.
 
-    A v of zeros has the cosine 0 with all. Squares and sums are added up in float32 or wider.
+    A v of zeros has the cosine 0 with all. Sums are added up in float32 or wider.
     """
-    sum_in = torch.promote_types(v_BNG.dtype, torch.float32)
-    squares_BN1 = v_BNG.square().sum(-1, keepdim=True, dtype=sum_in)
-    unit_BNG = (v_BNG / (squares_BN1 + EPS).sqrt()).to(v_BNG.dtype)
+    unit_BNG = unit(v_BNG)
     cosines_BNN = torch.bmm(unit_BNG, unit_BNG.mT)
-    sums_BN1 = cosines_BNN.sum(-1, keepdim=True, dtype=sum_in)
+    sums_BN1 = cosines_BNN.sum(-1, keepdim=True, dtype=torch.promote_types(v_BNG.dtype, torch.float32))
     return (cosines_BNN / (sums_BN1 + EPS)).to(v_BNG.dtype)
+
+
+def ranking(unit_BND: Tensor, num_chunks: int, k: int) -> Tensor:
+    """choice_BCKC: for each chunk (second axis), the factor that every chunk has in each of its k places, one or no
+    chunk in each. A product with it takes the chunks; a gather's gradient would be added up in any order.
+    """
+    cosines_BNN = torch.bmm(unit_BND, unit_BND.mT)
+    nearest_BNC = cosines_BNN.unflatten(2, (num_chunks, -1)).amax(-1)
+    sum_in = torch.promote_types(unit_BND.dtype, torch.float32)
+    scores_BCC = nearest_BNC.unflatten(1, (num_chunks, -1)).sum(2, dtype=sum_in)
+    chunks = torch.arange(num_chunks, device=unit_BND.device)
+    earlier = scores_BCC.masked_fill(chunks >= chunks[:, None], -math.inf)
+    scores_BCK, numbers_BCK = F.pad(earlier, (0, k), value=-math.inf).topk(k)
+    places = torch.arange(k, device=unit_BND.device)
+    rank_CK = places - (k - chunks[:, None]).clamp(min=0)  # of fewer than k the best comes first, after empty places
+    rank_BCK, is_taken_CK = rank_CK.clamp(min=0).expand_as(scores_BCK), rank_CK >= 0
+    scores_BCK = scores_BCK.gather(2, rank_BCK).where(is_taken_CK, 1.0)
+    factor_BCK = (scores_BCK / (scores_BCK[..., -1:] + EPS)).where(is_taken_CK, 0.0)
+    is_chosen_BCKC = numbers_BCK.gather(2, rank_BCK)[..., None] == chunks
+    return (factor_BCK[..., None] * is_chosen_BCKC).to(unit_BND.dtype)

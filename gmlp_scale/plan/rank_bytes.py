@@ -185,8 +185,9 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
     embedding, the head, and what a function keeps beside its result: the statistics of LayerNorms and softmaxes, and
     the copies of transposed operands that Mixer and the Transformer with relative positions make.
     """
-    num_blocks = min(model.num_blocks, 2) if model.blocks_differ else 1  # the first two are of all kinds
-    config = with_kernels(model.model_copy(update={"num_blocks": num_blocks}), "torch")
+    # Where blocks differ, all pairs after the first two blocks are alike.
+    period, num_counted = (2, min(model.num_blocks, 4)) if model.blocks_differ else (1, 1)
+    config = with_kernels(model.model_copy(update={"num_blocks": num_counted}), "torch")
     few_blocks = build_model(config, seed=None)  # on the CPU, since the meta device imports a compiler
     few_blocks = round_matrices(few_blocks, precision)
     few_blocks.set_recompute(recompute)
@@ -194,18 +195,23 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
         if isinstance(module, SelfAttention):
             module.always_fused = True
 
-    def kept_bytes(num_rows: int) -> int:
+    def kept_bytes(num_rows: int, num_blocks: int) -> int:
         shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), few_blocks.embedding.weight.dtype
         x_BND = torch.zeros(shape_BND, dtype=dtype, requires_grad=True)
         with _Results() as results:
-            for block in few_blocks.blocks:
+            for block in few_blocks.blocks[:num_blocks]:
                 x_BND = block(x_BND)  # the last is counted in place of the input, which no function here made
         size = results.bytes_alive()
         del x_BND  # its graph kept all the others alive until here
         return size
 
-    # The difference leaves out what all rows share, such as the matrix of a Toeplitz vector.
-    return model.num_blocks / num_blocks * (kept_bytes(2) - kept_bytes(1)) / model.sequence_length
+    def per_row(num_blocks: int) -> int:  # without what all rows share, such as the matrix of a Toeplitz vector
+        return kept_bytes(2, num_blocks) - kept_bytes(1, num_blocks)
+
+    in_counted = per_row(num_counted)
+    if num_more := model.num_blocks - num_counted:
+        in_counted += num_more / period * (in_counted - per_row(num_counted - period))
+    return in_counted / model.sequence_length
 
 
 class _Results(TorchFunctionMode):

@@ -104,7 +104,7 @@ def test_every_matrix_has_one_owner_and_the_work_is_balanced():
     [
         ("gmlp", {"expand", "project"}, set()),
         ("gmlp-dense", {"expand", "project"}, {"gating.weight"}),
-        ("avey", {"expand", "project"}, {"spatial"}),
+        ("avey-ranked", {"expand", "project"}, {"spatial", "ranker.map"}),
         ("amlp", {"expand", "attention.qkv", "attention.out", "project"}, set()),
         (
             "bert-relative",

@@ -26,7 +26,7 @@ GMLP = GmlpConfig(**SIZES)
 AMLP = AmlpConfig(**SIZES, d_attn=6)
 BERT = TransformerConfig(**SIZES, num_heads=3, positions="relative")
 MODERN = ModernTransformerConfig(**SIZES | {"d_model": 18}, num_heads=3, window=6)
-AVEY = AveyConfig(**SIZES)
+AVEY = AveyConfig(**SIZES, chunk_length=8, ranked_chunks=1)  # a ranker with a choice would choose otherwise in bf16
 OPTIMIZER = AdamwConfig(peak_learning_rate=0.01, weight_decay=0.1, gradient_clipping=0.5)
 MUON = MuonConfig(**OPTIMIZER.model_dump(exclude={"kind"}), matrix_rate_ratio=2.0)
 BATCH_SIZES, MICRO_BATCH_SIZE = [(0, 8), (1, 16), (2, 8), (4, 16), (5, 8)], 2

@@ -286,6 +286,6 @@ def test_other_weights_are_refused_by_name(name, shape, found):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gmlp-dense"])
 def test_models_that_timm_lacks_are_refused(kind):
-    model = tiny_config(kind, sequence_length=16)
+    model = tiny_config(kind)
     with pytest.raises(TrainedModelError, match=r"model.gating=multiplicative_split"):
         to_timm(model, dict(our_model(model).named_parameters()), patch_size=4)

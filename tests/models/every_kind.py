@@ -31,6 +31,7 @@ KINDS = {  # every block family, and every variant of a block
     "avey": {"kind": "avey"},
     "avey-static": {"kind": "avey", "layers": "static", "spatial": "toeplitz", "mixed_share": 1.0},
     "avey-dynamic": {"kind": "avey", "layers": "dynamic"},
+    "avey-ranked": {"kind": "avey", "chunk_length": 3, "ranked_chunks": 2},
 }
 FAMILIES = list({fields["kind"]: kind for kind, fields in reversed(KINDS.items())}.values())
 """The first kind of each block family."""

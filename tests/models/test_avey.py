@@ -67,9 +67,58 @@ def test_model_is_that_of_the_equations_with_a_static_layer_first():
         np.testing.assert_allclose(found, masked @ p["embedding.weight"].T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["avey", "avey-static", "avey-dynamic"])
+def ranked_by_loops(matrix: np.ndarray, x: np.ndarray, k: int) -> np.ndarray:
+    """The ranker on one row, whose last chunk may not be full."""
+    S = len(matrix)
+    padded = np.concatenate([x, np.zeros((-len(x) % S, x.shape[1]))])
+    chunks = [padded[start : start + S] for start in range(0, len(x), S)]
+
+    def cosine(a: np.ndarray, b: np.ndarray) -> float:
+        return sum(a * b) / (math.sqrt(sum(a * a) * sum(b * b)) or 1.0)
+
+    results = []
+    for number, own in enumerate(chunks):
+        score = {i: sum(max(cosine(a, b) for b in chunks[i]) for a in own) for i in range(number)}
+        best = sorted(score, key=score.get, reverse=True)[:k]
+        ranked = [chunks[i] * score[i] / score[best[-1]] for i in best]
+        empty = [np.zeros_like(own)] * (k - len(best))
+        results.append(own + matrix @ np.concatenate([*empty, *ranked, own]))
+    return np.concatenate(results)[: len(x)]
+
+
+@pytest.mark.parametrize("num_positions", [18, 10, 3, 2])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_ranker_brings_each_chunk_the_best_of_those_before(num_positions, k):
+    model = tiny_model("avey-ranked", d_model=8, sequence_length=18, ranked_chunks=k)
+    perturb(model.blocks.double(), scale=0.5)
+    x_BND = torch.randn(2, num_positions, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = model.blocks[1](model.blocks[0](x_BND)).detach().numpy()
+    for row, x in enumerate(x_BND.numpy()):
+        x = ranked_by_loops(numbers(model.blocks[0])["ranker.map"], x, k)
+        for block in model.blocks:
+            chunks = [x[start : start + 3] for start in range(0, len(x), 3)]
+            x = np.concatenate([layer_by_loops(numbers(block), chunk, d_gate=8) for chunk in chunks])
+        np.testing.assert_allclose(found[row], x, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk_length": 3}, "chunk_length and ranked_chunks go together: set both or neither"),
+        ({"ranked_chunks": 2}, "chunk_length and ranked_chunks go together: set both or neither"),
+        ({"chunk_length": 5, "ranked_chunks": 1}, "sequence_length is 12, chunk_length 5 and ranked_chunks 1; needed"),
+        ({"chunk_length": 4, "ranked_chunks": 3}, "a multiple of chunk_length with more chunks than ranked_chunks"),
+    ],
+)
+def test_chunks_that_do_not_fill_the_row_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        tiny_config("avey", **fields)
+
+
+@pytest.mark.parametrize("kind", ["avey", "avey-static", "avey-dynamic", "avey-ranked"])
 def test_gradients_are_right(kind):
-    block = tiny_model(kind, d_model=4, d_ffn=8, sequence_length=3).blocks[0].double()
+    sizes = {"sequence_length": 3} if kind != "avey-ranked" else {"chunk_length": 1, "sequence_length": 3}
+    block = tiny_model(kind, d_model=4, d_ffn=8, **sizes).blocks[0].double()
     check_gradients(perturb(block, scale=0.6), d_model=4)
 
 
@@ -98,9 +147,10 @@ def test_a_static_w_starts_by_glorots_rule(spatial):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 4])
-def test_multiply_adds_are_the_mean_over_both_kinds_of_layers(num_blocks):
-    model = tiny_model("avey", num_blocks=num_blocks, sequence_length=11)
-    batch = random_batch(num_rows=2, num_positions=11)
+@pytest.mark.parametrize("kind", ["avey", "avey-ranked"])
+def test_multiply_adds_are_the_mean_over_all_layers_and_the_ranker(kind, num_blocks):
+    model = tiny_model(kind, num_blocks=num_blocks, sequence_length=15)
+    batch = random_batch(num_rows=2, num_positions=15)
     with FlopCounterMode(display=False) as counter:
         model.predict(batch)
     assert 2 * model.flops_per_sample(num_masked=3) == counter.get_total_flops()
