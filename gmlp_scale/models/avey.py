@@ -10,9 +10,9 @@ The order of operations and the epsilons are those of the authors' model file at
 (github.com/rimads/avey-b, commit eb6a7c5); with the same weights the logits are the same. The file was replaced five
 days later (8f3ed57, "for consistency" with the published models) by one with GELU, a factor on each residual sum and no
 final norm, whose weights are not for this family. The paper's text was not at hand, so no equation has its number.
-There all weights start by Glorot's rule, here all but W from N(0, 0.02) as in all families. For the Linear layers both
-are about alike at the width of 768; at 128 Glorot's are three times as large and learn more slowly. Glorot's embedding
-is smaller, 0.006 for the authors' base model.
+There all weights start by Glorot's rule, here all but W and the ranker's map from N(0, 0.02) as in all families. For
+the Linear layers both are about alike at the width of 768; at 128 Glorot's are three times as large and learn more
+slowly. Glorot's embedding is smaller, 0.006 for the authors' base model.
 
 v is not negative, so neither are the similarities, and each row of a dynamic W is a mean. Dynamic layers treat the
 positions alike: a model of them alone does not know the order of its tokens. Padding is zero in v, so a static W reads
@@ -21,10 +21,10 @@ zeros there and no similarity to it counts; the authors' file sets no more than 
 Layers mix within chunks of S positions, and the ranker, before the first one, brings each chunk what it needs from the
 k earlier ones that are most alike. So no chunk sees a later one. A row of n tokens costs each layer n S g in place of
 n^2 g multiply-adds, and the ranker once n^2 d for the cosines, C k n d for the choice and n (k + 1) S d for its map.
-A row of one chunk has no ranker here; the authors' file has it there too, with an empty past.
+Without `chunk_length` there is no ranker; the authors' file always has it.
 
 Shape suffixes: B batch, N positions, D width, F expanded width, G width of v and of the gate, P width of the bypass,
-C chunks, S positions of a chunk, K ranked chunks, L = K S.
+C chunks, S positions of a chunk, K ranked chunks.
 """
 
 import math
@@ -46,7 +46,7 @@ class AveyConfig(FamilyConfig):
     display_name: ClassVar[str] = "Avey"
     blocks_differ: ClassVar[bool] = True
     kind: Literal["avey"] = "avey"
-    """Avey-B's layers, and its ranker where a row has several chunks."""
+    """Avey-B's layers, and its ranker where chunk_length is set."""
     masks_padding: Literal[True] = True
     """No position reads <pad>."""
     d_ffn: Width
@@ -85,12 +85,12 @@ class AveyConfig(FamilyConfig):
     @property
     def span(self) -> int:
         """The positions that a layer mixes."""
-        return self.chunk_length or self.sequence_length
+        return min(self.chunk_length or self.sequence_length, self.sequence_length)
 
     @property
     def num_chunks(self) -> int:
         """Of the longest row."""
-        return self.sequence_length // self.span
+        return math.ceil(self.sequence_length / self.span)
 
     @property
     def d_gate(self) -> int:
@@ -134,7 +134,7 @@ class AveyBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        if self.chunk_length is None:
+        if self.chunk_length is None or (self.ranker is None and x_BND.shape[1] <= self.chunk_length):
             return self.mixed(x_BND, is_token_BN)
         num_rows, num_positions, _ = x_BND.shape
         if num_missing := -num_positions % self.chunk_length:
@@ -189,10 +189,10 @@ class Ranker(nn.Module):
         if is_token_BN is not None:
             x_BND = x_BND * is_token_BN[:, :, None]
         x_BCSD = x_BND.unflatten(1, (-1, len(self.map)))
-        choice_BCKC = ranking(unit(x_BND), x_BCSD.shape[1], self.ranked_chunks)
+        choice_BCKC = ranking(unit(x_BND), is_token_BN, x_BCSD.shape[1], self.ranked_chunks)
         ranked = torch.bmm(choice_BCKC.flatten(1, 2), x_BCSD.flatten(2))
-        ranked_BCLD = ranked.view(*choice_BCKC.shape[:3], *x_BCSD.shape[2:]).flatten(2, 3)
-        read = torch.cat([ranked_BCLD, x_BCSD], dim=2).flatten(0, 1)
+        own = x_BCSD.flatten(0, 1)
+        read = torch.cat([ranked.view(len(own), -1, x_BND.shape[2]), own], dim=1)
         added = torch.bmm(self.map.to(x_BND.dtype).expand(len(read), *self.map.shape), read)
         return x_BND + added.view(x_BND.shape)
 
@@ -220,21 +220,22 @@ def similarities(v_BNG: Tensor) -> Tensor:
     return (cosines_BNN / (sums_BN1 + EPS)).to(v_BNG.dtype)
 
 
-def ranking(unit_BND: Tensor, num_chunks: int, k: int) -> Tensor:
+def ranking(unit_BND: Tensor, is_token_BN: Tensor | None, num_chunks: int, k: int) -> Tensor:
     """choice_BCKC: for each chunk (second axis), the factor that every chunk has in each of its k places, one or no
     chunk in each. A product with it takes the chunks; a gather's gradient would be added up in any order.
     """
     cosines_BNN = torch.bmm(unit_BND, unit_BND.mT)
-    nearest_BNC = cosines_BNN.unflatten(2, (num_chunks, -1)).amax(-1)
+    if is_token_BN is not None:
+        cosines_BNN = cosines_BNN.masked_fill(~is_token_BN[:, None], -math.inf)
+    nearest_BNC = cosines_BNN.unflatten(2, (num_chunks, -1)).max(-1).values  # amax would keep the cosines
     sum_in = torch.promote_types(unit_BND.dtype, torch.float32)
     scores_BCC = nearest_BNC.unflatten(1, (num_chunks, -1)).sum(2, dtype=sum_in)
     chunks = torch.arange(num_chunks, device=unit_BND.device)
-    earlier = scores_BCC.masked_fill(chunks >= chunks[:, None], -math.inf)
-    scores_BCK, numbers_BCK = F.pad(earlier, (0, k), value=-math.inf).topk(k)
+    earlier_BCC = scores_BCC.masked_fill(chunks >= chunks[:, None], -math.inf)
     places = torch.arange(k, device=unit_BND.device)
-    rank_CK = places - (k - chunks[:, None]).clamp(min=0)  # of fewer than k the best comes first, after empty places
-    rank_BCK, is_taken_CK = rank_CK.clamp(min=0).expand_as(scores_BCK), rank_CK >= 0
-    scores_BCK = scores_BCK.gather(2, rank_BCK).where(is_taken_CK, 1.0)
-    factor_BCK = (scores_BCK / (scores_BCK[..., -1:] + EPS)).where(is_taken_CK, 0.0)
-    is_chosen_BCKC = numbers_BCK.gather(2, rank_BCK)[..., None] == chunks
-    return (factor_BCK[..., None] * is_chosen_BCKC).to(unit_BND.dtype)
+    is_empty_BCK = places < k - (earlier_BCC > -math.inf).sum(-1, keepdim=True)  # the first ones
+    empty_BCK = torch.where(is_empty_BCK, math.inf, -math.inf)
+    scores_BCK, numbers_BCK = torch.cat([earlier_BCC, empty_BCK], dim=2).topk(k)
+    scores_BCK = scores_BCK.masked_fill(is_empty_BCK, 1.0)
+    factor_BCK = scores_BCK / (scores_BCK[..., -1:] + EPS)
+    return torch.where(numbers_BCK[..., None] == chunks, factor_BCK[..., None], 0.0).to(unit_BND.dtype)

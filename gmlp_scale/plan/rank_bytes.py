@@ -185,8 +185,8 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
     embedding, the head, and what a function keeps beside its result: the statistics of LayerNorms and softmaxes, and
     the copies of transposed operands that Mixer and the Transformer with relative positions make.
     """
-    # Where blocks differ, all pairs after the first two blocks are alike.
-    period, num_counted = (2, min(model.num_blocks, 4)) if model.blocks_differ else (1, 1)
+    # Where blocks differ, Avey's kinds take turns after the first one; the modern Transformer's keep equally much.
+    period, num_counted = (2, min(model.num_blocks, 4 - model.num_blocks % 2)) if model.blocks_differ else (1, 1)
     config = with_kernels(model.model_copy(update={"num_blocks": num_counted}), "torch")
     few_blocks = build_model(config, seed=None)  # on the CPU, since the meta device imports a compiler
     few_blocks = round_matrices(few_blocks, precision)
@@ -195,23 +195,21 @@ def activation_bytes_per_token(model: ModelConfig, precision: str, recompute: Re
         if isinstance(module, SelfAttention):
             module.always_fused = True
 
-    def kept_bytes(num_rows: int, num_blocks: int) -> int:
+    def kept_bytes(num_rows: int) -> list[int]:
+        """After 0, 1, 2 ... blocks."""
         shape_BND, dtype = (num_rows, model.sequence_length, model.d_model), few_blocks.embedding.weight.dtype
         x_BND = torch.zeros(shape_BND, dtype=dtype, requires_grad=True)
+        sizes = [0]
         with _Results() as results:
-            for block in few_blocks.blocks[:num_blocks]:
-                x_BND = block(x_BND)  # the last is counted in place of the input, which no function here made
-        size = results.bytes_alive()
-        del x_BND  # its graph kept all the others alive until here
-        return size
+            for block in few_blocks.blocks:
+                x_BND = block(x_BND)  # counted in place of the input, which no function here made
+                sizes.append(results.bytes_alive())
+        return sizes
 
-    def per_row(num_blocks: int) -> int:  # without what all rows share, such as the matrix of a Toeplitz vector
-        return kept_bytes(2, num_blocks) - kept_bytes(1, num_blocks)
-
-    in_counted = per_row(num_counted)
-    if num_more := model.num_blocks - num_counted:
-        in_counted += num_more / period * (in_counted - per_row(num_counted - period))
-    return in_counted / model.sequence_length
+    # The difference leaves out what all rows share, such as the matrix of a Toeplitz vector.
+    of_a_row = [two - one for one, two in zip(kept_bytes(1), kept_bytes(2), strict=True)]
+    num_periods = (model.num_blocks - num_counted) // period
+    return (of_a_row[-1] + num_periods * (of_a_row[-1] - of_a_row[num_counted - period])) / model.sequence_length
 
 
 class _Results(TorchFunctionMode):

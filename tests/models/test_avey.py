@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from gmlp_scale.models import AveyConfig, build_model
-from gmlp_scale.models.avey import similarities
+from gmlp_scale.models.avey import ranking, similarities, unit
 from gmlp_scale.models.backbone import Backbone
 from tests.models.every_kind import check_gradients, perturb, random_batch, tiny_config, tiny_model
 from tests.models.float64_layers import linear, numbers
@@ -99,6 +99,15 @@ def test_ranker_brings_each_chunk_the_best_of_those_before(num_positions, k):
             chunks = [x[start : start + 3] for start in range(0, len(x), 3)]
             x = np.concatenate([layer_by_loops(numbers(block), chunk, d_gate=8) for chunk in chunks])
         np.testing.assert_allclose(found[row], x, rtol=1e-10, atol=1e-10)
+
+
+def test_ranker_never_takes_a_chunk_of_padding():
+    unit_BND = unit(torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(3)) + 1)
+    is_token_BN = torch.tensor([[True] * 3 + [False] * 3 + [True] * 6])
+    (choice_CKC,) = ranking(unit_BND * is_token_BN[:, :, None], is_token_BN, num_chunks=4, k=2)
+    taken = [[places.nonzero()[:, 0].tolist() for places in chunk] for chunk in choice_CKC]
+    assert taken[0] == [[], []] and taken[2] == [[], [0]] and sorted(taken[3]) == [[0], [2]]
+    assert choice_CKC.max() < 2  # one lowest score of the two
 
 
 @pytest.mark.parametrize(
