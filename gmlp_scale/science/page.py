@@ -107,7 +107,8 @@ def _counts_of(sentences: Iterable[str]) -> str:
     verdicts = Counter(text.split("**")[1] for text in sentences if "**" in text)
     found = ", ".join(f"{count} x {text.lower()}" for text, count in verdicts.most_common())
     lost = sum(_LOST in text for text in sentences)
-    return f"Verdicts on {verdicts.total()} claims: {found}. {lost} of them do not survive the correction."
+    decided = verdicts["Holds"] + verdicts["Does not hold"]
+    return f"Verdicts on {verdicts.total()} claims: {found}. {lost} of the {decided} decided do not survive the correction."
 
 
 def _counts(table: Table, quantity: Quantity) -> str:
