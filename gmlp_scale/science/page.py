@@ -108,7 +108,8 @@ def _counts_of(sentences: Iterable[str]) -> str:
     found = ", ".join(f"{count} x {text.lower()}" for text, count in verdicts.most_common())
     lost = sum(_LOST in text for text in sentences)
     decided = verdicts["Holds"] + verdicts["Does not hold"]
-    return f"Verdicts on {verdicts.total()} claims: {found}. {lost} of the {decided} decided do not survive the correction."
+    survival = f"{lost} of the {decided} decided do not survive the correction"
+    return f"Verdicts on {verdicts.total()} claims: {found}. {survival}."
 
 
 def _counts(table: Table, quantity: Quantity) -> str:
