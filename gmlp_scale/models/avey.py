@@ -123,7 +123,7 @@ class AveyBlock(nn.Module):
     def __init__(self, config: AveyConfig, dropout: float = 0.0, *, index: int):
         super().__init__()
         n, g = config.span, config.d_gate
-        self.span, self.chunk_length = n, config.chunk_length
+        self.span = n
         self.ranker = Ranker(n, config.ranked_chunks) if config.ranked_chunks and index == 0 else None
         self.widths = [g, g, config.d_ffn - 2 * g]
         self.norm = config.new_norm()
@@ -134,14 +134,14 @@ class AveyBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BND: Tensor, is_token_BN: Tensor | None = None) -> Tensor:
-        if self.chunk_length is None or (self.ranker is None and x_BND.shape[1] <= self.chunk_length):
+        if self.ranker is None and x_BND.shape[1] <= self.span:  # one chunk
             return self.mixed(x_BND, is_token_BN)
         num_rows, num_positions, _ = x_BND.shape
-        if num_missing := -num_positions % self.chunk_length:
+        if num_missing := -num_positions % self.span:
             if is_token_BN is None:
                 is_token_BN = x_BND.new_ones(num_rows, num_positions, dtype=torch.bool)
             x_BND, is_token_BN = F.pad(x_BND, (0, 0, 0, num_missing)), F.pad(is_token_BN, (0, num_missing))
-        chunks = (-1, self.chunk_length)
+        chunks = (-1, self.span)
         if self.ranker is not None:
             x_BND = self.ranker(x_BND, is_token_BN)
         is_token_CS = None if is_token_BN is None else is_token_BN.unflatten(1, chunks).flatten(0, 1)
@@ -189,7 +189,7 @@ class Ranker(nn.Module):
         if is_token_BN is not None:
             x_BND = x_BND * is_token_BN[:, :, None]
         x_BCSD = x_BND.unflatten(1, (-1, len(self.map)))
-        choice_BCKC = ranking(unit(x_BND), is_token_BN, x_BCSD.shape[1], self.ranked_chunks)
+        choice_BCKC = ranking(x_BND, is_token_BN, x_BCSD.shape[1], self.ranked_chunks)
         ranked = torch.bmm(choice_BCKC.flatten(1, 2), x_BCSD.flatten(2))
         own = x_BCSD.flatten(0, 1)
         read = torch.cat([ranked.view(len(own), -1, x_BND.shape[2]), own], dim=1)
@@ -203,39 +203,42 @@ class Ranker(nn.Module):
         self.map.copy_(noise * math.sqrt(2 / sum(self.map.shape)))
 
 
-def unit(x_BND: Tensor) -> Tensor:
-    """x in lengths of one, in its dtype. Zeros stay zeros. Squares are added up in float32 or wider."""
+def cosines(x_BND: Tensor) -> Tensor:
+    """cosines_BNN between all positions, in x's dtype. A position of zeros has the cosine 0 with all.
+
+    Squares are added up in float32 or wider.
+    """
     squares_BN1 = x_BND.square().sum(-1, keepdim=True, dtype=torch.promote_types(x_BND.dtype, torch.float32))
-    return (x_BND / (squares_BN1 + EPS).sqrt()).to(x_BND.dtype)
+    unit_BND = (x_BND / (squares_BN1 + EPS).sqrt()).to(x_BND.dtype)
+    return torch.bmm(unit_BND, unit_BND.mT)
 
 
 def similarities(v_BNG: Tensor) -> Tensor:
     """weight_BNN of a dynamic layer, in v's dtype: the cosines of each position (second axis) with all, over their sum.
 
-    A v of zeros has the cosine 0 with all. Sums are added up in float32 or wider.
+    Sums are added up in float32 or wider.
     """
-    unit_BNG = unit(v_BNG)
-    cosines_BNN = torch.bmm(unit_BNG, unit_BNG.mT)
+    cosines_BNN = cosines(v_BNG)
     sums_BN1 = cosines_BNN.sum(-1, keepdim=True, dtype=torch.promote_types(v_BNG.dtype, torch.float32))
     return (cosines_BNN / (sums_BN1 + EPS)).to(v_BNG.dtype)
 
 
-def ranking(unit_BND: Tensor, is_token_BN: Tensor | None, num_chunks: int, k: int) -> Tensor:
+def ranking(x_BND: Tensor, is_token_BN: Tensor | None, num_chunks: int, k: int) -> Tensor:
     """choice_BCKC: for each chunk (second axis), the factor that every chunk has in each of its k places, one or no
     chunk in each. A product with it takes the chunks; a gather's gradient would be added up in any order.
     """
-    cosines_BNN = torch.bmm(unit_BND, unit_BND.mT)
+    cosines_BNN = cosines(x_BND)
     if is_token_BN is not None:
         cosines_BNN = cosines_BNN.masked_fill(~is_token_BN[:, None], -math.inf)
     nearest_BNC = cosines_BNN.unflatten(2, (num_chunks, -1)).max(-1).values  # amax would keep the cosines
-    sum_in = torch.promote_types(unit_BND.dtype, torch.float32)
+    sum_in = torch.promote_types(x_BND.dtype, torch.float32)
     scores_BCC = nearest_BNC.unflatten(1, (num_chunks, -1)).sum(2, dtype=sum_in)
-    chunks = torch.arange(num_chunks, device=unit_BND.device)
+    chunks = torch.arange(num_chunks, device=x_BND.device)
     earlier_BCC = scores_BCC.masked_fill(chunks >= chunks[:, None], -math.inf)
-    places = torch.arange(k, device=unit_BND.device)
+    places = torch.arange(k, device=x_BND.device)
     is_empty_BCK = places < k - (earlier_BCC > -math.inf).sum(-1, keepdim=True)  # the first ones
     empty_BCK = torch.where(is_empty_BCK, math.inf, -math.inf)
     scores_BCK, numbers_BCK = torch.cat([earlier_BCC, empty_BCK], dim=2).topk(k)
     scores_BCK = scores_BCK.masked_fill(is_empty_BCK, 1.0)
     factor_BCK = scores_BCK / (scores_BCK[..., -1:] + EPS)
-    return torch.where(numbers_BCK[..., None] == chunks, factor_BCK[..., None], 0.0).to(unit_BND.dtype)
+    return torch.where(numbers_BCK[..., None] == chunks, factor_BCK[..., None], 0.0).to(x_BND.dtype)

@@ -1,5 +1,7 @@
 """launch/fill_mask.py and launch/generate.py: the same text for a seed, and of what the model knows."""
 
+import re
+
 import pytest
 import torch
 
@@ -28,7 +30,9 @@ def test_a_sentence_without_a_mask_is_refused(runs, launched):
     assert launched(main, "--run", runs / "gmlp", "abcde") == (2, "", "no <mask> in: abcde\n")
 
 
-def test_candidates_are_as_many_as_the_vocabulary_has(runs, refuses):
+def test_candidates_are_as_many_as_the_vocabulary_has(runs, succeeds, refuses):
+    printed = succeeds(main, "--run", runs / "gmlp", "--top", VOCAB_SIZE, "abcde <mask>")
+    assert len(re.findall(r"['\"] \d+\.\d%", printed)) == VOCAB_SIZE
     for num, needed in ((0, "greater than or equal to 1"), (VOCAB_SIZE + 1, f"at most {VOCAB_SIZE}")):
         message = f"--top: found {num}; needed: {needed}"
         refuses(message, main, "--run", runs / "gmlp", "--top", num, "abcde <mask>")

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from gmlp_scale.models import AveyConfig, build_model
-from gmlp_scale.models.avey import ranking, similarities, unit
+from gmlp_scale.models.avey import ranking, similarities
 from gmlp_scale.models.backbone import Backbone
 from tests.models.every_kind import check_gradients, perturb, random_batch, tiny_config, tiny_model
 from tests.models.float64_layers import linear, numbers
@@ -102,9 +102,9 @@ def test_ranker_brings_each_chunk_the_best_of_those_before(num_positions, k):
 
 
 def test_ranker_never_takes_a_chunk_of_padding():
-    unit_BND = unit(torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(3)) + 1)
+    x_BND = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(3)) + 1
     is_token_BN = torch.tensor([[True] * 3 + [False] * 3 + [True] * 6])
-    (choice_CKC,) = ranking(unit_BND * is_token_BN[:, :, None], is_token_BN, num_chunks=4, k=2)
+    (choice_CKC,) = ranking(x_BND * is_token_BN[:, :, None], is_token_BN, num_chunks=4, k=2)
     taken = [[places.nonzero()[:, 0].tolist() for places in chunk] for chunk in choice_CKC]
     assert taken[0] == [[], []] and taken[2] == [[], [0]] and sorted(taken[3]) == [[0], [2]]
     assert choice_CKC.max() < 2  # one lowest score of the two
@@ -126,8 +126,8 @@ def test_chunks_that_do_not_fill_the_row_are_refused(fields, message):
 
 @pytest.mark.parametrize("kind", ["avey", "avey-static", "avey-dynamic", "avey-ranked"])
 def test_gradients_are_right(kind):
-    sizes = {"sequence_length": 3} if kind != "avey-ranked" else {"chunk_length": 1, "sequence_length": 3}
-    block = tiny_model(kind, d_model=4, d_ffn=8, **sizes).blocks[0].double()
+    chunks = {"chunk_length": 1} if kind == "avey-ranked" else {}
+    block = tiny_model(kind, d_model=4, d_ffn=8, sequence_length=3, **chunks).blocks[0].double()
     check_gradients(perturb(block, scale=0.6), d_model=4)
 
 
